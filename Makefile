@@ -1,0 +1,65 @@
+# make demo       set up, build, and generate text from the bundled model under a small budget
+# make test       set up, lint, and run the tests
+# make test-full  the long products as well
+# make gpu        on a machine with a GPU: build, test and measure there, JSON to $OUT
+PYTHON ?= python3
+# A CPU-only torch is enough; on a GPU machine set TORCH to the build you want.
+TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.23.0
+VENV ?= .venv
+OUT ?= build/gpu
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc -type f)
+
+.PHONY: setup demo test test-full lint format gpu clean
+
+setup: $(READY)
+
+$(READY): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11; set PYTHON to a newer one" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check \
+	  "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	@echo "The bundled model takes 34 MiB; it runs here within 24 MiB, its exact experts read from disk."
+	@$(BIN)/speq generate --model models/tiny-moe --memory-budget 24MiB --max-new-tokens 128 \
+	  --prompt "Once upon a time there was a little dog named"
+	@echo
+	@echo "Next:"
+	@echo "  $(BIN)/speq generate --model models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --json"
+	@echo "  $(BIN)/speq chat --model models/tiny-moe --memory-budget 32MiB --stop '###'"
+	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 24MiB --dtype float32"
+	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
+
+test: lint
+	$(BIN)/python -m pytest -m "not full and not gpu"
+
+test-full: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+# setup.py lays `scheduler/`, `governor/` and `bench/` into the package; mypy wants to see it so.
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp')
+	@rm -rf build/typed && $(BIN)/python setup.py -q build_py --build-lib build/typed 2>/dev/null
+	$(BIN)/mypy --config-file pyproject.toml build/typed/speq tools
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp')
+
+# No network and no venv of ours: the machine's own torch and transformers are what is measured.
+gpu:
+	PYTHON="$(PYTHON)" OUT="$(OUT)" tools/gpu.sh
+
+clean:
+	rm -rf build $(VENV) speq/*.so speq.egg-info

@@ -1,0 +1,72 @@
+"""Build the native library with CMake and install the top-level folders as parts of `speq`.
+
+`scheduler/`, `governor/` and `bench/` live at the top of the repository and are installed as
+`speq.scheduler`, `speq.governor` and `speq.bench`; nobody imports the bare names.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+OUTSIDE = ("scheduler", "governor", "bench")
+
+
+class CMakeLibrary(Extension):
+    """A shared library without a Python module in it: torch loads it, so no Python ABI is named."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, sources=[])
+
+
+class CMakeBuild(build_ext):
+    def get_ext_filename(self, ext_name: str) -> str:
+        *package, library = ext_name.split(".")
+        return str(Path(*package) / f"lib{library}.so")
+
+    def build_extension(self, ext: Extension) -> None:
+        import torch.utils
+
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        # Tools that pip installed lie beside the interpreter, which need not be on the PATH.
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
+        if cmake is None or ninja is None:
+            raise SystemExit("cmake and ninja are needed to build; pip install cmake ninja")
+        configure = [
+            cmake,
+            "-GNinja",
+            f"-S{ROOT.resolve()}",
+            f"-B{build}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            f"-DTORCH_PREFIX={Path(torch.__file__).parent}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
+        ]
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build)], check=True)
+
+
+def version() -> str:
+    return (ROOT / "speq" / "VERSION").read_text().strip()
+
+
+setup(
+    version=version(),
+    packages=[
+        *find_packages(include=["speq", "speq.*"]),
+        *(f"speq.{name}" for name in OUTSIDE),
+        "speq.bench.prompts",
+    ],
+    package_dir={f"speq.{name}": name for name in OUTSIDE},
+    package_data={"speq": ["VERSION", "py.typed"], "speq.bench.prompts": ["*"]},
+    ext_modules=[CMakeLibrary("speq.speq_cpu")],
+    cmdclass={"build_ext": CMakeBuild},
+)
