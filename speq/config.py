@@ -1,0 +1,166 @@
+"""Options of a run, checked where they enter. Imports nothing of ours but the error type."""
+
+import math
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from speq.errors import SpeqError
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+CACHE_POLICIES = ("lru",)
+PREFETCH_MODES = ("none",)
+MAX_DRAFT_LENGTH = 64
+# The fixed length of `auto`, until a governor chooses it from measurements.
+DEFAULT_DRAFT_LENGTH = 4
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in a size such as "8GiB", "512MiB", "1.5 GB" or a plain number of bytes.
+
+    Raises SpeqError for anything else, and for sizes that are not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size <= 0:
+        raise SpeqError(
+            f"memory size {text!r} is not understood; give a positive number with a unit, "
+            "such as 8GiB, 512MiB or 20GB"
+        )
+    return size
+
+
+def format_bytes(size: int | float) -> str:
+    """A size for people: binary units, three significant digits."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(size) >= unit:
+            return (
+                f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"
+            )
+    return f"{size:.0f} B"
+
+
+def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """`value` if it is a whole number within bounds, else a SpeqError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpeqError(f"{name} is {value!r}; it must be a whole number")
+    if value < minimum or (maximum is not None and value > maximum):
+        bounds = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise SpeqError(f"{name} is {value}; it must be {bounds}")
+    return value
+
+
+def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise SpeqError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """How a model is held and run. `RunConfig.of` checks what users typed.
+
+    memory_budget   bytes for everything on the device: weights, draft, KV cache, workspace, slots
+    context_length  tokens the KV cache holds; None: what each request needs
+    draft           "auto", "none", or the folder of a checkpoint whose rounded experts draft
+    draft_length    tokens drafted per step; None: chosen by the governor
+    """
+
+    memory_budget: int
+    device: str = "auto"
+    dtype: str = "auto"
+    context_length: int | None = None
+    draft: str = "auto"
+    draft_length: int | None = None
+    cache_policy: str = "lru"
+    prefetch: str = "none"
+
+    @classmethod
+    def of(
+        cls,
+        memory_budget: str | int,
+        draft_length: str | int | None = "auto",
+        context_length: int | None = None,
+        draft: str | Path = "auto",
+        **options: Any,
+    ) -> "RunConfig":
+        unknown = sorted(set(options) - {field.name for field in fields(cls)})
+        if unknown:
+            known = ", ".join(field.name for field in fields(cls))
+            raise SpeqError(f"unknown option {', '.join(unknown)}; the options are {known}")
+        config = cls(
+            memory_budget=parse_bytes(memory_budget),
+            context_length=context_length,
+            draft=str(draft),
+            draft_length=_draft_length(draft_length),
+            **options,
+        )
+        if context_length is not None:
+            checked_int("context_length", context_length, 1)
+        checked_choice("device", config.device, DEVICES)
+        checked_choice("dtype", config.dtype, DTYPES)
+        checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
+        checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
+        if config.draft == "":
+            raise SpeqError("draft is empty; give auto, none or a folder")
+        return config
+
+
+def _draft_length(value: str | int | None) -> int | None:
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, str):
+        if not re.fullmatch(r"[+-]?\d+", value):
+            raise SpeqError(f"draft_length is {value!r}; it must be auto or a whole number")
+        value = int(value)
+    return checked_int("draft_length", value, 0, MAX_DRAFT_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. temperature 0 is greedy; top_k 0 is off."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checked_int("max_new_tokens", self.max_new_tokens, 1)
+        checked_int("top_k", self.top_k, 0)
+        if self.seed is not None:
+            checked_int("seed", self.seed, 0, 2**63 - 1)
+        for name, high in (("temperature", math.inf), ("top_p", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise SpeqError(f"{name} is {value!r}; it must be a number")
+            if not 0 <= value <= high or math.isinf(value):
+                raise SpeqError(f"{name} is {value}; it must be from 0 to {high}")
+        if self.top_p == 0:
+            raise SpeqError("top_p is 0, which leaves no token to choose; it must be above 0")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise SpeqError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
+        if not isinstance(self.ignore_eos, bool):
+            raise SpeqError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0

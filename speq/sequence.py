@@ -1,0 +1,107 @@
+"""State of one request: its tokens, and the tree of tokens a draft proposes for it."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from speq.config import SamplingParams
+
+
+@dataclass(slots=True)
+class Draft:
+    """A tree of proposed tokens. Node 0 is the pending token, node i + 1 is `token_ids[i]`.
+
+    token_ids  proposed tokens, parents before children
+    parents    node of each token's parent; a chain is 0, 1, 2, ...
+    probs      [N, V] or None: row i is the distribution `token_ids[i]` was drawn from; siblings
+               are independent draws from one row. None: the proposals were certain.
+    reason     why this many were drafted
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+    reason: str = ""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.token_ids) + 1
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the pending token."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> Tensor:
+        """[N + 1, N + 1] bool: row i is true at i and at every node above it."""
+        visible = torch.eye(self.nodes, dtype=torch.bool)
+        for node, parent in enumerate(self.parents, start=1):
+            visible[node] |= visible[parent]
+        return visible
+
+    def children(self, node: int) -> list[int]:
+        return [i for i, parent in enumerate(self.parents, start=1) if parent == node]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What acceptance made of a draft.
+
+    path       accepted nodes from the pending token (node 0) down
+    token_ids  tokens to emit: the accepted ones and one of the exact model's own
+    """
+
+    path: list[int]
+    token_ids: list[int]
+
+    @property
+    def accepted(self) -> int:
+        return len(self.path) - 1
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request. Its KV entries are exact for every token but the last, the pending one."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    eos_ids: frozenset[int] = frozenset()
+    generated_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    rng: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = torch.Generator()
+        if self.sampling.seed is None:
+            self.rng.seed()
+        else:
+            self.rng.manual_seed(self.sampling.seed)
+
+    @property
+    def pending_id(self) -> int:
+        return self.generated_ids[-1] if self.generated_ids else self.prompt_ids[-1]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.sampling.max_new_tokens - len(self.generated_ids)
+
+    def ends(self, token_id: int) -> bool:
+        return token_id in self.eos_ids and not self.sampling.ignore_eos
+
+    def extend(self, token_ids: list[int]) -> list[int]:
+        """Append tokens up to the first that ends the sequence; return those appended."""
+        appended = []
+        for token_id in token_ids:
+            self.generated_ids.append(token_id)
+            appended.append(token_id)
+            if self.ends(token_id):
+                self.finish_reason = "eos"
+            elif self.remaining == 0:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                break
+        return appended
