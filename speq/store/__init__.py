@@ -1,0 +1,1 @@
+"""Where exact experts and drafts lie on disk. Imports ops and codecs only."""

@@ -1,0 +1,137 @@
+"""A model folder: config.json and safetensors shards, checked before a model is built from it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speq.errors import SpeqError
+from speq.store.safetensors_file import SafetensorsFile, TensorInfo
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# What a run needs of a hub repository: no pickles, no code.
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def locate(model: str | Path) -> Path:
+    """The folder of a model: a local one, or a download of the hub repository of that name."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise SpeqError(f"model {str(model)!r} is a file; give the folder that holds config.json")
+    name = str(model)
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise SpeqError(
+            f"model folder {name!r} does not exist; give a folder, or a hub id such as "
+            "Qwen/Qwen1.5-MoE-A2.7B"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub client's errors have no common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpeqError(
+            f"model {name!r} is neither a folder here nor to be had from the hub: {reason}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SpeqError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SpeqError(f"{path} holds a JSON {type(content).__name__}; it must hold an object")
+    return content
+
+
+class Checkpoint:
+    """The weights of a model on disk, by tensor name.
+
+    Raises SpeqError where a file is missing, damaged or holds what no exact model holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / "config.json")
+        if "quantization_config" in self.config:
+            method = (self.config["quantization_config"] or {}).get("quant_method", "unknown")
+            raise SpeqError(
+                f"{path} is quantised ({method}); give the original 16- or 32-bit checkpoint, "
+                "whose output is the one to reproduce"
+            )
+        self.files: dict[str, SafetensorsFile] = {}
+        self.tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        names = self._weight_map()
+        for name, file_name in names.items():
+            if file_name not in self.files:
+                self.files[file_name] = SafetensorsFile(self.path / file_name)
+            file = self.files[file_name]
+            if name not in file.tensors:
+                raise SpeqError(
+                    f"{file.path} lacks tensor {name}, which {INDEX} says it holds; download both "
+                    "again"
+                )
+            info = file.tensors[name]
+            if info.dtype not in WORD_DTYPES:
+                raise SpeqError(
+                    f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
+                    "bfloat16, float16, float32 or float64"
+                )
+            self.tensors[name] = (file, info)
+
+    def _weight_map(self) -> dict[str, str]:
+        if (self.path / INDEX).exists():
+            names = read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(names, dict) or not names:
+                raise SpeqError(f"{self.path / INDEX} has no weight_map; download it again")
+            for file_name in sorted(set(names.values())):
+                if not isinstance(file_name, str) or Path(file_name).name != file_name:
+                    raise SpeqError(f"{self.path / INDEX} names {file_name!r}, which is no shard")
+                if not (self.path / file_name).exists():
+                    raise SpeqError(
+                        f"{self.path / INDEX} names shard {file_name}, which is absent; download it"
+                    )
+            return names
+        single = self.path / SINGLE
+        if not single.exists():
+            raise SpeqError(
+                f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints are "
+                "read"
+            )
+        self.files[SINGLE] = SafetensorsFile(single)
+        return dict.fromkeys(self.files[SINGLE].tensors, SINGLE)
+
+    def fingerprint(self) -> str:
+        """A digest of every shard's header and size and of 64 blocks of 4 KiB spread over it.
+
+        Reading 100 GB to hash them would take minutes at every start. What is keyed by this (a
+        draft) may go stale without harm to exactness, and headers and samples change with any
+        retraining.
+        """
+        digest = hashlib.sha256()
+        for name, file in sorted(self.files.items()):
+            digest.update(f"{name}:{file.size}:".encode())
+            digest.update(file.header)
+            for block in file.samples(64):
+                digest.update(block)
+        return digest.hexdigest()[:32]
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()

@@ -1,0 +1,138 @@
+"""A draft on disk: the INT4 arena as one safetensors file, made once and kept.
+
+It lies beside the model, or in the user's cache folder where that cannot be written, under a name
+that carries a digest of the weights and of the settings it was made with.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import platformdirs
+import torch
+
+from speq.errors import SpeqError
+from speq.int4 import GROUP_SIZE, Int4Arena
+from speq.store.checkpoint import Checkpoint
+from speq.store.expert_store import ExpertStore, expert_record
+from speq.store.safetensors_file import DTYPE_NAMES, SafetensorsFile
+
+logger = logging.getLogger("speq")
+
+FOLDER = ".speq"
+FORMAT = "speq-int4-1"
+Progress = Callable[[int, int], None]
+
+
+def digest_of(checkpoint: Checkpoint) -> str:
+    """Names a draft: the weights it was made from and how."""
+    settings = f"{FORMAT}:rtn:bits=4:group_size={GROUP_SIZE}:"
+    return hashlib.sha256((settings + checkpoint.fingerprint()).encode()).hexdigest()[:16]
+
+
+def candidate_paths(checkpoint: Checkpoint) -> list[Path]:
+    """Where a draft of this checkpoint may lie, the preferred place first."""
+    name = f"draft-int4-rtn-{digest_of(checkpoint)}.safetensors"
+    return [
+        checkpoint.path / FOLDER / name,
+        platformdirs.user_cache_path("speq", ensure_exists=False) / "drafts" / name,
+    ]
+
+
+def load_or_make(
+    arena: Int4Arena, checkpoint: Checkpoint, store: ExpertStore, progress: Progress | None = None
+) -> None:
+    """Fill `arena` from the draft on disk, or round the experts and keep the result."""
+    paths = candidate_paths(checkpoint)
+    for path in paths:
+        if path.exists():
+            try:
+                read(arena, path)
+                return
+            except SpeqError as error:
+                logger.warning("the draft on disk is made anew: %s", error)
+    quantize(arena, store, progress)
+    keep(arena, paths)
+
+
+def quantize(arena: Int4Arena, store: ExpertStore, progress: Progress | None = None) -> None:
+    """Round every expert of `store` to INT4, one record in memory at a time."""
+    record = expert_record(store)
+    gate_up_proj, down_proj = store.codec.matrices(record.unsqueeze(0))
+    total = store.num_layers * store.num_experts
+    for base_slot in range(total):
+        store.read(*divmod(base_slot, store.num_experts), record)
+        arena.quantize_into(base_slot, gate_up_proj[0], down_proj[0])
+        if progress is not None:
+            progress(base_slot + 1, total)
+
+
+def read(arena: Int4Arena, path: Path) -> None:
+    """Fill `arena` from a file. Raises SpeqError where the file is damaged or of another shape."""
+    with SafetensorsFile(path) as file:
+        if file.metadata.get("format") != FORMAT:
+            raise SpeqError(f"{path} is not a draft of format {FORMAT}")
+        for name, part in arena.parts.items():
+            info = file.tensors.get(name)
+            if info is None or info.shape != tuple(part.shape) or info.dtype != part.dtype:
+                raise SpeqError(f"{path} holds no {name} of shape {list(part.shape)}")
+            nbytes = info.nbytes // len(part)
+            for slot in range(len(part)):
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
+                file.read_into(info.offset + slot * nbytes, buffer)
+                part[slot].copy_(buffer.view(part.dtype).view(part[slot].shape))
+
+
+def keep(arena: Int4Arena, paths: list[Path]) -> None:
+    """Write `arena` to the first place that takes it; say so where none does."""
+    reasons = []
+    for path in paths:
+        try:
+            write(arena, path)
+            return
+        except OSError as error:
+            reasons.append(f"{path.parent}: {error.strerror}")
+    logger.warning(
+        "the draft could not be kept and will be made anew next time (%s)", "; ".join(reasons)
+    )
+
+
+def write(arena: Int4Arena, path: Path) -> None:
+    """Write atomically: the file is either whole or absent. Raises OSError."""
+    entries: dict[str, object] = {"__metadata__": {"format": FORMAT}}
+    at = 0
+    for name, part in arena.parts.items():
+        entries[name] = {
+            "dtype": DTYPE_NAMES[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [at, at + part.nbytes],
+        }
+        at += part.nbytes
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with replacing(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for part in arena.parts.values():
+            for slot in part:
+                file.write(slot.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; it takes `path`'s place, flushed to the disk, when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

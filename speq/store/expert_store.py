@@ -1,0 +1,138 @@
+"""Exact experts on disk, as records that can be read one at a time."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.store.checkpoint import Checkpoint
+from speq.store.codec import ExpertCodec, ExpertShape, RawCodec
+from speq.store.safetensors_file import SafetensorsFile
+
+# Checkpoints keep experts one by one, under the names of `transformers` or of their authors.
+EXPERT_NAME = re.compile(
+    r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\."
+    r"(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$"
+)
+PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+RECORD_ORDER = ("gate_proj", "up_proj", "down_proj")
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to a routed expert."""
+    return EXPERT_NAME.search(name) is not None
+
+
+class ExpertStore(Protocol):
+    """Records of exact experts. Layers count MoE layers only."""
+
+    num_layers: int
+    num_experts: int
+
+    @property
+    def codec(self) -> ExpertCodec: ...
+
+    def read(self, layer: int, expert: int, record: Tensor) -> None:
+        """Fill `record` [record_bytes] uint8 on the CPU with one expert."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """What a model's config says of its experts. layers: model layers that have experts."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    hidden_size: int
+    expert_width: int
+
+
+@dataclass(slots=True)
+class _Ranges:
+    """Byte ranges of one expert's projections, in record order."""
+
+    parts: dict[str, tuple[SafetensorsFile, int, int]] = field(default_factory=dict)
+
+
+class SafetensorsExpertStore:
+    """Experts read straight from the shards a model was published in.
+
+    Raises SpeqError where an expert is absent or not of the shape and dtype the others have.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
+        self.num_layers = len(layout.layers)
+        self.num_experts = layout.num_experts
+        order = {layer: at for at, layer in enumerate(layout.layers)}
+        shape = self._common_shape(checkpoint, layout)
+        self._codec = RawCodec(shape)
+        width, hidden = layout.expert_width, layout.hidden_size
+        wanted = {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
+        wanted["down_proj"] = (hidden, width)
+        found: dict[tuple[int, int], _Ranges] = {}
+        for name, (file, info) in checkpoint.tensors.items():
+            match = EXPERT_NAME.search(name)
+            if match is None or int(match[1]) not in order:
+                continue
+            projection = PROJECTIONS.get(match[3], match[3])
+            if info.shape != wanted[projection] or info.dtype != shape.dtype:
+                raise SpeqError(
+                    f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
+                    f"and the other experts make it {shape.dtype} {list(wanted[projection])}"
+                )
+            key = (order[int(match[1])], int(match[2]))
+            ranges = found.setdefault(key, _Ranges())
+            ranges.parts[projection] = (file, info.offset, info.nbytes)
+        self._parts = self._complete(found, checkpoint, layout)
+
+    @staticmethod
+    def _common_shape(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertShape:
+        for name, (_, info) in checkpoint.tensors.items():
+            if is_expert_tensor(name):
+                return ExpertShape(layout.hidden_size, layout.expert_width, info.dtype)
+        raise SpeqError(
+            f"{checkpoint.path} holds no expert tensors such as "
+            "model.layers.0.mlp.experts.0.gate_proj.weight"
+        )
+
+    def _complete(
+        self,
+        found: dict[tuple[int, int], _Ranges],
+        checkpoint: Checkpoint,
+        layout: ExpertLayout,
+    ) -> list[list[tuple[SafetensorsFile, int, int]]]:
+        records = []
+        for layer in range(self.num_layers):
+            for expert in range(self.num_experts):
+                parts = found.get((layer, expert), _Ranges()).parts
+                for projection in RECORD_ORDER:
+                    if projection not in parts:
+                        raise SpeqError(
+                            f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
+                            f"{layout.layers[layer]}; config.json promises {self.num_experts} "
+                            "experts in each such layer"
+                        )
+                records.append([parts[projection] for projection in RECORD_ORDER])
+        return records
+
+    @property
+    def codec(self) -> RawCodec:
+        return self._codec
+
+    def read(self, layer: int, expert: int, record: Tensor) -> None:
+        at = 0
+        for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
+            file.read_into(offset, record[at : at + nbytes])
+            at += nbytes
+
+    def close(self) -> None:
+        """The files belong to the checkpoint."""
+
+
+def expert_record(store: ExpertStore) -> Tensor:
+    """An empty record on the CPU."""
+    return torch.empty(store.codec.record_bytes, dtype=torch.uint8)

@@ -1,0 +1,175 @@
+"""One safetensors file, read by ranges. Its header is checked before anything trusts it.
+
+Format: https://huggingface.co/docs/safetensors#format. A little-endian uint64 gives the length of a
+JSON header, which gives each tensor's dtype, shape and byte range in the data that follows.
+Ranges are read with `pread`, and the pages are dropped again, so that a file is neither mapped into
+memory nor quietly cached by the operating system.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
+SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies. offset counts from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """An open file: `tensors` by name, `metadata`, and `read_into` for byte ranges.
+
+    Raises SpeqError, naming the file, where it is missing, unreadable, truncated or inconsistent.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.size = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise SpeqError(f"{path} cannot be opened: {error.strerror}") from error
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+            self.header = self._read_header()
+            self.metadata, self.tensors = self._parse(self.header)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read_into(self, offset: int, out: Tensor) -> None:
+        """Fill `out`, a contiguous uint8 CPU tensor, with the bytes from `offset` on."""
+        assert out.dtype == torch.uint8 and out.is_contiguous() and out.device.type == "cpu"
+        view = out.numpy().data.cast("B")
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise SpeqError(
+                    f"reading {len(view)} bytes at {offset} of {self.path} failed: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise SpeqError(
+                    f"{self.path} ended at byte {offset + done} while it was read; it held "
+                    f"{self.size} bytes when it was opened"
+                )
+            done += count
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the file, read into memory."""
+        info = self.tensors[name]
+        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        self.read_into(info.offset, data)
+        return data.view(info.dtype).view(info.shape)
+
+    def samples(self, count: int) -> Iterator[bytes]:
+        """Up to `count` blocks of 4 KiB spread evenly over the file."""
+        last = max(self.size - SAMPLE_BYTES, 0)
+        for offset in sorted({last * i // max(count - 1, 1) for i in range(count)}):
+            yield os.pread(self._fd, SAMPLE_BYTES, offset)
+
+    def _read_header(self) -> bytes:
+        prefix = os.pread(self._fd, 8, 0)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
+            raise SpeqError(
+                f"{self.path} is no complete safetensors file: its header should take {length} "
+                f"bytes and the file has {self.size}; download it again"
+            )
+        return os.pread(self._fd, length, 8)
+
+    def _parse(self, header: bytes) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+        try:
+            entries = json.loads(header)
+            metadata = entries.pop("__metadata__", {})
+            start = 8 + len(header)
+            tensors = {
+                name: self._tensor_info(name, entry, start) for name, entry in entries.items()
+            }
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            if isinstance(error, SpeqError):
+                raise
+            raise SpeqError(
+                f"{self.path} has a corrupt safetensors header ({type(error).__name__}: {error}); "
+                "download it again"
+            ) from error
+        return metadata, tensors
+
+    def _tensor_info(self, name: str, entry: dict[str, Any], start: int) -> TensorInfo:
+        if entry["dtype"] not in DTYPES:
+            raise SpeqError(
+                f"{self.path}: tensor {name} has dtype {entry['dtype']}, which is not supported; "
+                f"supported are {', '.join(DTYPES)}"
+            )
+        dtype = DTYPES[entry["dtype"]]
+        shape = tuple(int(size) for size in entry["shape"])
+        begin, end = (int(at) for at in entry["data_offsets"])
+        nbytes = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
+            raise SpeqError(
+                f"{self.path} has a corrupt safetensors header: tensor {name} of shape "
+                f"{list(shape)} needs {nbytes} bytes but is given the range {begin} to {end}"
+            )
+        if start + end > self.size:
+            raise SpeqError(
+                f"{self.path} is truncated: tensor {name} ends at byte {start + end} and the file "
+                f"has {self.size}; download it again"
+            )
+        return TensorInfo(dtype, shape, start + begin, nbytes)
