@@ -1,0 +1,1 @@
+"""Which exact experts lie on the device, which are fetched next, and how. Never imports models."""

@@ -1,0 +1,57 @@
+"""The Expert Lookahead Buffer (ELB): what a draft says about the experts of the next tokens.
+
+MoE-SpeQ 3.3.1: k x L entries of (expert ids, confidence), filled while drafting. Entries keep the
+router's own tensors (its weights and logits are the confidence), so that recording one neither
+copies nor waits for the device.
+"""
+
+from dataclasses import dataclass, field
+
+from speq.routing import Route
+
+
+@dataclass(slots=True)
+class LookaheadBuffer:
+    """Entry (i, l): the route of the draft's token i (0 is the pending token) in MoE layer l."""
+
+    num_layers: int
+    predicted: dict[tuple[int, int], Route] = field(default_factory=dict)
+    used: dict[int, Route] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget the last draft and the verification that followed it."""
+        self.predicted.clear()
+        self.used.clear()
+
+    def record(self, token: int, layer: int, route: Route) -> None:
+        """Keep a draft token's route (T = 1)."""
+        self.predicted[token, layer] = route
+
+    def observe(self, layer: int, route: Route) -> None:
+        """Keep what the exact model really used, for all tokens of its pass."""
+        self.used[layer] = route
+
+    def expert_ids(self, token: int, layer: int) -> list[int]:
+        """Experts the draft named for one token in one layer; empty while it has not got there."""
+        route = self.predicted.get((token, layer))
+        return [] if route is None else route.topk_ids.flatten().tolist()
+
+    def union(self, layer: int) -> set[int]:
+        """Experts of one layer named by any drafted token so far."""
+        tokens = [token for token, at in self.predicted if at == layer]
+        return {expert for token in tokens for expert in self.expert_ids(token, layer)}
+
+    def recall(self, path: list[int]) -> tuple[int, int]:
+        """(named, choices): how many of the exact model's choices the draft had named.
+
+        path holds the accepted nodes; tokens the draft recorded no route for do not count, nor do
+        rejected ones, whose context the exact model never had.
+        """
+        named = choices = 0
+        for layer, route in self.used.items():
+            for node in path:
+                if (node, layer) in self.predicted:
+                    actual = set(route.topk_ids[node].tolist())
+                    choices += len(actual)
+                    named += len(actual & set(self.expert_ids(node, layer)))
+        return named, choices
