@@ -1,0 +1,39 @@
+"""The INT4 experts, resident as a whole: the draft's bank."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from speq import ops
+from speq.int4 import Int4Arena
+from speq.routing import Route
+
+# Told (token of the draft, layer, route) as soon as a draft's router has spoken.
+OnRoute = Callable[[int, int, Route], None]
+
+
+class DraftExperts:
+    """Runs INT4 experts and reports their routes; `begin` names the token being drafted."""
+
+    def __init__(self, arena: Int4Arena, activation: str) -> None:
+        self._arena = arena
+        self._activation = activation
+        self._token = 0
+        self._on_route: OnRoute | None = None
+
+    def begin(self, token: int, on_route: OnRoute | None) -> None:
+        self._token = token
+        self._on_route = on_route
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        if self._on_route is not None:
+            self._on_route(self._token, layer, route)
+        return ops.moe_int4(
+            hidden_states,
+            route.topk_ids,
+            route.topk_weights,
+            self._arena.base_slots[layer],
+            self._arena.gate_up,
+            self._arena.down,
+            self._activation,
+        )

@@ -1,0 +1,61 @@
+"""The exact experts, run out of slots: the target's bank."""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speq import ops
+from speq.routing import Route
+from speq.stats import Recorder
+
+
+class ExpertServer(Protocol):
+    """Brings a layer's experts into slots."""
+
+    def serve(self, layer: int, experts: list[int]) -> Iterator[dict[int, int]]:
+        """Yield {expert: slot} in waves that together name each of `experts` once."""
+
+
+class ExactExperts:
+    """Rows grouped by expert, experts read from a slot arena (MoE-SpeQ 3.4.4).
+
+    matrices   gate_up_proj [S, 2F, H] and down_proj [S, H, F], views of the arena
+    on_route   told what each layer really used
+    """
+
+    def __init__(
+        self,
+        server: ExpertServer,
+        matrices: tuple[Tensor, Tensor],
+        num_experts: int,
+        activation: str,
+        recorder: Recorder,
+        on_route: Callable[[int, Route], None],
+    ) -> None:
+        self._server = server
+        self._gate_up_proj, self._down_proj = matrices
+        self._num_experts = num_experts
+        self._activation = activation
+        self._recorder = recorder
+        self._on_route = on_route
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        self._on_route(layer, route)
+        outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
+        experts = route.topk_ids.unique().tolist()
+        with self._recorder.timed("layer", layer):
+            for slots in self._server.serve(layer, experts):
+                slot_table = torch.full((self._num_experts,), -1)
+                slot_table[list(slots)] = torch.tensor(list(slots.values()))
+                ops.moe_grouped(
+                    hidden_states,
+                    route.topk_ids,
+                    slot_table,
+                    self._gate_up_proj,
+                    self._down_proj,
+                    self._activation,
+                    outputs,
+                )
+        return ops.combine(outputs, route.topk_weights, hidden_states.dtype)

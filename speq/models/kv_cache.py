@@ -1,0 +1,137 @@
+"""The KV cache: fixed storage, one length per row.
+
+Rolling back is setting a length; keeping the accepted path of a tree moves its entries together.
+Draft and target share it. Addresses never move.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer. `lengths` [B] is shared by all layers of a cache."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
+        super().__init__()
+        self.keys, self.values, self.lengths = keys, values, lengths
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write T entries behind each row's length; return all entries up to the longest row's."""
+        count = key_states.shape[2]
+        for row, length in enumerate(self.lengths):
+            self.keys[row, :, length : length + count] = key_states[row]
+            self.values[row, :, length : length + count] = value_states[row]
+        end = max(self.lengths) + count
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(self.lengths) + query_length, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return max(self.lengths)
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+    def get_max_cache_shape(self) -> int:
+        return self.keys.shape[2]
+
+
+class KVCache(Cache):
+    """Room for `capacity` tokens in each of B rows.
+
+    kv_shapes  (heads, width) of keys and of values
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_shapes: tuple[tuple[int, int], tuple[int, int]],
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int = 1,
+    ) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * rows
+
+        def storage(shape: tuple[int, int]) -> Tensor:
+            heads, width = shape
+            return torch.zeros(rows, heads, capacity, width, dtype=dtype, device=device)
+
+        super().__init__(
+            layers=[
+                KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), self.lengths)
+                for _ in range(num_layers)
+            ]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def clear(self) -> None:
+        for row in range(len(self.lengths)):
+            self.lengths[row] = 0
+
+    def advance(self, count: int) -> None:
+        """Keep the `count` entries last written behind every row."""
+        for row, length in enumerate(self.lengths):
+            assert length + count <= self.capacity
+            self.lengths[row] = length + count
+
+    def rewind(self, count: int) -> None:
+        """Forget the last `count` entries of every row."""
+        for row, length in enumerate(self.lengths):
+            assert count <= length
+            self.lengths[row] = length - count
+
+    def keep_path(self, row: int, path: list[int]) -> None:
+        """Of the tree last written behind `row`, keep the nodes of `path`, in that order."""
+        start = self.lengths[row]
+        if path != list(range(len(path))):
+            nodes = torch.tensor(path, device=self.layers[0].keys.device) + start
+            for layer in self.layers:
+                for entries in (layer.keys[row], layer.values[row]):
+                    entries[:, start : start + len(path)] = entries[:, nodes]
+        self.lengths[row] = start + len(path)
+
+
+def attention_mask(
+    lengths: Tensor, depths: Tensor, ancestors: Tensor, window: int | None
+) -> Tensor:
+    """Which cached entries each node of a tree sees: all of the row's past and its own ancestors.
+
+    lengths    [B] int64, entries each row has; the tree's nodes follow behind them
+    depths     [T] int64, distance from the tree's root
+    ancestors  [T, T] bool, true at a node itself and above it
+    window     tokens a query may look back, itself included; None: all
+    returns    [B, 1, T, max(lengths) + T] bool, true where seen
+    """
+    nodes = len(depths)
+    end = int(lengths.max()) + nodes
+    entry = torch.arange(end, device=lengths.device)
+    node = entry - lengths[:, None]  # [B, end]; negative: past, beyond the tree: not this row's
+    inside = (node >= 0) & (node < nodes)
+    node = node.clamp(0, nodes - 1)
+    visible = (entry < lengths[:, None])[:, None] | (
+        inside[:, None] & ancestors[:, node].permute(1, 0, 2)
+    )
+    if window is not None:
+        position = torch.where(inside, lengths[:, None] + depths[node], entry)
+        query = lengths[:, None] + depths
+        visible &= query[:, :, None] - position[:, None] < window
+    return visible[:, None]

@@ -1,0 +1,194 @@
+"""A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+from speq.errors import SpeqError
+from speq.layers.offloaded_experts import BankSwitch, ExpertBank, OffloadedExperts
+from speq.models.families import Family
+from speq.models.kv_cache import KVCache, attention_mask
+from speq.store.checkpoint import Checkpoint
+from speq.store.expert_store import is_expert_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a pass found: logits [N, V] and last hidden states [N, H] of the nodes asked for."""
+
+    logits: Tensor
+    hidden_states: Tensor
+
+
+class MoEModel:
+    """Everything of a model but its experts, which come from the bank given to each pass."""
+
+    def __init__(self, hf_model: Any, family: Family, device: torch.device) -> None:
+        self._hf_model = hf_model
+        self._config = hf_model.config
+        self._family = family
+        self._switch = BankSwitch()
+        self.device = device
+        self.dtype: torch.dtype = hf_model.dtype
+        blocks = family.moe_blocks(hf_model)
+        for layer, block in enumerate(blocks.values()):
+            experts = block.experts
+            assert isinstance(experts, OffloadedExperts)
+            experts.attach(layer, self._switch, getattr(block, family.router))
+        self.num_moe_layers = len(blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers held."""
+        tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """End-of-text tokens, from generation_config.json or else config.json."""
+        eos = self._hf_model.generation_config.eos_token_id
+        eos = self._config.eos_token_id if eos is None else eos
+        if eos is None:
+            return frozenset()
+        return frozenset([eos] if isinstance(eos, int) else eos)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        bank: ExpertBank,
+        cache: KVCache,
+        token_ids: Tensor,
+        depths: list[int] | None = None,
+        ancestors: Tensor | None = None,
+    ) -> Tensor:
+        """Run [B, T] tokens behind what `cache` holds; return their last hidden states [B, T, H].
+
+        The tokens are a chain unless depths and ancestors (see `attention_mask`) make them a tree.
+        Their entries are written behind each row's length, which stays as it is.
+        """
+        nodes = token_ids.shape[1]
+        depth = torch.arange(nodes) if depths is None else torch.tensor(depths)
+        if ancestors is None:
+            ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        lengths = torch.tensor(cache.lengths)
+        self._switch.bank = bank
+        try:
+            output = self._hf_model.model(
+                input_ids=token_ids.to(self.device),
+                attention_mask=self._masks(lengths, depth, ancestors),
+                position_ids=(lengths[:, None] + depth).to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            self._switch.bank = None
+        return output.last_hidden_state
+
+    @torch.inference_mode()
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """The head: [..., H] to [..., V]."""
+        return self._hf_model.get_output_embeddings()(hidden_states)
+
+    def score(
+        self,
+        bank: ExpertBank,
+        cache: KVCache,
+        token_ids: list[int],
+        depths: list[int] | None = None,
+        ancestors: Tensor | None = None,
+    ) -> Scored:
+        """One row's tokens in one pass, logits for all of them."""
+        hidden = self.forward(bank, cache, torch.tensor([token_ids]), depths, ancestors)[0]
+        return Scored(self.logits(hidden), hidden)
+
+    def prefill(
+        self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int
+    ) -> Iterator[tuple[int, Scored]]:
+        """Run a prompt, `chunk` tokens at a time, keeping its entries.
+
+        Yields how many tokens are done and, of the last of them, logits [1, V] and hidden states.
+        """
+        for start in range(0, len(token_ids), chunk):
+            tokens = token_ids[start : start + chunk]
+            last = self.forward(bank, cache, torch.tensor([tokens]))[0, -1:]
+            cache.advance(len(tokens))
+            yield start + len(tokens), Scored(self.logits(last), last)
+
+    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Any:
+        def mask(window: int | None) -> Tensor:
+            return attention_mask(lengths, depths, ancestors, window).to(self.device)
+
+        window = getattr(self._config, "sliding_window", None) or None  # some store 0 for none
+        if not self._family.typed_masks:
+            return mask(window if self._family.window else None)
+        kinds = set(self._config.layer_types)
+        return {kind: mask(window if kind == "sliding_attention" else None) for kind in kinds}
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the report that all expert tensors were left unread, and without progress bars."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def load(
+    family: Family, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> MoEModel:
+    """Load all of a model but its experts.
+
+    Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
+    """
+    try:
+        with quiet_transformers(), family.without_experts():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers' loader has no error type of its own
+        raise SpeqError(
+            f"transformers cannot load {checkpoint.path}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+    if info["mismatched_keys"]:
+        name, given, wanted = sorted(info["mismatched_keys"], key=str)[0]
+        raise SpeqError(
+            f"{checkpoint.path}: tensor {name} has shape {list(given)}; config.json makes it "
+            f"{list(wanted)}"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise SpeqError(
+            f"{checkpoint.path} lacks {len(missing)} tensors that config.json asks for, "
+            f"{missing[0]} among them; download it again"
+        )
+    unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
+    unexpected = [name for name in unexpected if not is_expert_tensor(name)]
+    if unexpected:
+        logging.getLogger("speq").warning(
+            "%s holds %d tensors the model has no use for, %s among them",
+            checkpoint.path,
+            len(unexpected),
+            sorted(unexpected)[0],
+        )
+    return MoEModel(model.eval().to(device), family, device)

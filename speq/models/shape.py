@@ -1,0 +1,149 @@
+"""The numbers of a model that its memory depends on, from config.json alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speq.errors import SpeqError
+from speq.models.families import Family
+from speq.reference import ACTIVATIONS
+from speq.store.checkpoint import Checkpoint
+from speq.store.expert_store import ExpertLayout
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of everything but the experts' words.
+
+    kv_shapes         (heads, width) of the cached keys and of the cached values, per layer
+    attention_width   elements one cached token takes when attention expands it to all heads
+    resident_weights  parameters outside the experts
+    max_context       tokens the model can attend over
+    """
+
+    experts: ExpertLayout
+    top_k: int
+    activation: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dense_width: int
+    query_width: int
+    kv_shapes: tuple[tuple[int, int], tuple[int, int]]
+    attention_width: int
+    resident_weights: int
+    max_context: int
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        return self.num_layers * sum(heads * width for heads, width in self.kv_shapes)
+
+    def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
+        """An upper estimate of the activations of one pass.
+
+        rows     tokens in the pass; scored: tokens whose logits are wanted
+        context  tokens attended over
+
+        The widest moments, added up although they do not coincide: attention with its mask and
+        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs, one
+        expert dequantised or converted to the compute dtype, and logits turned into distributions.
+        """
+        size = dtype.itemsize
+        experts = self.experts
+        per_row = 8 * self.hidden_size + 4 * self.query_width + 4 * self.dense_width
+        per_row += 4 * experts.expert_width + 2 * self.top_k * self.hidden_size
+        attention = 2 * self.attention_width * context + rows * context
+        one_expert = 3 * experts.hidden_size * experts.expert_width
+        activations = (rows * per_row + attention + one_expert) * size
+        widened = rows * self.top_k * self.hidden_size * max(size, 4)
+        masks = 3 * rows * context
+        logits = scored * self.vocab_size * (size + 4 * 4)
+        return activations + widened + masks + logits
+
+
+def hf_config(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's configuration as transformers reads it."""
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a bad config
+        reason = " ".join(str(error).split())
+        raise SpeqError(
+            f"{checkpoint.path / 'config.json'} is refused by transformers: {reason[:300]}"
+        ) from error
+
+
+def skeleton(family: Family, config: Any, where: object) -> nn.Module:
+    """The model without experts and without storage."""
+    try:
+        with family.without_experts(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # an impossible config can fail anywhere in the model's code
+        raise SpeqError(
+            f"no {family.model_type} model can be built from {where}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def shape_of(family: Family, config: Any, where: object) -> ModelShape:
+    """Read a model's sizes off its configuration. Raises SpeqError for what is not supported."""
+    model = skeleton(family, config, where)
+    layers = tuple(family.moe_blocks(model))
+    if not layers:
+        raise SpeqError(f"{where} describes a model without routed experts; nothing to offload")
+    if config.hidden_act not in ACTIVATIONS:
+        raise SpeqError(
+            f"{where} asks for the activation {config.hidden_act!r}; supported are "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    num_experts, expert_width = (
+        getattr(config, family.num_experts),
+        getattr(config, family.expert_width),
+    )
+    heads = config.num_attention_heads
+    if family.latent_kv:
+        kv_shapes = ((1, config.kv_lora_rank), (1, config.qk_rope_head_dim))
+        key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        # kv_b_proj's output, the keys built from it and the values, all of them expanded.
+        attention_width = heads * (2 * key_width + 2 * config.v_head_dim)
+    else:
+        key_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_shapes = ((config.num_key_value_heads, key_width),) * 2
+        attention_width = heads * 2 * key_width
+    shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
+    return ModelShape(
+        experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width),
+        top_k=config.num_experts_per_tok,
+        activation=config.hidden_act,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        dense_width=max(shared, default=0),
+        query_width=heads * key_width,
+        kv_shapes=kv_shapes,
+        attention_width=attention_width,
+        resident_weights=sum(p.numel() for p in model.parameters()),
+        max_context=max_context(config),
+    )
+
+
+def max_context(config: Any) -> int:
+    """Tokens a model can attend over here.
+
+    Rotary embeddings of type longrope switch factors for a whole pass once it reaches past the
+    original context, so beyond it the pass's shape would change the output: it ends there.
+    """
+    limit = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, int(rope.get("original_max_position_embeddings", limit)))
+    return limit
