@@ -1,0 +1,1 @@
+"""What proposes tokens for the exact model to verify."""

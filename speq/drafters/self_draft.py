@@ -1,0 +1,45 @@
+"""The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
+
+import torch
+from torch import Tensor
+
+from speq.drafters.drafter import OnRoute
+from speq.layers.draft_experts import DraftExperts
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+from speq.sampling import distribution, draw, greedy
+from speq.sequence import Draft, Sequence
+
+
+class SelfDraft:
+    """Drafts a chain, one pass over the INT4 experts for each token."""
+
+    def __init__(self, model: MoEModel, bank: DraftExperts, cache: KVCache) -> None:
+        self._model = model
+        self._bank = bank
+        self._cache = cache
+
+    def propose(self, sequence: Sequence, draft_length: int, on_route: OnRoute) -> Draft:
+        """Draft greedily, or by the request's own distribution, up to an end of text.
+
+        The draft's KV entries are forgotten again: verification writes exact ones in their place.
+        """
+        tokens: list[int] = []
+        probs: list[Tensor] = []
+        written = 0
+        try:
+            while len(tokens) < draft_length and not (tokens and sequence.ends(tokens[-1])):
+                self._bank.begin(len(tokens), on_route)
+                last = tokens[-1] if tokens else sequence.pending_id
+                logits = self._model.score(self._bank, self._cache, [last]).logits
+                self._cache.advance(1)
+                written += 1
+                if sequence.sampling.greedy:
+                    tokens += greedy(logits)
+                else:
+                    probs.append(distribution(logits, sequence.sampling)[0])
+                    tokens.append(draw(probs[-1], sequence.rng))
+        finally:
+            self._cache.rewind(written)
+        parents = list(range(len(tokens)))
+        return Draft(tokens, parents, torch.stack(probs) if probs else None)

@@ -1,0 +1,99 @@
+"""The loop: draft, verify, accept, commit.
+
+The INT4 experts draft k tokens and name, layer by layer, the exact experts those will need; the
+exact model then verifies k + 1 tokens in one pass, experts out of slots. Plain decoding is the case
+k = 0, and a prompt is run by the same model, chunk by chunk. What a step measured is in its
+StepStats, and nowhere else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from speq.accept import accept
+from speq.drafters.drafter import Drafter
+from speq.governor.draft_length import Decision, Governor
+from speq.layers.offloaded_experts import ExpertBank
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel, Scored
+from speq.scheduler.prefetch import OnDemand
+from speq.sequence import Draft, Outcome, Sequence
+from speq.stats import Recorder, StepStats
+
+
+@dataclass(slots=True)
+class Engine:
+    """One model over one KV cache, for one sequence at a time."""
+
+    model: MoEModel
+    cache: KVCache
+    target: ExpertBank
+    drafter: Drafter
+    governor: Governor
+    prefetcher: OnDemand
+    recorder: Recorder
+    chunk: int
+    steps: list[StepStats] = field(default_factory=list)
+
+    def start(
+        self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
+    ) -> StepStats:
+        """Run the prompt and emit the first token. progress: told (tokens done, tokens)."""
+        stats = self.recorder.begin("prefill")
+        self.cache.clear()
+        self.prefetcher.lookahead.clear()
+        self.steps.clear()
+        prompt = sequence.prompt_ids
+        with self.recorder.timed("prefill"):
+            for done, last in self.model.prefill(self.target, self.cache, prompt, self.chunk):
+                scored = last
+                if progress is not None:
+                    progress(done, len(prompt))
+        outcome = accept(Draft(), scored.logits, sequence)
+        stats.emitted = len(sequence.extend(outcome.token_ids))
+        return self.recorder.finish()
+
+    def step(self, sequence: Sequence) -> StepStats:
+        """Run one round of drafting and verification and emit at least one token."""
+        stats = self.recorder.begin("decode")
+        decision = self.draft_length(sequence)
+        self.prefetcher.lookahead.clear()
+        with self.recorder.timed("draft"):
+            draft = self.drafter.propose(
+                sequence, decision.draft_length, on_route=self.prefetcher.request
+            )
+        with self.recorder.timed("verify"):
+            scored = self.verify(sequence, draft)
+        outcome = accept(draft, scored.logits, sequence)
+        stats.reason = decision.reason
+        self.commit(sequence, draft, outcome, stats)
+        return self.recorder.finish()
+
+    def draft_length(self, sequence: Sequence) -> Decision:
+        """The governor's choice, short of drafting more than may still be emitted."""
+        decision = self.governor.decide(self.steps)
+        useful = sequence.remaining - 1
+        if decision.draft_length <= useful:
+            return decision
+        return Decision(useful, f"{useful} left after the next token")
+
+    def verify(self, sequence: Sequence, draft: Draft) -> Scored:
+        """Score the pending token and the whole draft with the exact experts, in one pass."""
+        return self.model.score(
+            self.target,
+            self.cache,
+            [sequence.pending_id, *draft.token_ids],
+            draft.depths(),
+            draft.ancestors(),
+        )
+
+    def commit(self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats) -> None:
+        """Keep the accepted path in the KV cache, emit its tokens, complete the record."""
+        self.cache.keep_path(0, outcome.path)
+        stats.draft_length = len(draft.token_ids)
+        stats.accepted = outcome.accepted
+        stats.emitted = len(sequence.extend(outcome.token_ids))
+        stats.named, stats.choices = self.prefetcher.lookahead.recall(outcome.path)
+        self.steps.append(stats)
+
+    def close(self) -> None:
+        self.prefetcher.close()

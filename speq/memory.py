@@ -1,0 +1,88 @@
+"""One budget for everything on the device, item by item; exact-expert slots get what is left."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from speq.config import format_bytes
+from speq.errors import SpeqError
+
+MIN_SLOTS = 2
+MIN_CHUNK = 16
+MAX_CHUNK = 512
+# Prompts are run in the longest chunks whose activations take no more than this share.
+WORKSPACE_SHARE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a model asks of memory.
+
+    draft_bytes    0 where no draft is wanted
+    workspace      (rows of a pass, tokens attended over) -> bytes of activations
+    """
+
+    non_expert_bytes: int
+    draft_bytes: int
+    kv_bytes_per_token: int
+    record_bytes: int
+    num_experts: int
+    workspace: Callable[[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a budget is spent. chunk: tokens of a prompt run at a time; context: tokens of KV."""
+
+    budget: int
+    context: int
+    chunk: int
+    slots: int
+    items: dict[str, int]
+
+    @property
+    def has_draft(self) -> bool:
+        return self.items["draft"] > 0
+
+    def report(self) -> dict[str, int]:
+        """The items in bytes, with the budget and what is left of it."""
+        return {
+            "budget": self.budget,
+            **self.items,
+            "unused": self.budget - sum(self.items.values()),
+        }
+
+
+def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
+    """Spend `budget`: with a draft where that leaves two slots, else without.
+
+    Raises SpeqError, item by item, where even that is too little.
+    """
+    for draft_bytes in dict.fromkeys((demand.draft_bytes, 0)):
+        chunk = _chunk(demand, budget, context)
+        items = {
+            "non_expert_weights": demand.non_expert_bytes,
+            "draft": draft_bytes,
+            "kv_cache": context * demand.kv_bytes_per_token,
+            "workspace": demand.workspace(chunk, context),
+        }
+        slots = min((budget - sum(items.values())) // demand.record_bytes, demand.num_experts)
+        if slots >= min(MIN_SLOTS, demand.num_experts):
+            items["slots"] = slots * demand.record_bytes
+            return MemoryPlan(budget, context, chunk, slots, items)
+    items["slots"] = MIN_SLOTS * demand.record_bytes
+    needed = sum(items.values())
+    listed = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size
+    )
+    raise SpeqError(
+        f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
+        f"takes {listed} (two slots); the smallest workable budget is {needed} bytes "
+        f"({format_bytes(needed)}), or less with a shorter context"
+    )
+
+
+def _chunk(demand: Demand, budget: int, context: int) -> int:
+    chunk = MAX_CHUNK
+    while chunk > MIN_CHUNK and demand.workspace(chunk, context) > budget * WORKSPACE_SHARE:
+        chunk //= 2
+    return chunk

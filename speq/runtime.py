@@ -1,0 +1,259 @@
+"""Builds an engine from a checkpoint and a budget; lays out its arenas anew when need be.
+
+What does not depend on the length of the context (weights, draft) is loaded once; the KV cache and
+the expert slots share the rest of the budget and are laid out for the context at hand.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from speq import memory, ops
+from speq.config import DEFAULT_DRAFT_LENGTH, RunConfig, format_bytes
+from speq.drafters.drafter import Drafter, PlainDecoding
+from speq.drafters.self_draft import SelfDraft
+from speq.engine import Engine
+from speq.errors import SpeqError
+from speq.governor.draft_length import FixedDraftLength
+from speq.int4 import Int4Arena, Int4Layout
+from speq.layers.draft_experts import DraftExperts
+from speq.layers.exact_experts import ExactExperts
+from speq.models import moe_model
+from speq.models.families import Family, family_of
+from speq.models.kv_cache import KVCache
+from speq.models.shape import DTYPES, ModelShape, hf_config, shape_of
+from speq.scheduler.expert_cache import ExpertCache, LruPolicy
+from speq.scheduler.lookahead import LookaheadBuffer
+from speq.scheduler.prefetch import OnDemand
+from speq.scheduler.transfer import Fetch, SynchronousTransfer
+from speq.stats import Recorder
+from speq.store import draft_file
+from speq.store.checkpoint import Checkpoint, locate, read_json
+from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.store.host_tier import HostTier, available_bytes
+
+logger = logging.getLogger("speq")
+
+# Contexts grow in these steps, so that a chat does not lay its arenas out anew at every turn.
+CONTEXT_STEP = 64
+# What a context is taken to be before the first request is known.
+FIRST_CONTEXT = 128
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose files were checked, its family and its sizes."""
+
+    checkpoint: Checkpoint
+    family: Family
+    shape: ModelShape
+    store: SafetensorsExpertStore
+
+
+def open_model(model: str | Path) -> Opened:
+    """Check a model folder and read its sizes, without loading weights."""
+    path = locate(model)
+    family = family_of(read_json(path / "config.json"), path)
+    checkpoint = Checkpoint(path)
+    shape = shape_of(family, hf_config(checkpoint), path / "config.json")
+    return Opened(checkpoint, family, shape, SafetensorsExpertStore(checkpoint, shape.experts))
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SpeqError(
+            "device cuda was asked for, but torch sees no CUDA device; use --device cpu, or "
+            "install a CUDA build of torch"
+        )
+    return torch.device(name)
+
+
+class Runtime:
+    """A loaded model under one memory budget."""
+
+    def __init__(
+        self, model: str | Path, config: RunConfig, progress: Progress | None = None
+    ) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.opened = open_model(model)
+        self.shape = self.opened.shape
+        self.recorder = Recorder()
+        checkpoint = self.opened.checkpoint
+        self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
+        self._layout = Int4Layout(self.shape.experts.hidden_size, self.shape.experts.expert_width)
+        self._demand = self._measure_demand(self.shape.resident_weights * self.dtype.itemsize)
+        first = min(config.context_length or FIRST_CONTEXT, self.shape.max_context)
+        if (config.context_length or 0) > self.shape.max_context:
+            raise SpeqError(
+                f"context_length is {config.context_length}; the model's limit is "
+                f"{self.shape.max_context}"
+            )
+        self.plan = memory.plan(self._demand, config.memory_budget, first)
+        if self.wants_draft and not self.plan.has_draft:
+            logger.warning(
+                "the INT4 draft takes %s and does not fit the budget: running without one",
+                format_bytes(self._demand.draft_bytes),
+            )
+        self._check_room()
+        ops.report_backends(self.device.type)
+        self.model = moe_model.load(self.opened.family, checkpoint, self.dtype, self.device)
+        self._demand = self._measure_demand(self.model.nbytes)
+        self.draft_bank = self._draft_bank(progress) if self.plan.has_draft else None
+        self._fetch = self._slow_tier()
+        self.engine = self._build(first)
+
+    @property
+    def wants_draft(self) -> bool:
+        return self.config.draft != "none" and self.config.draft_length != 0
+
+    def reserve(self, context: int) -> Engine:
+        """An engine whose KV cache holds `context` tokens; the present one if it does.
+
+        Raises SpeqError where the model, the budget or a fixed context_length forbids it.
+        """
+        limit = self.config.context_length or self.shape.max_context
+        if context > limit:
+            source = "context_length" if self.config.context_length else "the model's limit"
+            raise SpeqError(
+                f"the prompt and max_new_tokens need a context of {context} tokens and {source} is "
+                f"{limit}; shorten one of them"
+            )
+        if context > self.plan.context:
+            # The old arenas go first: the budget has no room for both.
+            self.engine.close()
+            del self.engine
+            rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
+            try:
+                self.engine = self._build(rounded)
+            except BaseException:
+                self.engine = self._build(self.plan.context)
+                raise
+        return self.engine
+
+    def _measure_demand(self, non_expert_bytes: int) -> memory.Demand:
+        shape, store = self.shape, self.opened.store
+        scored = 1 + self._draft_length if self.wants_draft else 1
+        count = store.num_layers * store.num_experts
+        return memory.Demand(
+            non_expert_bytes=non_expert_bytes,
+            draft_bytes=count * self._layout.nbytes if self.wants_draft else 0,
+            kv_bytes_per_token=shape.kv_elements_per_token * self.dtype.itemsize,
+            record_bytes=store.codec.record_bytes,
+            num_experts=count,
+            workspace=lambda rows, context: shape.workspace_bytes(
+                max(rows, scored), scored, context, self.dtype
+            ),
+        )
+
+    @property
+    def _draft_length(self) -> int:
+        length = self.config.draft_length
+        return DEFAULT_DRAFT_LENGTH if length is None else length
+
+    def _check_room(self) -> None:
+        """The budget is a promise about memory that must exist."""
+        budget = self.config.memory_budget
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            if budget > free:
+                raise SpeqError(
+                    f"memory budget {format_bytes(budget)} is more than the {format_bytes(free)} "
+                    "free on the GPU; give less"
+                )
+        elif sum(self.plan.items.values()) > available_bytes():
+            logger.warning(
+                "the budget would use %s and the machine has %s of memory left",
+                format_bytes(sum(self.plan.items.values())),
+                format_bytes(available_bytes()),
+            )
+
+    def _draft_bank(self, progress: Progress | None) -> DraftExperts:
+        experts = self.shape.experts
+        arena = Int4Arena(self._layout, len(experts.layers), experts.num_experts, self.device)
+        report = None if progress is None else _labelled(progress, "rounding experts to INT4")
+        if self.config.draft == "auto":
+            draft_file.load_or_make(arena, self.opened.checkpoint, self.opened.store, report)
+        else:
+            checkpoint, store = self._draft_checkpoint(Path(self.config.draft))
+            draft_file.load_or_make(arena, checkpoint, store, report)
+            checkpoint.close()
+        return DraftExperts(arena, self.shape.activation)
+
+    def _draft_checkpoint(self, path: Path) -> tuple[Checkpoint, ExpertStore]:
+        """Another checkpoint of the same shape, whose experts draft once rounded."""
+        if not path.is_dir():
+            raise SpeqError(f"draft {str(path)!r} is no folder; give auto, none or a model folder")
+        if "quantization_config" in read_json(path / "config.json"):
+            raise SpeqError(
+                f"draft {path} is quantised already, which cannot be read yet; give a 16- or "
+                "32-bit checkpoint of the model, which is rounded to INT4 here, or auto"
+            )
+        checkpoint = Checkpoint(path)
+        try:
+            return checkpoint, SafetensorsExpertStore(checkpoint, self.shape.experts)
+        except SpeqError as error:
+            checkpoint.close()
+            raise SpeqError(f"draft {path} does not fit the model: {error}") from error
+
+    def _slow_tier(self) -> Fetch:
+        store = self.opened.store
+        if self.device.type == "cpu":
+            return lambda key, slot: store.read(key.layer, key.expert, slot)
+        tier = HostTier(store)
+        return lambda key, slot: tier.fetch(key.layer, key.expert, slot)
+
+    def _build(self, context: int) -> Engine:
+        """Lay out what is left of the budget for a context, and put an engine over it."""
+        demand = self._demand if self.draft_bank else replace(self._demand, draft_bytes=0)
+        plan = memory.plan(demand, self.config.memory_budget, context)
+        if self.draft_bank is not None and not plan.has_draft:
+            logger.warning("the draft leaves no room for a context of %d tokens: dropped", context)
+            self.draft_bank = None
+        self.plan = plan
+        shape, store = self.shape, self.opened.store
+        slots = torch.empty(
+            plan.slots, store.codec.record_bytes, dtype=torch.uint8, device=self.device
+        )
+        cache = KVCache(shape.num_layers, shape.kv_shapes, context, self.dtype, self.device)
+        lookahead = LookaheadBuffer(self.model.num_moe_layers)
+        prefetcher = OnDemand(
+            ExpertCache(plan.slots, LruPolicy(plan.slots, lookahead.num_layers)),
+            SynchronousTransfer(self._fetch, slots, self.recorder),
+            lookahead,
+            self.recorder,
+        )
+        target = ExactExperts(
+            prefetcher,
+            store.codec.matrices(slots),
+            shape.experts.num_experts,
+            shape.activation,
+            self.recorder,
+            lookahead.observe,
+        )
+        drafter: Drafter = PlainDecoding()
+        governor = FixedDraftLength(0, self._no_draft_reason())
+        if self.draft_bank is not None:
+            drafter = SelfDraft(self.model, self.draft_bank, cache)
+            governor = FixedDraftLength(self._draft_length)
+        return Engine(
+            self.model, cache, target, drafter, governor, prefetcher, self.recorder, plan.chunk
+        )
+
+    def _no_draft_reason(self) -> str:
+        return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"
+
+    def close(self) -> None:
+        self.engine.close()
+        self.opened.checkpoint.close()
+
+
+def _labelled(progress: Progress, label: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(label, done, total)

@@ -1,0 +1,36 @@
+"""From logits to tokens: greedy, or drawn from the distribution the user shaped."""
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from speq.config import SamplingParams
+
+
+def greedy(logits: Tensor) -> list[int]:
+    """The likeliest token of each row of [N, V]; the first of equals.
+
+    Compared in float32, as transformers does, so that equals in that dtype are equals here.
+    """
+    return logits.float().argmax(-1).tolist()
+
+
+def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """[N, V] logits to [N, V] float32 probabilities on the CPU: temperature, top-k, then top-p."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+    no_history = torch.empty(len(logits), 0, dtype=torch.long)
+    return torch.softmax(warpers(no_history, logits.float().cpu()), dim=-1)
+
+
+def draw(probs: Tensor, rng: torch.Generator) -> int:
+    """A token from one distribution [V]."""
+    return int(torch.multinomial(probs, 1, generator=rng))
