@@ -1,0 +1,55 @@
+"""The `speq` command. Heavy imports wait until a command runs."""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from speq.cli.bench import bench_app
+from speq.cli.chat import chat
+from speq.cli.check import check
+from speq.cli.generate import generate
+from speq.errors import SpeqError
+
+app = typer.Typer(
+    name="speq",
+    help="Run Mixture-of-Experts models larger than memory, with exactly the full model's output.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(check)
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from speq import __version__
+
+        typer.echo(f"speq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models larger than memory, with exactly the full model's output."""
+
+
+def main() -> None:
+    """Run the command line; errors are one sentence on stderr and exit status 1."""
+    logging.basicConfig(format="speq: %(message)s", level=logging.WARNING)
+    logging.getLogger("speq").setLevel(logging.INFO)
+    try:
+        app()
+    except SpeqError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

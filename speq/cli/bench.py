@@ -1,0 +1,57 @@
+"""`speq bench NAME`: measurements, each printed as a table and written as one JSON object."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speq.cli import options as opt
+
+bench_app = typer.Typer(
+    help="Measure. Every bench prints a table; --json FILE keeps it.", no_args_is_help=True
+)
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure. Every bench prints a table; --json FILE keeps it."""
+
+
+@bench_app.command("tpot")
+def tpot(
+    model: opt.ModelArgument,
+    budgets: Annotated[str, typer.Option(help="Memory budgets, separated by commas.")],
+    draft_lengths: Annotated[
+        str, typer.Option(help="Draft lengths, separated by commas; 0 is without a draft.")
+    ] = "0,4",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 3,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+) -> None:
+    """Time per output token over memory budgets and draft lengths, settings in rotation."""
+    from speq.bench import tpot as bench_tpot
+
+    bench_tpot.run(
+        model,
+        bench_tpot.Settings(
+            budgets=[part.strip() for part in budgets.split(",")],
+            draft_lengths=[part.strip() for part in draft_lengths.split(",")],
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            rounds=rounds,
+            device=device,
+            dtype=dtype,
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_tpot.COLUMNS)

@@ -1,0 +1,86 @@
+"""Options that several commands share, and how a command gets its generator."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speq.config import CACHE_POLICIES, DEVICES, DTYPES, PREFETCH_MODES
+
+if TYPE_CHECKING:
+    from speq.generator import Generator
+    from speq.runtime import Progress
+
+Model = Annotated[str, typer.Option("--model", help="Model folder or hub id.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub id.")]
+MemoryBudget = Annotated[
+    str, typer.Option(help="Memory for everything on the device, such as 8GiB.")
+]
+Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
+Dtype = Annotated[
+    str, typer.Option(help=f"Compute dtype: {', '.join(DTYPES)}; auto is the checkpoint's.")
+]
+ContextLength = Annotated[
+    int | None, typer.Option(help="Tokens the KV cache holds; default: what the request needs.")
+]
+DraftOption = Annotated[
+    str,
+    typer.Option(
+        "--draft", help="auto, none, or the folder of a checkpoint to round into the draft."
+    ),
+]
+DraftLength = Annotated[str, typer.Option(help="Tokens drafted per step: auto or a number.")]
+CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES)}.")]
+Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens up to this mass.")]
+TopK = Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End before this text; may be given several times.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past an end of text.")]
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator["Progress"]:
+    """Shows long work (making a draft, running a long prompt) on stderr, with time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeLeft(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    tasks: dict[str, Any] = {}
+
+    def report(label: str, done: int, total: int) -> None:
+        if label not in tasks:
+            if done >= total:
+                return
+            bar.start()
+            tasks[label] = bar.add_task(label, total=total)
+        bar.update(tasks[label], completed=done, total=total)
+        if done >= total:
+            bar.remove_task(tasks.pop(label))
+            if not tasks:
+                bar.stop()
+
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
+def load_generator(model: str, memory_budget: str, **options: Any) -> "Generator":
+    from speq.generator import Generator
+
+    with progress_bar() as progress:
+        return Generator.from_pretrained(model, memory_budget, progress=progress, **options)

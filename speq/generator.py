@@ -1,0 +1,254 @@
+"""What users call: a model under a memory budget that turns prompts into text."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator as Coroutine
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from speq.config import RunConfig, SamplingParams
+from speq.errors import SpeqError
+from speq.generation_config import options_of
+from speq.runtime import Progress, Runtime
+from speq.sequence import Sequence as Request
+from speq.stats import RunStats
+from speq.text import TextStream
+
+Message = Mapping[str, str]
+# A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
+Prompt = str | Sequence[int] | Sequence[Message]
+
+# Tokens as they come; at the end, the request and what was measured.
+Run = Coroutine["Token", None, tuple[Request, RunStats]]
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token and the text that is certain with it (see TextStream)."""
+
+    id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """text and token_ids of what was generated, without the prompt.
+
+    finish_reason  "eos", "length" or "stop"
+    stats          figures by name; README defines each
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+
+
+def load_tokenizer(path: Path) -> Any:
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise SpeqError(f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers raise many kinds for a bad file
+        raise SpeqError(
+            f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+class Generator:
+    """Generates text with exactly the output of the full model.
+
+    Safe to call from several threads: calls queue. A stream that is abandoned, closed or
+    interrupted leaves it ready for the next call.
+    """
+
+    def __init__(self, runtime: Runtime, tokenizer: Any) -> None:
+        self._runtime = runtime
+        self.tokenizer = tokenizer
+        self._turn = threading.Lock()
+        self._streaming_thread: int | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        memory_budget: str | int,
+        *,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> "Generator":
+        """Load a model folder or hub id.
+
+        memory_budget  for everything on the device, such as "8GiB"
+        options        device, dtype, context_length, draft, draft_length, cache_policy, prefetch;
+                       see RunConfig
+        progress       told (what, done, total) during long work
+
+        Raises SpeqError for anything that is missing, damaged, unknown or too large.
+        """
+        config = RunConfig.of(memory_budget, **options)
+        runtime = Runtime(model, config, progress)
+        return cls(runtime, load_tokenizer(runtime.opened.checkpoint.path))
+
+    @property
+    def runtime(self) -> Runtime:
+        """The loaded model, for benchmarks and checks."""
+        return self._runtime
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Generate to the end; see `stream` for the options."""
+        stream = self._stream(prompt, options)
+        pieces, ids = [], []
+        try:
+            while True:
+                token = next(stream)
+                pieces.append(token.text)
+                ids.append(token.id)
+        except StopIteration as stop:
+            request, stats = stop.value
+        return Generation("".join(pieces), ids, request.finish_reason or "", stats.summary())
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        on_finish: Callable[[str, dict[str, Any]], None] | None = None,
+        **options: Any,
+    ) -> Iterator[Token]:
+        """Yield tokens as they come.
+
+        options    max_new_tokens, temperature, top_p, top_k, seed, stop (a string or several),
+                   ignore_eos; or generation_config, a transformers GenerationConfig, which they
+                   override; progress, told (what, done, total) while the prompt is run
+        on_finish  told (finish_reason, stats) at the end
+        """
+        request, stats = yield from self._stream(prompt, options)
+        if on_finish is not None:
+            on_finish(request.finish_reason or "", stats.summary())
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
+        if isinstance(prompt, str):
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        elif not isinstance(prompt, Sequence):
+            raise SpeqError(
+                f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
+            )
+        elif prompt and all(isinstance(part, Mapping) for part in prompt):
+            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise SpeqError("the prompt is empty; give at least one token")
+        vocabulary = self._runtime.shape.vocab_size
+        for token_id in ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
+                raise SpeqError(
+                    f"the prompt holds {token_id!r}; token ids are whole numbers from 0 to "
+                    f"{vocabulary - 1}"
+                )
+        return ids
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise SpeqError("the model has no chat template; give the prompt as text")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates are programs: they fail in their own ways
+            raise SpeqError(f"the model's chat template refuses these messages: {error}") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
+        ids = self.encode(prompt)
+        eos_ids = self._runtime.model.eos_ids
+        given = dict(options)
+        config = given.pop("generation_config", None)
+        if config is not None:
+            if not isinstance(config, GenerationConfig):
+                raise SpeqError(
+                    f"generation_config is a {type(config).__name__}; give transformers' own"
+                )
+            from_config = options_of(config, len(ids))
+            eos_ids = from_config.pop("eos_ids", eos_ids)
+            given = from_config | given
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        given["stop"] = tuple(given.get("stop") or ())
+        known = {field.name for field in fields(SamplingParams)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise SpeqError(
+                f"unknown option {', '.join(unknown)}; the options are "
+                f"{', '.join(sorted(known))}, generation_config and progress"
+            )
+        return Request(ids, SamplingParams(**given), eos_ids)
+
+    def _stream(self, prompt: Prompt, options: dict[str, Any]) -> Run:
+        options = dict(options)
+        progress: Progress | None = options.pop("progress", None)
+        request = self._request(prompt, options)
+        if self._streaming_thread == threading.get_ident():
+            raise SpeqError(
+                "this thread is still reading an earlier stream of this generator; finish or "
+                "close it first"
+            )
+        start_s = time.perf_counter()
+        with self._turn:
+            self._streaming_thread = threading.get_ident()
+            try:
+                return (yield from self._run(request, start_s, progress))
+            finally:
+                self._streaming_thread = None
+
+    def _run(self, request: Request, start_s: float, progress: Progress | None) -> Run:
+        engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
+        stats = RunStats(start_s, self._runtime.plan.report())
+        text = TextStream(self.tokenizer, request.sampling.stop)
+
+        def prompt_progress(done: int, total: int) -> None:
+            if progress is not None:
+                progress("running the prompt", done, total)
+
+        step = engine.start(request, prompt_progress)
+        while True:
+            stats.record(step)
+            emitted = request.generated_ids[len(request.generated_ids) - step.emitted :]
+            for at, token_id in enumerate(emitted, start=1):
+                last = request.finish_reason is not None and at == len(emitted)
+                piece = text.feed(token_id)
+                if text.stopped:
+                    request.finish_reason = "stop"
+                    step.emitted = at
+                elif last:
+                    piece += text.finish()
+                    if text.stopped:
+                        request.finish_reason = "stop"
+                yield Token(token_id, piece)
+                if text.stopped:
+                    break
+            if request.finish_reason is not None:
+                return request, stats
+            step = engine.step(request)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer a request may have."""
+        return self._runtime.config.context_length or self._runtime.shape.max_context
+
+    def reserve(self, context: int) -> None:
+        """Lay out memory for a context now, rather than at the first request that needs it."""
+        with self._turn:
+            self._runtime.reserve(context)
+
+    def close(self) -> None:
+        """Release files and transfers; the generator is of no use afterwards."""
+        with self._turn:
+            self._runtime.close()

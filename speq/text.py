@@ -1,0 +1,69 @@
+"""Token ids in, text out, piece by piece, up to a stop string."""
+
+from typing import Any
+
+# What decoding makes of bytes that do not yet form a character.
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Decodes a growing list of tokens. The pieces add up to the text of all of them.
+
+    A piece is held back while its last character is incomplete or while it may be the beginning of
+    a stop string; what follows a stop string, and the string itself, is never given out.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._ids: list[int] = []
+        self._prefix = 0  # tokens before this one are needed no more
+        self._read = 0  # tokens before this one have been decoded
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, token_id: int) -> str:
+        """Text that is certain now that `token_id` has come."""
+        self._ids.append(token_id)
+        known = self._decode(self._ids[self._prefix : self._read])
+        text = self._decode(self._ids[self._prefix :])
+        if len(text) <= len(known) or text.endswith(REPLACEMENT):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._release(text[len(known) :])
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens come."""
+        if self.stopped:
+            return ""
+        known = self._decode(self._ids[self._prefix : self._read])
+        rest = self._decode(self._ids[self._prefix :])[len(known) :]
+        self._prefix = self._read = len(self._ids)
+        return self._release(rest, final=True)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _release(self, piece: str, final: bool = False) -> str:
+        text = self._held + piece
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = 0 if final else self._stop_prefix(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _stop_prefix(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        lengths = [
+            n
+            for stop in self._stop
+            for n in range(1, min(len(stop) - 1, len(text)) + 1)
+            if text.endswith(stop[:n])
+        ]
+        return max(lengths, default=0)
