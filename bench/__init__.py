@@ -1,0 +1,1 @@
+"""Measurements and their reports. Timings live here, not in tests."""

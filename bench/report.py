@@ -1,0 +1,130 @@
+"""One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from speq import __version__
+from speq.errors import SpeqError
+from speq.store.draft_file import replacing
+
+# How a figure is shown: a format string, or a function.
+Show = str | Callable[[Any], str]
+# The key of a figure in a row, and how it is shown.
+Column = tuple[str, Show]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a bench found. rows all have the same keys."""
+
+    bench: str
+    model: str
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    version: str = __version__
+    commit: str | None = field(default_factory=lambda: current_commit())
+    machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+
+    def print(self, columns: dict[str, Column]) -> None:
+        """The rows as a table on stdout, by column title; figures that do not exist are dashes."""
+        table = Table(title=f"{self.bench}: {self.model}")
+        for title in columns:
+            table.add_column(title, justify="right")
+        for row in self.rows:
+            cells = (_cell(row[name], show) for name, show in columns.values())
+            table.add_row(*cells)
+        Console().print(table)
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
+        content = json.dumps(asdict(self), indent=1) + "\n"
+        try:
+            with replacing(path) as file:
+                file.write(content.encode())
+        except OSError as error:
+            raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def check_target(path: Path | None, force: bool) -> None:
+    """Refuse to overwrite before minutes are spent measuring."""
+    if path is not None and path.exists() and not force:
+        raise SpeqError(f"{path} exists already; choose another name or add --force")
+
+
+def read_prompts(path: Path | None, count: int) -> list[str]:
+    """The first `count` prompts of a JSON Lines file, or of our own mixed ones."""
+    source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"
+    if count < 1:
+        raise SpeqError(f"num_prompts is {count}; it must be at least 1")
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpeqError(f"prompts {source} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpeqError(f"{source}:{number} is no JSON object with a prompt") from error
+    if not prompts:
+        raise SpeqError(f"{source} holds no prompts")
+    # Spread over the file, which is sorted by kind.
+    stride = max(len(prompts) // count, 1)
+    return prompts[::stride][:count]
+
+
+def current_commit() -> str | None:
+    """The commit this code was checked out at, "-dirty" if it was changed since."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine a figure was measured on."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _cell(value: Any, show: Show) -> str:
+    if value is None:
+        return "-"
+    return show.format(value) if isinstance(show, str) else show(value)
