@@ -39,10 +39,10 @@ demo: $(READY)
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
 test: lint
-	$(BIN)/python -m pytest -m "not full and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not full and not gpu"
 
 test-full: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 # setup.py lays `scheduler/`, `governor/` and `bench/` into the package; mypy wants to see it so.
 lint: $(READY)

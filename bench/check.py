@@ -82,7 +82,9 @@ def run(
 
     path = locate(model)
     with quiet_transformers():
-        plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        plain = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+        )
     plain = plain.eval().to(device)
     rows = [compare(plain, ids, ours) for ids, ours in zip(encoded, traces, strict=True)]
     report = Report("check", model, {"dtype": str(dtype), **options}, rows)

@@ -14,8 +14,39 @@ WITHOUT_EFFECT = {
     "transformers_version",
     "use_cache",
     "cache_implementation",
+    # Only with an assistant model.
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
 }
-HARMLESS = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}
+# Values that ask for nothing; `save_pretrained` writes many of them out.
+HARMLESS = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "typical_p": 1.0,
+    "min_p": 0.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "early_stopping": False,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_scores": False,
+    "output_logits": False,
+    "return_dict_in_generate": False,
+}
 HONOURED = {
     "do_sample",
     "temperature",

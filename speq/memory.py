@@ -9,7 +9,8 @@ from speq.errors import SpeqError
 MIN_SLOTS = 2
 MIN_CHUNK = 16
 MAX_CHUNK = 512
-# Prompts are run in the longest chunks whose activations take no more than this share.
+# Prompts are run in the longest chunks whose activations take no more than this share, and leave
+# room for the fewest slots.
 WORKSPACE_SHARE = 1 / 16
 
 
@@ -57,32 +58,34 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
 
     Raises SpeqError, item by item, where even that is too little.
     """
+    fewest = min(MIN_SLOTS, demand.num_experts)
     for draft_bytes in dict.fromkeys((demand.draft_bytes, 0)):
-        chunk = _chunk(demand, budget, context)
         items = {
             "non_expert_weights": demand.non_expert_bytes,
             "draft": draft_bytes,
             "kv_cache": context * demand.kv_bytes_per_token,
-            "workspace": demand.workspace(chunk, context),
         }
+        room = budget - sum(items.values()) - fewest * demand.record_bytes
+        chunk = _chunk(demand, min(room, budget * WORKSPACE_SHARE), context)
+        items["workspace"] = demand.workspace(chunk, context)
         slots = min((budget - sum(items.values())) // demand.record_bytes, demand.num_experts)
-        if slots >= min(MIN_SLOTS, demand.num_experts):
+        if slots >= fewest:
             items["slots"] = slots * demand.record_bytes
             return MemoryPlan(budget, context, chunk, slots, items)
-    items["slots"] = MIN_SLOTS * demand.record_bytes
+    items["slots"] = fewest * demand.record_bytes
     needed = sum(items.values())
     listed = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size
     )
     raise SpeqError(
         f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
-        f"takes {listed} (two slots); the smallest workable budget is {needed} bytes "
+        f"takes {listed} (the fewest); the smallest workable budget is {needed} bytes "
         f"({format_bytes(needed)}), or less with a shorter context"
     )
 
 
-def _chunk(demand: Demand, budget: int, context: int) -> int:
+def _chunk(demand: Demand, room: float, context: int) -> int:
     chunk = MAX_CHUNK
-    while chunk > MIN_CHUNK and demand.workspace(chunk, context) > budget * WORKSPACE_SHARE:
+    while chunk > MIN_CHUNK and demand.workspace(chunk, context) > room:
         chunk //= 2
     return chunk

@@ -39,8 +39,6 @@ logger = logging.getLogger("speq")
 
 # Contexts grow in these steps, so that a chat does not lay its arenas out anew at every turn.
 CONTEXT_STEP = 64
-# What a context is taken to be before the first request is known.
-FIRST_CONTEXT = 128
 
 Progress = Callable[[str, int, int], None]
 
@@ -89,8 +87,8 @@ class Runtime:
         checkpoint = self.opened.checkpoint
         self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
         self._layout = Int4Layout(self.shape.experts.hidden_size, self.shape.experts.expert_width)
-        self._demand = self._measure_demand(self.shape.resident_weights * self.dtype.itemsize)
-        first = min(config.context_length or FIRST_CONTEXT, self.shape.max_context)
+        self._demand = self._measure_demand(self.shape.resident_bytes(self.dtype))
+        first = min(config.context_length or CONTEXT_STEP, self.shape.max_context)
         if (config.context_length or 0) > self.shape.max_context:
             raise SpeqError(
                 f"context_length is {config.context_length}; the model's limit is "
@@ -130,9 +128,8 @@ class Runtime:
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
             del self.engine
-            rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
             try:
-                self.engine = self._build(rounded)
+                self.engine = self._build_roomy(context, limit)
             except BaseException:
                 self.engine = self._build(self.plan.context)
                 raise
@@ -210,12 +207,24 @@ class Runtime:
         tier = HostTier(store)
         return lambda key, slot: tier.fetch(key.layer, key.expert, slot)
 
+    def _build_roomy(self, context: int, limit: int) -> Engine:
+        """An engine with some room to grow, or without where the budget is too tight for it."""
+        rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
+        try:
+            return self._build(rounded)
+        except SpeqError:
+            return self._build(context)
+
     def _build(self, context: int) -> Engine:
         """Lay out what is left of the budget for a context, and put an engine over it."""
         demand = self._demand if self.draft_bank else replace(self._demand, draft_bytes=0)
         plan = memory.plan(demand, self.config.memory_budget, context)
         if self.draft_bank is not None and not plan.has_draft:
-            logger.warning("the draft leaves no room for a context of %d tokens: dropped", context)
+            logger.warning(
+                "the draft leaves no room for a context of %d tokens and is dropped for good; a "
+                "context_length given from the start would have planned for it",
+                context,
+            )
             self.draft_bank = None
         self.plan = plan
         shape, store = self.shape, self.opened.store

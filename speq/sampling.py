@@ -11,6 +11,9 @@ from transformers import (
 
 from speq.config import SamplingParams
 
+# Colder is no different, but would divide logits beyond the range of float32.
+MIN_TEMPERATURE = 1e-20
+
 
 def greedy(logits: Tensor) -> list[int]:
     """The likeliest token of each row of [N, V]; the first of equals.
@@ -22,7 +25,8 @@ def greedy(logits: Tensor) -> list[int]:
 
 def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """[N, V] logits to [N, V] float32 probabilities on the CPU: temperature, top-k, then top-p."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    temperature = max(float(sampling.temperature), MIN_TEMPERATURE)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:

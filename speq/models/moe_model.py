@@ -48,7 +48,7 @@ class MoEModel:
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def eos_ids(self) -> frozenset[int]:

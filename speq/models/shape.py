@@ -26,8 +26,9 @@ class ModelShape:
     """Sizes of everything but the experts' words.
 
     kv_shapes         (heads, width) of the cached keys and of the cached values, per layer
-    attention_width   elements one cached token takes when attention expands it to all heads
-    resident_weights  parameters outside the experts
+    attention_width   elements one cached token takes where attention expands it to all heads
+    resident_weights  parameters outside the experts, held in the compute dtype
+    buffer_bytes      what is held beside them in a dtype of its own
     max_context       tokens the model can attend over
     """
 
@@ -42,11 +43,16 @@ class ModelShape:
     kv_shapes: tuple[tuple[int, int], tuple[int, int]]
     attention_width: int
     resident_weights: int
+    buffer_bytes: int
     max_context: int
 
     @property
     def kv_elements_per_token(self) -> int:
         return self.num_layers * sum(heads * width for heads, width in self.kv_shapes)
+
+    def resident_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of everything but experts, computing in `dtype`."""
+        return self.resident_weights * dtype.itemsize + self.buffer_bytes
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """An upper estimate of the activations of one pass.
@@ -62,7 +68,7 @@ class ModelShape:
         experts = self.experts
         per_row = 8 * self.hidden_size + 4 * self.query_width + 4 * self.dense_width
         per_row += 4 * experts.expert_width + 2 * self.top_k * self.hidden_size
-        attention = 2 * self.attention_width * context + rows * context
+        attention = self.attention_width * context + rows * context
         one_expert = 3 * experts.hidden_size * experts.expert_width
         activations = (rows * per_row + attention + one_expert) * size
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
@@ -118,7 +124,9 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
     else:
         key_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_shapes = ((config.num_key_value_heads, key_width),) * 2
-        attention_width = heads * 2 * key_width
+        # Shared heads are repeated for all queries; heads of one's own are read where they lie.
+        repeated = config.num_key_value_heads != heads
+        attention_width = heads * 2 * key_width if repeated else 0
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
     return ModelShape(
         experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width),
@@ -132,6 +140,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         kv_shapes=kv_shapes,
         attention_width=attention_width,
         resident_weights=sum(p.numel() for p in model.parameters()),
+        buffer_bytes=sum(b.nbytes for b in model.buffers()),
         max_context=max_context(config),
     )
 

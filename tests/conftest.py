@@ -1,0 +1,55 @@
+"""Checkpoints shared by the tests, made once a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import write_model, write_perturbed
+
+# Models this small are fastest on one thread, and the tests run in as many processes as cores.
+torch.set_num_threads(1)
+
+BUNDLED = Path(__file__).parent.parent / "models" / "tiny-moe"
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model in a folder of its own: drafts made by tests stay out of the checkout."""
+    path = tmp_path_factory.mktemp("bundled") / "tiny-moe"
+    path.mkdir()
+    for file in BUNDLED.iterdir():
+        if file.is_file():
+            (path / file.name).symlink_to(file)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of the small random model of a family."""
+    root = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = write_model(root / model_type, model_type)
+        return made[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def poor_draft(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Folder of a checkpoint that drafts badly for the small model of a family."""
+    root = tmp_path_factory.mktemp("poor")
+    made: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = write_perturbed(root / model_type, tiny(model_type), noise=0.5)
+        return made[model_type]
+
+    return folder

@@ -1,0 +1,227 @@
+"""The keystone: whatever the draft length, budget and draft, the exact model's own tokens come out.
+
+The oracle is plain transformers' `generate` on the same checkpoint, in float32 and float64, where
+the shape of a pass does not turn near-ties.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from speq import Generator
+from speq.bench.report import read_prompts
+from speq.runtime import open_model
+from speq.stats import StepStats
+from tests.pairwise import pairwise
+from tests.smallest import two_slot_budget
+from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+
+Folder = Callable[[str], Path]
+
+NEW_TOKENS = 200
+DRAFT_LENGTHS = (0, 1, 3, 8)
+BUDGETS = ("two slots", "half", "all")
+DRAFTS = ("own", "poor")
+# Two runs of different length, so that prompts end inside and at the end of a chunk.
+PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    draft_length: int
+    budget: str
+    draft: str
+
+
+def budget_bytes(name: str, model: Path, context: int, dtype: str, draft_length: int) -> int:
+    if name == "all":
+        return 1 << 30
+    smallest = two_slot_budget(model, context, dtype, draft_length)
+    if name == "two slots":
+        return smallest
+    store = open_model(model).store
+    experts = store.num_layers * store.num_experts
+    return smallest + (experts // 2 - 2) * store.codec.record_bytes
+
+
+def outcomes(steps: list[StepStats]) -> set[str]:
+    """Which of fully accepted, partly accepted and wholly rejected drafts occurred."""
+    seen = set()
+    for step in steps:
+        if step.draft_length:
+            full = step.accepted == step.draft_length
+            seen.add("full" if full else "partial" if step.accepted else "rejected")
+    return seen
+
+
+def run_cell(
+    cell: Cell, model: Path, draft: str, dtype: str, prompt: list[int], expected: list[int]
+) -> set[str]:
+    """Generate in one cell and compare; the outcomes of its drafts."""
+    context = len(prompt) + len(expected)
+    budget = budget_bytes(cell.budget, model, context, dtype, cell.draft_length)
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        dtype=dtype,
+        context_length=context,
+        draft=draft,
+        draft_length=cell.draft_length,
+    )
+    store = generator.runtime.opened.store
+    slots = generator.runtime.plan.slots
+    experts = store.num_layers * store.num_experts
+    assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
+    result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True)
+    assert result.token_ids == expected, cell
+    steps = generator.runtime.engine.steps
+    if cell.draft_length:
+        assert max(step.draft_length for step in steps) == cell.draft_length
+        assert generator.runtime.plan.has_draft
+    else:
+        assert result.stats["draft_length_mean"] == 0
+    generator.close()
+    return outcomes(steps)
+
+
+def check_family(
+    family: str, cells: list[Cell], tiny: Folder, poor_draft: Folder, dtype: str
+) -> None:
+    model = tiny(family)
+    plain = load_plain(model, DTYPES[dtype])
+    expected = [greedy_tokens(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    seen: set[str] = set()
+    for at, cell in enumerate(cells):
+        draft = "auto" if cell.draft == "own" else str(poor_draft(family))
+        which = at % len(PROMPTS)
+        seen |= run_cell(cell, model, draft, dtype, PROMPTS[which], expected[which])
+    assert seen == {"full", "partial", "rejected"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_exact_models(family: str, tiny: Folder, poor_draft: Folder) -> None:
+    cells = [Cell(*values) for values in pairwise(DRAFT_LENGTHS, BUDGETS, DRAFTS)]  # type: ignore[arg-type]
+    check_family(family, cells, tiny, poor_draft, "float32")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+def test_greedy_tokens_in_float64(family: str, tiny: Folder, poor_draft: Folder) -> None:
+    cells = [
+        Cell(1, "half", "own"),
+        Cell(3, "two slots", "poor"),
+        Cell(8, "all", "own"),
+        Cell(0, "two slots", "own"),
+        Cell(3, "half", "own"),
+    ]
+    check_family(family, cells, tiny, poor_draft, "float64")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_full_product(
+    family: str, dtype: str, tiny: Folder, poor_draft: Folder
+) -> None:
+    cells = [Cell(*values) for values in product(DRAFT_LENGTHS, BUDGETS, DRAFTS)]
+    check_family(family, cells, tiny, poor_draft, dtype)
+
+
+VARIANTS = {
+    "qwen2_moe with windows in some layers": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_moe with a window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}),
+    "mixtral without a window": ("mixtral", {"sliding_window": None}),
+    "phimoe with a window": ("phimoe", {"sliding_window": 20}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 20,
+        },
+    ),
+    "olmoe with clipped and tied weights": (
+        "olmoe",
+        {"clip_qkv": 1.5, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe in gelu": ("qwen2_moe", {"hidden_act": "gelu"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_within_a_family(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    model = write_model(tmp_path / family, family, max_shard_size="200KB", **overrides)
+    assert len(list(model.glob("*.safetensors"))) > 1
+    expected = greedy_tokens(load_plain(model), PROMPTS[1], NEW_TOKENS)
+    run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[1], expected)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_checkpoints_computed_in_float32(stored: torch.dtype, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "olmoe", dtype=stored)
+    expected = greedy_tokens(load_plain(model), PROMPTS[0], NEW_TOKENS)
+    run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[0], expected)
+
+
+def test_bundled_model_on_twenty_prompts(bundled: Path) -> None:
+    compare_bundled(bundled, [(4, "40MiB")])
+
+
+@pytest.mark.full
+def test_bundled_model_on_twenty_prompts_full(bundled: Path) -> None:
+    budgets = ("38MiB", "44MiB", "80MiB")
+    compare_bundled(bundled, list(product(DRAFT_LENGTHS, budgets)))
+
+
+def compare_bundled(model: Path, settings: list[tuple[int, str]]) -> None:
+    """20 prompts of seven kinds x 128 tokens, in float32."""
+    prompts = read_prompts(None, 20)
+    assert len(prompts) == 20
+    plain = load_plain(model)
+    generator = Generator.from_pretrained(model, "64MiB", draft="none", draft_length=0)
+    encoded = [generator.encode(prompt) for prompt in prompts]
+    generator.close()
+    expected = [greedy_tokens(plain, ids, 128) for ids in encoded]
+    mismatches = []
+    for draft_length, budget in settings:
+        generator = Generator.from_pretrained(
+            model, budget, dtype="float32", draft_length=draft_length
+        )
+        drafted = 0
+        for at, (ids, tokens) in enumerate(zip(encoded, expected, strict=True)):
+            result = generator.generate(ids, max_new_tokens=128, ignore_eos=True)
+            drafted += sum(step.draft_length for step in generator.runtime.engine.steps)
+            if result.token_ids != tokens:
+                mismatches.append((draft_length, budget, at))
+        assert (drafted > 0) == (draft_length > 0)
+        generator.close()
+    assert mismatches == []
+
+
+def test_sixteen_bit_output_does_not_depend_on_the_budget(bundled: Path) -> None:
+    """In 16 bits the shape of a pass matters, but never what happened to lie in slots."""
+    texts = set()
+    for budget in ("20MiB", "26MiB", "64MiB"):
+        generator = Generator.from_pretrained(bundled, budget, draft_length=4, context_length=160)
+        chunk = generator.runtime.plan.chunk
+        assert chunk >= 16
+        result = generator.generate([5, 6, 7, 8], max_new_tokens=100, ignore_eos=True)
+        assert result.stats["draft_length_mean"] > 3
+        texts.add(json.dumps(result.token_ids))
+        generator.close()
+    assert len(texts) == 1

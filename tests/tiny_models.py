@@ -1,0 +1,147 @@
+"""Small random checkpoints of every supported family, written as real ones are."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB = 264
+EOS = 256
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    # Large enough that logits are far apart and ties do not decide.
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "intermediate_size": 96,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 32},
+    "mixtral": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 96,
+        "sliding_window": 32,
+    },
+    "phimoe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 80,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
+    "deepseek_v2": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+        "routed_scaling_factor": 1.0,
+    },
+}
+FAMILIES = tuple(FAMILY_OPTIONS)
+
+
+def write_tokenizer(path: Path) -> None:
+    """One token per byte, and an end of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(path)
+
+
+def write_model(
+    path: Path,
+    model_type: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """A random model of a family, with a tokenizer, as `save_pretrained` writes it."""
+    config = AutoConfig.for_model(
+        model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides)
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    write_tokenizer(path)
+    return path
+
+
+def write_perturbed(path: Path, source: Path, noise: float, seed: int = 0) -> Path:
+    """A copy whose expert weights are moved by `noise` of their spread: a poor draft."""
+    path.mkdir(parents=True)
+    for name in ("config.json", "generation_config.json"):
+        (path / name).write_bytes((source / name).read_bytes())
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            spread = noise * float(tensor.float().std())
+            moved = tensor.float() + spread * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = moved.to(tensor.dtype)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def load_plain(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The same checkpoint as plain transformers loads it: the oracle.
+
+    Its plainest experts: the grouped ones do not compute in float64.
+    """
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, experts_implementation="eager"
+    ).eval()
+
+
+def greedy_tokens(model: Any, prompt_ids: list[int], count: int) -> list[int]:
+    """`count` greedy tokens of plain transformers' generate, an end of text not ending it."""
+    output = model.generate(
+        torch.tensor([prompt_ids]),
+        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=EOS if model.config.vocab_size > EOS else 0,
+    )
+    return output[0, len(prompt_ids) :].tolist()
