@@ -98,9 +98,7 @@ def write_model(
     **overrides: Any,
 ) -> Path:
     """A random model of a family, with a tokenizer, as `save_pretrained` writes it."""
-    config = AutoConfig.for_model(
-        model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides)
-    )
+    config = AutoConfig.for_model(model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
     model.save_pretrained(path, max_shard_size=max_shard_size)
