@@ -13,10 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speq.bench.report import Column, Report, check_target, read_prompts
+from speq.config import format_bytes
+from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.models.moe_model import quiet_transformers
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.store.checkpoint import locate
+from speq.store.checkpoint import Checkpoint
+from speq.store.host_tier import available_bytes
 
 # Tokens verified at a time: the shape of a verification with four drafted tokens.
 VERIFY_ROWS = 5
@@ -74,13 +77,15 @@ def run(
     texts = read_prompts(prompts, num_prompts)
     generator = Generator.from_pretrained(model, memory_budget, **options)
     dtype, device = generator.runtime.dtype, generator.runtime.device
-    encoded = [generator.encode(text)[:MAX_TOKENS] for text in texts]
+    path = generator.runtime.opened.checkpoint.path
+    check_memory(path, dtype)
+    limit = min(MAX_TOKENS, generator.max_context)
+    encoded = [generator.encode(text)[:limit] for text in texts]
     generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
     traces = [trace(generator, ids) for ids in encoded]
     generator.close()
     del generator
 
-    path = locate(model)
     with quiet_transformers():
         plain = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, experts_implementation="eager", trust_remote_code=False
@@ -91,6 +96,19 @@ def run(
     if json_file is not None:
         report.write(json_file)
     return report, verdict(rows, dtype)
+
+
+def check_memory(path: Path, dtype: torch.dtype) -> None:
+    """Raise SpeqError where plain transformers, which holds all weights, has no room for them."""
+    checkpoint = Checkpoint(path)
+    words = sum(info.nbytes // info.dtype.itemsize for _, info in checkpoint.tensors.values())
+    checkpoint.close()
+    if words * dtype.itemsize > available_bytes():
+        raise SpeqError(
+            f"plain transformers needs {format_bytes(words * dtype.itemsize)} for the whole model "
+            f"in {str(dtype).removeprefix('torch.')} and {format_bytes(available_bytes())} of "
+            "memory are left; check a model that fits, or in a smaller dtype"
+        )
 
 
 def trace(generator: Generator, ids: list[int]) -> Trace:

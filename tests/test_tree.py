@@ -47,6 +47,22 @@ def test_every_path_scores_as_if_alone(family: str, tiny: Callable[[str], Path])
         )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], Path]) -> None:
+    """After rounds of drafting and rejecting, as if the tokens had been a prompt."""
+    generator = Generator.from_pretrained(tiny(family), "1GiB", draft_length=3, context_length=96)
+    result = generator.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    assert 0 < result.stats["acceptance_rate"] < 1
+    cache = generator.runtime.engine.cache
+    kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    length = cache.lengths[0]
+    assert length == len(PROMPT) + 39
+    generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
+    for (keys, values), layer in zip(kept, cache.layers, strict=True):
+        torch.testing.assert_close(keys[:, :, :length], layer.keys[:, :, :length])
+        torch.testing.assert_close(values[:, :, :length], layer.values[:, :, :length])
+
+
 class BranchingDrafter:
     """Knows the answer, and hides it among wrong branches: sometimes first, sometimes second."""
 

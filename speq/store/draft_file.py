@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import platformdirs
 import torch
 
 from speq.errors import SpeqError
@@ -40,7 +39,7 @@ def candidate_paths(checkpoint: Checkpoint) -> list[Path]:
     name = f"draft-int4-rtn-{digest_of(checkpoint)}.safetensors"
     return [
         checkpoint.path / FOLDER / name,
-        platformdirs.user_cache_path("speq", ensure_exists=False) / "drafts" / name,
+        Path.home() / ".cache" / "speq" / "drafts" / name,
     ]
 
 
