@@ -57,7 +57,12 @@ class Report:
 
 def check_target(path: Path | None, force: bool) -> None:
     """Refuse to overwrite before minutes are spent measuring."""
-    if path is not None and path.exists() and not force:
+    if path is None:
+        return
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise SpeqError(f"{path} cannot be written; choose a file in a folder of yours")
+    if os.path.exists(path) and not force:
         raise SpeqError(f"{path} exists already; choose another name or add --force")
 
 
@@ -75,9 +80,12 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
         if not line.strip():
             continue
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
+            prompt = json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
             raise SpeqError(f"{source}:{number} is no JSON object with a prompt") from error
+        if not isinstance(prompt, str) or not prompt:
+            raise SpeqError(f"{source}:{number} has the prompt {prompt!r}; it must be a text")
+        prompts.append(prompt)
     if not prompts:
         raise SpeqError(f"{source} holds no prompts")
     # Spread over the file, which is sorted by kind.

@@ -58,6 +58,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     """Measure every budget with every draft length. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     checked_int("rounds", settings.rounds, 1)
+    checked_int("max_new_tokens", settings.max_new_tokens, 1)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     pairs = [(budget, length) for budget in settings.budgets for length in settings.draft_lengths]
     for budget, length in pairs:

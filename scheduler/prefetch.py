@@ -4,7 +4,7 @@
 (`--prefetch none`) that everything cleverer is compared with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
@@ -32,7 +32,7 @@ class OnDemand:
         """A draft's route, as soon as it is known. Recorded; nothing is fetched ahead."""
         self.lookahead.record(token, layer, route)
 
-    def serve(self, layer: int, experts: list[int]) -> Iterator[dict[int, int]]:
+    def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once.
 
         A wave's slots stay valid until the next wave is asked for. Experts already in slots come

@@ -66,6 +66,14 @@ def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None)
     return value
 
 
+def checked_token_ids(name: str, value: Any) -> frozenset[int]:
+    """The token ids in a field that holds one or a list, else a SpeqError that names it."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise SpeqError(f"{name} is {value!r}; it must be a token id or a list of them")
+    return frozenset(ids)
+
+
 def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise SpeqError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

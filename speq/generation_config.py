@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from speq.config import checked_int, checked_token_ids
 from speq.errors import SpeqError
 
 # Fields that mean nothing here, or what we do anyway.
@@ -82,13 +83,14 @@ def options_of(config: GenerationConfig, prompt_tokens: int) -> dict[str, Any]:
         for name, default in SAMPLING_DEFAULTS.items():
             options[name] = given.get(name, default)
     if "max_length" in given:
-        options["max_new_tokens"] = int(given["max_length"]) - prompt_tokens
+        length = checked_int("max_length", given["max_length"], 1)
+        options["max_new_tokens"] = length - prompt_tokens
     if "max_new_tokens" in given:
         options["max_new_tokens"] = given["max_new_tokens"]
     stop = given.get("stop_strings")
     if stop is not None:
-        options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        options["stop"] = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
     eos = given.get("eos_token_id")
     if eos is not None:
-        options["eos_ids"] = frozenset([eos] if isinstance(eos, int) else eos)
+        options["eos_ids"] = checked_token_ids("eos_token_id", eos)
     return options

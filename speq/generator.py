@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Coroutine
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Generator:
         self.tokenizer = tokenizer
         self._turn = threading.Lock()
         self._streaming_thread: int | None = None
+        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -94,7 +96,11 @@ class Generator:
         """
         config = RunConfig.of(memory_budget, **options)
         runtime = Runtime(model, config, progress)
-        return cls(runtime, load_tokenizer(runtime.opened.checkpoint.path))
+        try:
+            return cls(runtime, load_tokenizer(runtime.opened.checkpoint.path))
+        except BaseException:
+            runtime.close()
+            raise
 
     @property
     def runtime(self) -> Runtime:
@@ -120,7 +126,7 @@ class Generator:
         *,
         on_finish: Callable[[str, dict[str, Any]], None] | None = None,
         **options: Any,
-    ) -> Iterator[Token]:
+    ) -> Coroutine[Token, None, None]:
         """Yield tokens as they come.
 
         options    max_new_tokens, temperature, top_p, top_k, seed, stop (a string or several),
@@ -135,20 +141,20 @@ class Generator:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
         if isinstance(prompt, str):
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        elif not isinstance(prompt, Sequence):
+            ids = self._tokens(prompt, add_special_tokens=True)
+        elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise SpeqError(
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
             )
         elif prompt and all(isinstance(part, Mapping) for part in prompt):
             ids = self._encode_chat(prompt)  # type: ignore[arg-type]
         else:
-            ids = list(prompt)
+            ids = list(prompt)  # type: ignore[arg-type]
         if not ids:
             raise SpeqError("the prompt is empty; give at least one token")
         vocabulary = self._runtime.shape.vocab_size
         for token_id in ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
+            if type(token_id) is not int or not 0 <= token_id < vocabulary:
                 raise SpeqError(
                     f"the prompt holds {token_id!r}; token ids are whole numbers from 0 to "
                     f"{vocabulary - 1}"
@@ -163,8 +169,20 @@ class Generator:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates are programs: they fail in their own ways
-            raise SpeqError(f"the model's chat template refuses these messages: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            raise SpeqError(
+                f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
+            ) from error
+        return self._tokens(text, add_special_tokens=False)
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SpeqError(
+                f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
+                "Unicode text; give text that was decoded from UTF-8"
+            ) from error
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
         ids = self.encode(prompt)
@@ -179,9 +197,10 @@ class Generator:
             from_config = options_of(config, len(ids))
             eos_ids = from_config.pop("eos_ids", eos_ids)
             given = from_config | given
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
-        given["stop"] = tuple(given.get("stop") or ())
+        stop = given.pop("stop", None)
+        if stop is not None:
+            several = isinstance(stop, list | tuple | set | frozenset)
+            given["stop"] = tuple(stop) if several else (stop,)
         known = {field.name for field in fields(SamplingParams)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -195,18 +214,26 @@ class Generator:
         options = dict(options)
         progress: Progress | None = options.pop("progress", None)
         request = self._request(prompt, options)
-        if self._streaming_thread == threading.get_ident():
-            raise SpeqError(
-                "this thread is still reading an earlier stream of this generator; finish or "
-                "close it first"
-            )
         start_s = time.perf_counter()
-        with self._turn:
+        with self._own_turn():
             self._streaming_thread = threading.get_ident()
             try:
                 return (yield from self._run(request, start_s, progress))
             finally:
                 self._streaming_thread = None
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Wait for other threads' calls. A thread never waits for a stream of its own."""
+        if self._streaming_thread == threading.get_ident():
+            raise SpeqError(
+                "this thread is still reading an earlier stream of this generator; finish or "
+                "close it first"
+            )
+        with self._turn:
+            if self._closed:
+                raise SpeqError("this generator was closed; make a new one with from_pretrained")
+            yield
 
     def _run(self, request: Request, start_s: float, progress: Progress | None) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
@@ -232,6 +259,7 @@ class Generator:
                     if text.stopped:
                         request.finish_reason = "stop"
                 yield Token(token_id, piece)
+                self._streaming_thread = threading.get_ident()  # it may have been handed on
                 if text.stopped:
                     break
             if request.finish_reason is not None:
@@ -245,10 +273,13 @@ class Generator:
 
     def reserve(self, context: int) -> None:
         """Lay out memory for a context now, rather than at the first request that needs it."""
-        with self._turn:
+        with self._own_turn():
             self._runtime.reserve(context)
 
     def close(self) -> None:
-        """Release files and transfers; the generator is of no use afterwards."""
-        with self._turn:
+        """Release files and transfers; what is asked of the generator afterwards is refused."""
+        if self._closed:
+            return
+        with self._own_turn():
+            self._closed = True
             self._runtime.close()

@@ -79,7 +79,7 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     )
     raise SpeqError(
         f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
-        f"takes {listed} (the fewest); the smallest workable budget is {needed} bytes "
+        f"takes {listed} (two slots); the smallest workable budget is {needed} bytes "
         f"({format_bytes(needed)}), or less with a shorter context"
     )
 

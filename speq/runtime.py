@@ -5,6 +5,7 @@ the expert slots share the rest of the budget and are laid out for the context a
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from speq.scheduler.prefetch import OnDemand
 from speq.scheduler.transfer import Fetch, SynchronousTransfer
 from speq.stats import Recorder
 from speq.store import draft_file
-from speq.store.checkpoint import Checkpoint, locate, read_json
+from speq.store.checkpoint import Checkpoint, is_quantised, locate, read_json
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.store.host_tier import HostTier, available_bytes
 
@@ -94,6 +95,9 @@ class Runtime:
                 f"context_length is {config.context_length}; the model's limit is "
                 f"{self.shape.max_context}"
             )
+        if config.draft not in ("auto", "none"):
+            # Refused before weights are loaded, and even where the budget has no room for it.
+            self._draft_checkpoint(Path(config.draft))[0].close()
         self.plan = memory.plan(self._demand, config.memory_budget, first)
         if self.wants_draft and not self.plan.has_draft:
             logger.warning(
@@ -186,9 +190,9 @@ class Runtime:
 
     def _draft_checkpoint(self, path: Path) -> tuple[Checkpoint, ExpertStore]:
         """Another checkpoint of the same shape, whose experts draft once rounded."""
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise SpeqError(f"draft {str(path)!r} is no folder; give auto, none or a model folder")
-        if "quantization_config" in read_json(path / "config.json"):
+        if is_quantised(read_json(path / "config.json")):
             raise SpeqError(
                 f"draft {path} is quantised already, which cannot be read yet; give a 16- or "
                 "32-bit checkpoint of the model, which is rounded to INT4 here, or auto"

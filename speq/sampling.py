@@ -10,9 +10,21 @@ from transformers import (
 )
 
 from speq.config import SamplingParams
+from speq.errors import SpeqError
 
 # Colder is no different, but would divide logits beyond the range of float32.
 MIN_TEMPERATURE = 1e-20
+
+
+def checked(logits: Tensor) -> Tensor:
+    """Logits in float32. Raises SpeqError where damage, or too narrow a dtype, spoilt them."""
+    logits = logits.float()
+    if logits.isnan().any():
+        raise SpeqError(
+            "the model's logits are not numbers (NaN): its weights are damaged, or their dtype "
+            "overflows; check the checkpoint, or choose another dtype"
+        )
+    return logits
 
 
 def greedy(logits: Tensor) -> list[int]:
@@ -20,7 +32,7 @@ def greedy(logits: Tensor) -> list[int]:
 
     Compared in float32, as transformers does, so that equals in that dtype are equals here.
     """
-    return logits.float().argmax(-1).tolist()
+    return checked(logits).argmax(-1).tolist()
 
 
 def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -32,7 +44,7 @@ def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(float(sampling.top_p)))
     no_history = torch.empty(len(logits), 0, dtype=torch.long)
-    return torch.softmax(warpers(no_history, logits.float().cpu()), dim=-1)
+    return torch.softmax(warpers(no_history, checked(logits).cpu()), dim=-1)
 
 
 def draw(probs: Tensor, rng: torch.Generator) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -51,5 +51,13 @@ def main() -> None:
     try:
         app()
     except SpeqError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        fail(str(error))
+    except UnicodeError as error:
+        fail(f"{error}; the terminal or file is not in UTF-8")
+    except OSError as error:
+        fail(f"input or output failed: {error}")
+
+
+def fail(sentence: str) -> NoReturn:
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    sys.exit(1)

@@ -1,5 +1,6 @@
 """`speq chat`: a conversation through the model's chat template."""
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,13 +95,11 @@ def say(
         on_finish=lambda reason, stats: figures.update(stats),
         **sampling,
     )
-    try:
+    with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):
         for token in stream:
             pieces.append(token.text)
             sys.stdout.write(token.text)
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        stream.close()  # type: ignore[attr-defined]
     print()
     if figures.get("tpot_ms"):
         print(

@@ -1,5 +1,6 @@
 """`speq generate`: one prompt, its text as it comes, and what the run measured."""
 
+import contextlib
 import json
 import sys
 from typing import Annotated, Any
@@ -69,17 +70,23 @@ def generate(
             print(json.dumps(answer))
             return
         finished: dict[str, Any] = {}
-        with opt.progress_bar() as progress:
-            tokens = generator.stream(
-                prompt,
-                progress=progress,
-                on_finish=lambda reason, stats: finished.update(stats),
-                **sampling,
-            )
-            sys.stdout.write(prompt)
+        with (
+            opt.progress_bar() as progress,
+            contextlib.closing(
+                generator.stream(
+                    prompt,
+                    progress=progress,
+                    on_finish=lambda reason, stats: finished.update(stats),
+                    **sampling,
+                )
+            ) as tokens,
+        ):
+            # Nothing is written before it is known that the prompt can be run.
+            text = prompt
             for token in tokens:
-                sys.stdout.write(token.text)
+                sys.stdout.write(text + token.text)
                 sys.stdout.flush()
+                text = ""
         sys.stdout.write("\n")
         sys.stdout.flush()
         print_stats(finished)

@@ -34,6 +34,8 @@ class SelfDraft:
                 logits = self._model.score(self._bank, self._cache, [last]).logits
                 self._cache.advance(1)
                 written += 1
+                if logits.isnan().any():  # damaged codes must not end what needs no draft
+                    break
                 if sequence.sampling.greedy:
                     tokens += greedy(logits)
                 else:

@@ -1,6 +1,7 @@
 """The exact experts, run out of slots: the target's bank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from speq.stats import Recorder
 class ExpertServer(Protocol):
     """Brings a layer's experts into slots."""
 
-    def serve(self, layer: int, experts: list[int]) -> Iterator[dict[int, int]]:
+    def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
 
 
@@ -45,8 +46,10 @@ class ExactExperts:
         self._on_route(layer, route)
         outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
         experts = route.topk_ids.unique().tolist()
-        with self._recorder.timed("layer", layer):
-            for slots in self._server.serve(layer, experts):
+        waves = self._server.serve(layer, experts)
+        # Closed even where a traceback keeps this frame alive: its experts stay pinned until then.
+        with closing(waves), self._recorder.timed("layer", layer):
+            for slots in waves:
                 slot_table = torch.full((self._num_experts,), -1)
                 slot_table[list(slots)] = torch.tensor(list(slots.values()))
                 ops.moe_grouped(

@@ -84,7 +84,7 @@ FAMILIES = {
 def family_of(config: dict[str, Any], where: object) -> Family:
     """The adapter for a config.json. Raises SpeqError naming what is supported."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise SpeqError(
             f"{where} is of family {model_type!r}, which is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"

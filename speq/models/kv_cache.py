@@ -31,6 +31,7 @@ class KVLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write T entries behind each row's length; return all entries up to the longest row's."""
         count = key_states.shape[2]
+        assert max(self.lengths) + count <= self.keys.shape[2]
         for row, length in enumerate(self.lengths):
             self.keys[row, :, length : length + count] = key_states[row]
             self.values[row, :, length : length + count] = value_states[row]

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from speq.config import checked_token_ids
 from speq.errors import SpeqError
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank, OffloadedExperts
 from speq.models.families import Family
@@ -43,21 +44,18 @@ class MoEModel:
             assert isinstance(experts, OffloadedExperts)
             experts.attach(layer, self._switch, getattr(block, family.router))
         self.num_moe_layers = len(blocks)
+        # End-of-text tokens, from generation_config.json or else config.json.
+        eos = hf_model.generation_config.eos_token_id
+        eos = self._config.eos_token_id if eos is None else eos
+        self.eos_ids = (
+            frozenset() if eos is None else checked_token_ids("the model's eos_token_id", eos)
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
         return sum(tensor.nbytes for tensor in tensors)
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """End-of-text tokens, from generation_config.json or else config.json."""
-        eos = self._hf_model.generation_config.eos_token_id
-        eos = self._config.eos_token_id if eos is None else eos
-        if eos is None:
-            return frozenset()
-        return frozenset([eos] if isinstance(eos, int) else eos)
 
     @torch.inference_mode()
     def forward(

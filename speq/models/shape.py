@@ -102,6 +102,11 @@ def skeleton(family: Family, config: Any, where: object) -> nn.Module:
 
 def shape_of(family: Family, config: Any, where: object) -> ModelShape:
     """Read a model's sizes off its configuration. Raises SpeqError for what is not supported."""
+    num_experts, expert_width = (
+        getattr(config, family.num_experts),
+        getattr(config, family.expert_width),
+    )
+    check_config(config, num_experts, where)
     model = skeleton(family, config, where)
     layers = tuple(family.moe_blocks(model))
     if not layers:
@@ -111,10 +116,6 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             f"{where} asks for the activation {config.hidden_act!r}; supported are "
             f"{', '.join(ACTIVATIONS)}"
         )
-    num_experts, expert_width = (
-        getattr(config, family.num_experts),
-        getattr(config, family.expert_width),
-    )
     heads = config.num_attention_heads
     if family.latent_kv:
         kv_shapes = ((1, config.kv_lora_rank), (1, config.qk_rope_head_dim))
@@ -141,11 +142,39 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         attention_width=attention_width,
         resident_weights=sum(p.numel() for p in model.parameters()),
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
-        max_context=max_context(config),
+        max_context=max_context(config, where),
     )
 
 
-def max_context(config: Any) -> int:
+def check_config(config: Any, num_experts: int, where: object) -> None:
+    """Refuse what transformers would only stumble over in the middle of a pass."""
+    if num_experts < 1:
+        raise SpeqError(f"{where} promises {num_experts} experts a layer; it must be at least 1")
+    top_k = config.num_experts_per_tok
+    if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+        raise SpeqError(
+            f"{where} has num_experts_per_tok {top_k!r}; it must be from 1 to the {num_experts} "
+            "experts of a layer"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 0:
+        raise SpeqError(
+            f"{where} has sliding_window {window}; it must be 0, which is none, or more"
+        )
+    method = getattr(config, "topk_method", "greedy")
+    groups, kept = getattr(config, "n_group", None) or 0, getattr(config, "topk_group", None) or 0
+    if method not in ("greedy", "group_limited_greedy"):
+        raise SpeqError(
+            f"{where} has topk_method {method!r}; it must be greedy or group_limited_greedy"
+        )
+    if method != "greedy" and not (1 <= kept <= groups and num_experts % groups == 0):
+        raise SpeqError(
+            f"{where} has n_group {groups} and topk_group {kept}; n_group must divide the "
+            f"{num_experts} experts of a layer, and topk_group must be from 1 to n_group"
+        )
+
+
+def max_context(config: Any, where: object) -> int:
     """Tokens a model can attend over here.
 
     Rotary embeddings of type longrope switch factors for a whole pass once it reaches past the
@@ -155,4 +184,6 @@ def max_context(config: Any) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         limit = min(limit, int(rope.get("original_max_position_embeddings", limit)))
+    if limit < 1:
+        raise SpeqError(f"{where} allows a context of {limit} tokens; it must be at least 1")
     return limit

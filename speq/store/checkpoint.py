@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 def locate(model: str | Path) -> Path:
     """The folder of a model: a local one, or a download of the hub repository of that name."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise SpeqError(f"model {str(model)!r} is a file; give the folder that holds config.json")
     name = str(model)
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
+        return path
+    if name and os.path.exists(path):
+        raise SpeqError(f"model {name!r} is a file; give the folder that holds config.json")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise SpeqError(
             f"model folder {name!r} does not exist; give a folder, or a hub id such as "
@@ -45,12 +46,18 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise SpeqError(f"{path} is not valid JSON: {error}") from error
+        raise SpeqError(
+            f"{path} cannot be read: {error.strerror}; give the folder of a whole model"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SpeqError(f"{path} is not valid JSON: {error}; download it again") from error
     if not isinstance(content, dict):
         raise SpeqError(f"{path} holds a JSON {type(content).__name__}; it must hold an object")
     return content
+
+
+def is_quantised(config: dict[str, Any]) -> bool:
+    return config.get("quantization_config") is not None
 
 
 class Checkpoint:
@@ -62,8 +69,11 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
-        if "quantization_config" in self.config:
-            method = (self.config["quantization_config"] or {}).get("quant_method", "unknown")
+        if os.path.exists(path / "generation_config.json"):
+            read_json(path / "generation_config.json")  # transformers passes over a damaged one
+        if is_quantised(self.config):
+            settings = self.config["quantization_config"]
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
             raise SpeqError(
                 f"{path} is quantised ({method}); give the original 16- or 32-bit checkpoint, "
                 "whose output is the one to reproduce"
@@ -100,10 +110,14 @@ class Checkpoint:
             names = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(names, dict) or not names:
                 raise SpeqError(f"{self.path / INDEX} has no weight_map; download it again")
+            for file_name in names.values():
+                named = isinstance(file_name, str) and file_name not in ("", "..")
+                if not named or Path(file_name).name != file_name:
+                    raise SpeqError(
+                        f"{self.path / INDEX} names {file_name!r}, which is no file of that folder"
+                    )
             for file_name in sorted(set(names.values())):
-                if not isinstance(file_name, str) or Path(file_name).name != file_name:
-                    raise SpeqError(f"{self.path / INDEX} names {file_name!r}, which is no shard")
-                if not (self.path / file_name).exists():
+                if not os.path.isfile(self.path / file_name):
                     raise SpeqError(
                         f"{self.path / INDEX} names shard {file_name}, which is absent; download it"
                     )

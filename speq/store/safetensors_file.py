@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,13 +61,13 @@ class SafetensorsFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self.size = os.fstat(self._fd).st_size
-        except OSError as error:
-            raise SpeqError(f"{path} cannot be opened: {error.strerror}") from error
-        try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
             self.header = self._read_header()
             self.metadata, self.tensors = self._parse(self.header)
+        except OSError as error:
+            self.close()
+            raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
@@ -138,38 +138,67 @@ class SafetensorsFile:
     def _parse(self, header: bytes) -> tuple[dict[str, str], dict[str, TensorInfo]]:
         try:
             entries = json.loads(header)
-            metadata = entries.pop("__metadata__", {})
-            start = 8 + len(header)
-            tensors = {
-                name: self._tensor_info(name, entry, start) for name, entry in entries.items()
-            }
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            if isinstance(error, SpeqError):
-                raise
-            raise SpeqError(
-                f"{self.path} has a corrupt safetensors header ({type(error).__name__}: {error}); "
-                "download it again"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise self._corrupt(f"it is not valid JSON: {error}") from error
+        if not isinstance(entries, dict):
+            raise self._corrupt(f"it is a JSON {type(entries).__name__} and must be an object")
+        metadata = entries.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict):
+            raise self._corrupt(f"__metadata__ is a {type(metadata).__name__}, not an object")
+        start = 8 + len(header)
+        tensors = {name: self._tensor_info(name, entry, start) for name, entry in entries.items()}
+        self._check_ranges(tensors, start)
         return metadata, tensors
 
-    def _tensor_info(self, name: str, entry: dict[str, Any], start: int) -> TensorInfo:
-        if entry["dtype"] not in DTYPES:
+    def _tensor_info(self, name: str, entry: Any, start: int) -> TensorInfo:
+        if not isinstance(entry, dict):
+            raise self._corrupt(f"tensor {name} is a {type(entry).__name__}, not an object")
+        dtype_name, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise SpeqError(
-                f"{self.path}: tensor {name} has dtype {entry['dtype']}, which is not supported; "
+                f"{self.path}: tensor {name} has dtype {dtype_name}, which is not supported; "
                 f"supported are {', '.join(DTYPES)}"
             )
-        dtype = DTYPES[entry["dtype"]]
-        shape = tuple(int(size) for size in entry["shape"])
-        begin, end = (int(at) for at in entry["data_offsets"])
+        if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+            raise self._corrupt(
+                f"tensor {name} has shape {shape} and data_offsets {offsets}, which must be lists "
+                "of whole numbers, the second of two"
+            )
+        dtype = DTYPES[dtype_name]
+        begin, end = offsets
         nbytes = math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
-            raise SpeqError(
-                f"{self.path} has a corrupt safetensors header: tensor {name} of shape "
-                f"{list(shape)} needs {nbytes} bytes but is given the range {begin} to {end}"
+        if end - begin != nbytes:
+            raise self._corrupt(
+                f"tensor {name} of shape {shape} needs {nbytes} bytes but is given the range "
+                f"{begin} to {end}"
             )
         if start + end > self.size:
             raise SpeqError(
                 f"{self.path} is truncated: tensor {name} ends at byte {start + end} and the file "
                 f"has {self.size}; download it again"
             )
-        return TensorInfo(dtype, shape, start + begin, nbytes)
+        return TensorInfo(dtype, tuple(shape), start + begin, nbytes)
+
+    def _check_ranges(self, tensors: dict[str, TensorInfo], start: int) -> None:
+        """The format allows neither overlaps nor gaps: either would be some other tensor's data."""
+        at = start
+        in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
+        for name, info in in_order:
+            if info.offset != at:
+                raise self._corrupt(
+                    f"tensor {name} begins at byte {info.offset} of the file and the one before it "
+                    f"ends at {at}"
+                )
+            at += info.nbytes
+        if at != self.size:
+            raise self._corrupt(f"its tensors end at byte {at} and the file has {self.size}")
+
+    def _corrupt(self, reason: str) -> SpeqError:
+        return SpeqError(
+            f"{self.path} has a corrupt safetensors header: {reason}; download it again"
+        )
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether a JSON value is a list of whole numbers that are not negative."""
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

@@ -1,0 +1,229 @@
+"""Options as users type them: sizes, settings of a run, and transformers' GenerationConfig."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from speq.config import RunConfig, SamplingParams, format_bytes, parse_bytes
+from speq.errors import SpeqError
+from speq.generation_config import options_of
+from tests.conftest import BUNDLED
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        (12345, 12345),
+        ("7B", 7),
+        ("3kib", 3072),
+        ("8GiB", 8 * 1024**3),
+        ("512MiB", 512 * 1024**2),
+        ("1.5 GB", 1_500_000_000),
+        ("  2 TB\t", 2 * 10**12),
+        ("0.5KiB", 512),
+        ("1.5TiB", 3 * 2**39),
+        ("10mb", 10**7),
+        ("250 Kb", 250_000),
+    ],
+)
+def test_sizes_are_understood(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "+1GiB",
+        "1e9",
+        "8 Gi",
+        "8GiBs",
+        "1.GB",
+        ".5GB",
+        "1,5GB",
+        "0",
+        0,
+        -5,
+        "0.0001B",
+        "8 GiB 1",
+        "1_000",
+        "nan",
+        "inf",
+        True,
+        None,
+        "9" * 400,
+        "9" * 5000 + "GiB",
+    ],
+    ids=lambda text: repr(text)[:12],
+)
+def test_other_sizes_are_refused(text: Any) -> None:
+    with pytest.raises(SpeqError, match=r"memory size .* is not understood; give a"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1.5 * 1024**2, "1.5 MiB"),
+        (999 * 1024, "999 KiB"),
+        (1000 * 1024, "1000 KiB"),
+        (1023 * 1024, "1023 KiB"),
+        (12_345_678_901, "11.5 GiB"),
+        (5 * 1024**4, "5 TiB"),
+        (2048 * 1024**4, "2048 TiB"),
+        (-3 * 1024**3, "-3 GiB"),
+    ],
+)
+def test_sizes_for_people(size: float, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_formatted_sizes_read_back_to_three_digits() -> None:
+    rng = random.Random(31)
+    sizes = [int(2 ** rng.uniform(0, 52)) for _ in range(2000)]
+    # Where three digits round up to a fourth.
+    sizes += [int(factor * 1024**power) for factor in (999.4, 999.6, 1023.4) for power in (1, 2, 3)]
+    for size in sizes:
+        text = format_bytes(size)
+        assert re.fullmatch(r"\d{1,4}(\.\d{1,2})? (B|[KMGT]iB)", text), text
+        assert parse_bytes(text) == pytest.approx(size, rel=0.00501)
+
+
+def test_run_config_defaults() -> None:
+    config = RunConfig.of("1GiB")
+    assert config == RunConfig(2**30, "auto", "auto", None, "auto", None, "lru", "none")
+
+
+def test_run_config_takes_what_is_given() -> None:
+    config = RunConfig.of(
+        "2KiB",
+        draft_length="3",
+        context_length=77,
+        draft=Path("some/folder"),
+        device="cpu",
+        dtype="bfloat16",
+    )
+    assert config.memory_budget == 2048
+    assert config.draft_length == 3
+    assert config.context_length == 77
+    assert config.draft == "some/folder"
+    assert (config.device, config.dtype) == ("cpu", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("given", "length"), [("auto", None), (None, None), (0, 0), ("0", 0), ("64", 64), (5, 5)]
+)
+def test_draft_lengths(given: Any, length: int | None) -> None:
+    assert RunConfig.of("1GiB", given).draft_length == length
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": "lots"}, r"memory size 'lots' is not understood"),
+        ({"draft_length": "some"}, r"draft_length is 'some'; it must be auto or a whole number"),
+        ({"draft_length": "2.5"}, r"draft_length is '2\.5'; it must be auto or a whole number"),
+        ({"draft_length": 2.5}, r"draft_length is 2\.5; it must be a whole number"),
+        ({"draft_length": True}, r"draft_length is True; it must be a whole number"),
+        ({"draft_length": -1}, r"draft_length is -1; it must be from 0 to 64"),
+        ({"draft_length": "65"}, r"draft_length is 65; it must be from 0 to 64"),
+        ({"context_length": 0}, r"context_length is 0; it must be at least 1"),
+        ({"context_length": "9"}, r"context_length is '9'; it must be a whole number"),
+        ({"device": "tpu"}, r"device is 'tpu'; it must be one of auto, cpu, cuda"),
+        ({"device": None}, r"device is None; it must be one of"),
+        ({"dtype": "int8"}, r"dtype is 'int8'; it must be one of auto, bfloat16, float16"),
+        ({"cache_policy": "random"}, r"cache_policy is 'random'; it must be one of"),
+        ({"prefetch": "psychic"}, r"prefetch is 'psychic'; it must be one of"),
+        ({"draft": ""}, r"draft is empty; give auto, none or a folder"),
+        ({"speed": 11}, r"unknown option speed; the options are memory_budget, .*draft_length"),
+        ({"b": 1, "a": 2}, r"unknown option a, b; the options are"),
+    ],
+)
+def test_bad_run_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpeqError, match=message):
+        RunConfig.of(**({"memory_budget": "1GiB"} | options))
+
+
+def test_generation_config_greedy() -> None:
+    config = GenerationConfig(max_new_tokens=9, temperature=0.3, top_k=4, top_p=0.2)
+    assert options_of(config, prompt_tokens=5) == {"max_new_tokens": 9}
+
+
+def test_generation_config_sampling() -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.3, top_k=4, top_p=0.2)
+    options = options_of(config, prompt_tokens=5)
+    assert options == {"temperature": 0.3, "top_k": 4, "top_p": 0.2}
+
+
+def test_generation_config_sampling_defaults_are_those_of_transformers() -> None:
+    defaults = GenerationConfig._get_default_generation_params()
+    names = ("temperature", "top_k", "top_p")
+    options = options_of(GenerationConfig(do_sample=True), prompt_tokens=5)
+    assert options == {name: defaults[name] for name in names}
+
+
+def test_generation_config_lengths() -> None:
+    assert options_of(GenerationConfig(max_length=30), 12) == {"max_new_tokens": 18}
+    both = GenerationConfig(max_length=30, max_new_tokens=7)
+    assert options_of(both, 12) == {"max_new_tokens": 7}
+    with pytest.raises(SpeqError, match="max_new_tokens is -2; it must be at least 1"):
+        SamplingParams(**options_of(GenerationConfig(max_length=10), 12))
+
+
+def test_generation_config_ends() -> None:
+    assert options_of(GenerationConfig(eos_token_id=0), 1) == {"eos_ids": frozenset({0})}
+    several = GenerationConfig(eos_token_id=[3, 5], stop_strings=["a", "b"])
+    assert options_of(several, 1) == {"eos_ids": frozenset({3, 5}), "stop": ("a", "b")}
+    assert options_of(GenerationConfig(stop_strings="end"), 1) == {"stop": ("end",)}
+
+
+def test_generation_config_unset_fields_ask_for_nothing() -> None:
+    assert options_of(GenerationConfig(), 1) == {}
+    assert options_of(GenerationConfig(do_sample=False, temperature=None, top_k=None), 1) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4},
+        {"repetition_penalty": 1.2},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"min_new_tokens": 3},
+        {"bad_words_ids": [[3]]},
+        {"suppress_tokens": [1]},
+        {"no_repeat_ngram_size": 2},
+        {"min_p": 0.1, "do_sample": True},
+        {"typical_p": 0.9, "do_sample": True},
+        {"forced_eos_token_id": 3},
+        {"guidance_scale": 2.0},
+        {"output_scores": True, "return_dict_in_generate": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_generation_config_fields_without_support_are_named(options: dict[str, Any]) -> None:
+    names = ", ".join(sorted(set(options) - {"do_sample"}))
+    with pytest.raises(SpeqError, match=f"generation_config sets {names}, which speq does not"):
+        options_of(GenerationConfig(**options), 1)
+
+
+def test_generation_config_fields_at_their_defaults_do_no_harm() -> None:
+    """Many published files spell defaults out."""
+    for name, value in GenerationConfig._get_default_generation_params().items():
+        if name not in ("max_length", "do_sample"):
+            assert options_of(GenerationConfig(**{name: value}), 1) == {}, name
+
+
+def test_generation_config_of_the_bundled_model_is_taken() -> None:
+    config = GenerationConfig.from_pretrained(BUNDLED)
+    assert options_of(config, 1) == {"eos_ids": frozenset({0})}

@@ -1,0 +1,249 @@
+"""What may import what, and what the library never does."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Folders by the name their modules are installed under.
+FOLDERS = {
+    "speq": ROOT / "speq",
+    "speq.scheduler": ROOT / "scheduler",
+    "speq.governor": ROOT / "governor",
+    "speq.bench": ROOT / "bench",
+}
+BARE_NAMES = frozenset({"scheduler", "governor", "bench"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Modules (with all below them), the layers they may import, and foreign ones they may not."""
+
+    modules: tuple[str, ...]
+    imports: tuple[str, ...]
+    never: tuple[str, ...] = ()
+
+
+BELOW_ENGINE = (
+    "leaves",
+    "reference",
+    "ops",
+    "store",
+    "scheduler",
+    "governor",
+    "layers",
+    "models",
+    "sampling",
+    "drafters",
+)
+TABLE = {
+    "leaves": Layer(
+        ("speq.errors", "speq.config", "speq.sequence", "speq.stats", "speq.routing"),
+        ("leaves",),
+        never=("transformers",),
+    ),
+    "reference": Layer(("speq.reference",), ("leaves",), never=("transformers",)),
+    "ops": Layer(
+        ("speq.ops", "speq.int4"), ("leaves", "reference", "ops"), never=("transformers",)
+    ),
+    "store": Layer(("speq.store",), ("leaves", "ops", "store"), never=("transformers",)),
+    "scheduler": Layer(("speq.scheduler",), ("leaves", "scheduler"), never=("transformers",)),
+    "governor": Layer(
+        ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
+    ),
+    "layers": Layer(("speq.layers",), ("leaves", "ops", "layers"), never=("transformers",)),
+    "models": Layer(("speq.models",), ("leaves", "reference", "ops", "layers", "store", "models")),
+    "sampling": Layer(("speq.sampling",), ("leaves",)),
+    "drafters": Layer(("speq.drafters",), ("leaves", "layers", "models", "sampling", "drafters")),
+    "engine": Layer(
+        (
+            "speq.accept",
+            "speq.engine",
+            "speq.generation_config",
+            "speq.generator",
+            "speq.memory",
+            "speq.runtime",
+            "speq.text",
+        ),
+        (*BELOW_ENGINE, "engine"),
+    ),
+    "package": Layer(("speq",), ("leaves", "engine")),
+    "bench": Layer(("speq.bench",), (*BELOW_ENGINE, "engine", "package", "bench")),
+    "cli": Layer(
+        ("speq.cli", "speq.__main__"), (*BELOW_ENGINE, "engine", "package", "bench", "cli")
+    ),
+}
+# Modules that even their layer's neighbours leave alone, and the only ones that do not.
+ONLY_BY = {"speq.reference": frozenset({"speq.ops", "speq.models.shape"})}
+# Imports and attributes that execute what they read, or let the environment steer a run.
+FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})
+FORBIDDEN = frozenset(
+    {("os", "environ"), ("os", "environb"), ("os", "getenv"), ("os", "putenv"), ("torch", "load")}
+)
+
+
+def library() -> dict[str, str]:
+    """Source of every module of ours, by the name it is imported under."""
+    sources = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def layer_of(module: str) -> str | None:
+    """The layer whose entry is the longest that names `module` or a package above it."""
+    entries = {
+        entry: layer
+        for layer, rule in TABLE.items()
+        for entry in rule.modules
+        # The package itself stands for nothing below it.
+        if module == entry or (entry != "speq" and module.startswith(f"{entry}."))
+    }
+    return entries[max(entries, key=len)] if entries else None
+
+
+def imported(module: str, tree: ast.AST, ours: frozenset[str]) -> Iterator[str]:
+    """Full names of the modules that `tree`, the source of `module`, imports anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in ours else base
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """One sentence for each breach of the table or of the rules below it."""
+    found = []
+    ours = frozenset(sources) | frozenset(library())
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        layer = layer_of(module)
+        if layer is None:
+            found.append(f"{module} belongs to no layer")
+            continue
+        for target in imported(module, tree, ours):
+            found += _breaches(module, layer, target)
+        found += [f"{module}: {what}" for what in _dangers(tree)]
+    return found
+
+
+def _breaches(module: str, layer: str, target: str) -> Iterator[str]:
+    root = target.partition(".")[0]
+    if root in BARE_NAMES:
+        yield f"{module} imports the bare name {target}"
+    if root in FORBIDDEN_MODULES:
+        yield f"{module} imports {target}"
+    if root in TABLE[layer].never:
+        yield f"{module} imports {target}, foreign to {layer}"
+    if root != "speq":
+        return
+    if layer_of(target) not in TABLE[layer].imports:
+        yield f"{module} imports {target}: {layer} may not import {layer_of(target)}"
+    if target in ONLY_BY and module not in ONLY_BY[target]:
+        yield f"{module} imports {target}, which is not for it"
+
+
+def _dangers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        used = []
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used = [(node.value.id, node.attr)]
+        elif isinstance(node, ast.ImportFrom):
+            used = [(node.module or "", alias.name) for alias in node.names]
+        yield from (f"uses {owner}.{name}" for owner, name in used if (owner, name) in FORBIDDEN)
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            refused = isinstance(node.value, ast.Constant) and node.value.value is False
+            if not refused:
+                yield "does not set trust_remote_code to False"
+
+
+def test_all_folders_are_read() -> None:
+    modules = library()
+    for name in ("speq", "speq.engine", "speq.store.codec", "speq.cli.generate"):
+        assert name in modules
+    for folder in ("speq.scheduler", "speq.governor", "speq.bench"):
+        assert sum(name.startswith(f"{folder}.") for name in modules) >= 1
+
+
+def test_library_keeps_to_the_table() -> None:
+    assert violations(library()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "sentence"),
+    [
+        ("speq.stats", "import speq.ops", "leaves may not import ops"),
+        ("speq.errors", "from speq import engine", "leaves may not import engine"),
+        ("speq.int4", "from speq.reference import ACTIVATIONS", "which is not for it"),
+        ("speq.runtime", "from speq import reference", "which is not for it"),
+        ("speq.store.codec", "from speq.models import shape", "store may not import models"),
+        ("speq.store.codec", "from ..models.shape import DTYPES", "store may not import models"),
+        ("speq.scheduler.prefetch", "import speq.layers.x", "scheduler may not import layers"),
+        ("speq.scheduler.prefetch", "import transformers", "foreign to scheduler"),
+        ("speq.governor.draft_length", "from torch import Tensor", "foreign to governor"),
+        ("speq.governor.draft_length", "import speq.scheduler", "may not import scheduler"),
+        ("speq.layers.draft_experts", "from speq.store import codec", "may not import store"),
+        ("speq.models.shape", "from speq.drafters import drafter", "may not import drafters"),
+        ("speq.drafters.drafter", "from speq.accept import accept", "may not import engine"),
+        ("speq.sampling", "def f() -> None:\n    import speq.text", "may not import engine"),
+        ("speq.generator", "from speq.bench import report", "engine may not import bench"),
+        ("speq.generator", "from speq.cli import options", "engine may not import cli"),
+        ("speq.bench.tpot", "from speq.cli import options", "bench may not import cli"),
+        ("speq.runtime", "from speq import __version__", "engine may not import package"),
+        ("speq.runtime", "from scheduler.lookahead import x", "bare name scheduler.lookahead"),
+        ("speq.runtime", "import bench", "bare name bench"),
+        ("speq.novelty", "import math", "belongs to no layer"),
+        ("speq.runtime", "import os\nos.environ.get('A')", "uses os.environ"),
+        ("speq.runtime", "from os import getenv", "uses os.getenv"),
+        ("speq.runtime", "import pickle", "imports pickle"),
+        ("speq.runtime", "import torch\ntorch.load('x')", "uses torch.load"),
+        ("speq.runtime", "load(trust_remote_code=True)", "trust_remote_code"),
+        ("speq.runtime", "load(trust_remote_code=wanted)", "trust_remote_code"),
+    ],
+)
+def test_checker_catches(module: str, source: str, sentence: str) -> None:
+    found = violations({module: source})
+    assert any(sentence in violation for violation in found), found
+
+
+def test_checker_leaves_good_code_alone() -> None:
+    good = {
+        "speq.models.shape": "from speq.reference import ACTIVATIONS",
+        "speq.models.moe_model": "load(trust_remote_code=False)",
+        "speq.cli.options": "from speq.bench import report\nimport speq.generator",
+        "speq.store.codec": "from speq import int4\nfrom . import safetensors_file",
+    }
+    assert violations(good) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "speq",
+        "speq.governor.draft_length",
+        "speq.stats",
+        "speq.config",
+        "speq.memory",
+        "speq.scheduler.expert_cache",
+        "speq.cli",
+    ],
+)
+def test_module_is_imported_without_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,203 @@
+"""The KV cache and its masks, against lists and an exhaustive rule."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq.models.kv_cache import KVCache, attention_mask
+from speq.sequence import Draft
+
+SHAPES = ((2, 6), (3, 4))
+LAYERS = 3
+
+
+def new_cache(capacity: int = 24, rows: int = 2, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(LAYERS, SHAPES, capacity, dtype, torch.device("cpu"), rows)
+
+
+def entries(tokens: list[list[int]], layer: int, part: int) -> Tensor:
+    """[B, heads, T, width]: what a token's key (part 0) or value (1) is in a layer."""
+    heads, width = SHAPES[part]
+    ids = torch.tensor(tokens, dtype=torch.float32)[:, None, :, None]
+    places = torch.arange(heads * width, dtype=torch.float32).view(1, heads, 1, width)
+    return 1000 * ids + 100 * layer + 50 * part + places
+
+
+def write(cache: KVCache, tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Write a pass's tokens in every layer, as attention does; what each layer gets to see."""
+    return [
+        cache.update(entries(tokens, layer, 0), entries(tokens, layer, 1), layer)
+        for layer in range(LAYERS)
+    ]
+
+
+def assert_holds(cache: KVCache, tokens: list[list[int]]) -> None:
+    """The cache holds exactly these tokens, row by row, in every layer."""
+    assert cache.lengths == [len(row) for row in tokens]
+    for at, layer in enumerate(cache.layers):
+        for row, ids in enumerate(tokens):
+            for part, held in enumerate((layer.keys, layer.values)):
+                wanted = entries([ids], at, part)[0]
+                assert torch.equal(held[row, :, : len(ids)], wanted)
+
+
+def test_entries_go_behind_each_rows_length() -> None:
+    cache = new_cache()
+    write(cache, [[1, 2, 3], [4, 5, 6]])
+    assert_holds(cache, [[], []])
+    cache.advance(3)
+    assert_holds(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.keep_path(0, [])
+    cache.lengths[1] = 1
+    seen = write(cache, [[7, 8], [9, 10]])
+    assert_holds(cache, [[1, 2, 3], [4]])
+    for keys, values in seen:
+        # Up to the end of the longest row: 3 and 2 new ones.
+        assert keys.shape == (2, 2, 5, 6)
+        assert values.shape == (2, 3, 5, 4)
+    for at, (keys, values) in enumerate(seen):
+        for part, got in enumerate((keys, values)):
+            assert torch.equal(got[0], entries([[1, 2, 3, 7, 8]], at, part)[0])
+            assert torch.equal(got[1, :, :3], entries([[4, 9, 10]], at, part)[0])
+    cache.advance(2)
+    assert_holds(cache, [[1, 2, 3, 7, 8], [4, 9, 10]])
+
+
+def test_rewind_forgets_the_last_entries() -> None:
+    cache = new_cache()
+    write(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    cache.advance(4)
+    cache.rewind(3)
+    assert_holds(cache, [[1], [5]])
+    write(cache, [[9], [10]])
+    cache.advance(1)
+    assert_holds(cache, [[1, 9], [5, 10]])
+    cache.clear()
+    assert_holds(cache, [[], []])
+    with pytest.raises(AssertionError):
+        cache.rewind(1)
+
+
+def test_capacity_cannot_be_passed() -> None:
+    cache = new_cache(capacity=3)
+    write(cache, [[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(AssertionError):
+        cache.advance(4)
+    cache.advance(3)
+    with pytest.raises(AssertionError):
+        write(cache, [[7], [8]])
+
+
+def test_kept_paths_of_random_trees() -> None:
+    """Against lists: two rows, each keeping a path of its own."""
+    rng = random.Random(61)
+    for _ in range(60):
+        cache = new_cache()
+        held: list[list[int]] = [[], []]
+        fresh = iter(range(1, 1000))
+        for _ in range(4):
+            nodes = rng.randint(1, 6)
+            tokens = [[next(fresh) for _ in range(nodes)] for _ in range(2)]
+            write(cache, tokens)
+            for row in rng.sample([0, 1], 2):
+                path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
+                cache.keep_path(row, path)
+                held[row] += [tokens[row][node] for node in path]
+            assert_holds(cache, held)
+
+
+def test_storage_never_moves() -> None:
+    cache = new_cache()
+    before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    write(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.keep_path(0, [0, 2])
+    cache.rewind(0)
+    cache.clear()
+    assert before == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_the_storage(dtype: torch.dtype) -> None:
+    cache = new_cache(capacity=7, rows=2, dtype=dtype)
+    assert cache.nbytes == LAYERS * 2 * 7 * (2 * 6 + 3 * 4) * dtype.itemsize
+
+
+def test_lengths_as_transformers_asks_for_them() -> None:
+    cache = new_cache()
+    write(cache, [[1, 2], [3, 4]])
+    cache.advance(2)
+    cache.lengths[0] = 1
+    assert cache.get_seq_length() == 2
+    assert cache.get_mask_sizes(3, 0) == (5, 0)
+    assert cache.layers[0].get_max_cache_shape() == 24
+
+
+def visible(length: int, draft: Draft, query: int, entry: int, window: int | None) -> bool:
+    """Whether a node of a tree behind `length` tokens may see an entry, by following parents."""
+    depths = draft.depths()
+    if entry < length:
+        position = entry
+    else:
+        node = entry - length
+        if node >= draft.nodes:
+            return False
+        above = query
+        while above not in (node, 0):
+            above = draft.parents[above - 1]
+        if above != node:
+            return False
+        position = length + depths[node]
+    return window is None or length + depths[query] - position < window
+
+
+def random_draft(rng: random.Random, kind: str) -> Draft:
+    nodes = rng.randint(0, 7)
+    if kind == "chain":
+        parents = list(range(nodes))
+    else:
+        parents = [rng.randint(0, node) for node in range(nodes)]
+    return Draft([rng.randrange(9) for _ in range(nodes)], parents)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 100])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_mask_matches_the_rule(kind: str, window: int | None, rows: int) -> None:
+    rng = random.Random(62)
+    for _ in range(25):
+        draft = random_draft(rng, kind)
+        lengths = [rng.randint(0, 9) for _ in range(rows)]
+        mask = attention_mask(
+            torch.tensor(lengths), torch.tensor(draft.depths()), draft.ancestors(), window
+        )
+        end = max(lengths) + draft.nodes
+        assert mask.dtype == torch.bool
+        assert mask.shape == (rows, 1, draft.nodes, end)
+        wanted = [
+            [
+                [visible(length, draft, query, entry, window) for entry in range(end)]
+                for query in range(draft.nodes)
+            ]
+            for length in lengths
+        ]
+        assert mask[:, 0].tolist() == wanted
+
+
+def test_mask_of_a_chain_is_causal() -> None:
+    draft = Draft([1, 2, 3], [0, 1, 2])
+    mask = attention_mask(torch.tensor([2]), torch.tensor(draft.depths()), draft.ancestors(), None)
+    assert torch.equal(mask[0, 0], torch.ones(4, 6, dtype=torch.bool).tril(2))
+
+
+def test_every_query_sees_itself() -> None:
+    """A row of nothing but hidden entries would make softmax undefined."""
+    rng = random.Random(63)
+    for _ in range(50):
+        draft = random_draft(rng, "tree")
+        lengths = torch.tensor([rng.randint(0, 9) for _ in range(2)])
+        mask = attention_mask(lengths, torch.tensor(draft.depths()), draft.ancestors(), 1)
+        for row, length in enumerate(lengths.tolist()):
+            for node in range(draft.nodes):
+                assert mask[row, 0, node].nonzero().flatten().tolist() == [length + node]

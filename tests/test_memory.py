@@ -1,0 +1,184 @@
+"""One budget, item by item."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from speq.errors import SpeqError
+from speq.memory import Demand, MemoryPlan, plan
+
+ITEMS = ("non_expert_weights", "draft", "kv_cache", "workspace", "slots")
+
+
+def workspace(rows: int, context: int) -> int:
+    return 70 * rows + 3 * context + rows * context
+
+
+DEMAND = Demand(
+    non_expert_bytes=100_000,
+    draft_bytes=80_000,
+    kv_bytes_per_token=50,
+    record_bytes=9_000,
+    num_experts=24,
+    workspace=workspace,
+)
+
+
+def demands(count: int) -> list[tuple[Demand, int]]:
+    """Random demands, large and small beside each other, and contexts."""
+    rng = random.Random(41)
+    made = []
+    for _ in range(count):
+        per_row, per_pair, flat = rng.randint(0, 500), rng.randint(0, 4), rng.randint(0, 5000)
+
+        def random_workspace(
+            rows: int, context: int, a: int = per_row, b: int = per_pair, c: int = flat
+        ) -> int:
+            return a * rows + b * rows * context + c
+
+        demand = Demand(
+            non_expert_bytes=rng.randint(1, 2_000_000),
+            draft_bytes=rng.choice([0, rng.randint(1, 1_000_000)]),
+            kv_bytes_per_token=rng.randint(1, 300),
+            record_bytes=rng.randint(1, 50_000),
+            num_experts=rng.randint(2, 64),
+            workspace=random_workspace,
+        )
+        made.append((demand, rng.randint(1, 600)))
+    return made
+
+
+def smallest(demand: Demand, context: int) -> int:
+    """The budget that the error for a budget of one byte names."""
+    with pytest.raises(SpeqError) as caught:
+        plan(demand, 1, context)
+    named = re.search(r"the smallest workable budget is (\d+) bytes", str(caught.value))
+    assert named is not None
+    return int(named[1])
+
+
+def check(made: MemoryPlan, demand: Demand, budget: int, context: int) -> None:
+    """What holds of any plan."""
+    assert tuple(made.items) == ITEMS
+    assert made.budget == budget
+    assert made.context == context
+    assert made.items["non_expert_weights"] == demand.non_expert_bytes
+    assert made.items["draft"] in (demand.draft_bytes, 0)
+    assert made.items["kv_cache"] == context * demand.kv_bytes_per_token
+    assert made.items["workspace"] == demand.workspace(made.chunk, context)
+    assert made.items["slots"] == made.slots * demand.record_bytes
+    assert 2 <= made.slots <= demand.num_experts
+    assert made.chunk in (16, 32, 64, 128, 256, 512)
+    spent = sum(made.items.values())
+    assert spent <= budget
+    # Nothing that another slot could be made of is left over.
+    assert made.slots == demand.num_experts or budget - spent < demand.record_bytes
+
+
+def test_items_add_up_to_at_most_the_budget() -> None:
+    rng = random.Random(42)
+    for demand, context in demands(200):
+        least = smallest(demand, context)
+        for budget in (least, least + rng.randint(0, 1000), least * rng.randint(2, 9)):
+            check(plan(demand, budget, context), demand, budget, context)
+
+
+def test_smallest_workable_budget_works_and_nothing_below_does() -> None:
+    for demand, context in demands(200):
+        least = smallest(demand, context)
+        made = plan(demand, least, context)
+        assert made.slots == 2
+        assert not made.has_draft
+        with pytest.raises(SpeqError, match=f"the smallest workable budget is {least} bytes"):
+            plan(demand, least - 1, context)
+
+
+def test_more_budget_is_never_refused() -> None:
+    for demand, context in demands(60):
+        budget = smallest(demand, context)
+        for _ in range(40):
+            budget += max(1, budget // 10)
+            assert plan(demand, budget, context).slots >= 2
+
+
+def test_slots_stop_at_the_number_of_experts() -> None:
+    made = plan(DEMAND, 10**9, 128)
+    assert made.slots == 24
+    assert made.items["slots"] == 24 * 9_000
+    spent = 100_000 + 80_000 + 128 * 50 + workspace(512, 128) + 24 * 9_000
+    assert made.report() == {"budget": 10**9, **made.items, "unused": 10**9 - spent}
+
+
+def test_model_of_one_expert_needs_one_slot() -> None:
+    only = replace(DEMAND, num_experts=1, draft_bytes=0)
+    least = 100_000 + 64 * 50 + workspace(16, 64) + 9_000
+    assert plan(only, least, 64).slots == 1
+    with pytest.raises(SpeqError, match=f"the smallest workable budget is {least} bytes"):
+        plan(only, least - 1, 64)
+
+
+def test_draft_goes_exactly_where_it_leaves_fewer_than_two_slots() -> None:
+    for demand, context in demands(200):
+        least = smallest(demand, context)
+        if not demand.draft_bytes:
+            assert not plan(demand, least * 10, context).has_draft
+            continue
+        with_draft = least + demand.draft_bytes
+        made = plan(demand, with_draft, context)
+        assert made.has_draft
+        assert made.items["draft"] == demand.draft_bytes
+        assert made.slots == 2
+        without = plan(demand, with_draft - 1, context)
+        assert not without.has_draft
+        assert without.slots >= 2
+
+
+def test_chunk_shrinks_with_the_budget() -> None:
+    least = smallest(DEMAND, 128)
+    budgets = [least + 2_000 * n for n in range(1000)]
+    chunks = [plan(DEMAND, budget, 128).chunk for budget in budgets]
+    # Growing in general; a draft that just fits may take a step back.
+    assert chunks[0] == 16
+    assert chunks[-1] == 512
+    assert set(chunks) == {16, 32, 64, 128, 256, 512}
+    no_draft = replace(DEMAND, draft_bytes=0)
+    chunks = [plan(no_draft, budget, 128).chunk for budget in budgets]
+    assert chunks == sorted(chunks)
+
+
+def test_chunk_is_the_longest_that_leaves_room() -> None:
+    """No more than a sixteenth of the budget, and never at the price of the second slot."""
+    rng = random.Random(43)
+    met = set()
+    for demand, context in demands(200):
+        budget = smallest(demand, context) + rng.choice([0, 3_000, 30_000, 3_000_000])
+        made = plan(demand, budget, context)
+        fixed = sum(made.items[name] for name in ("non_expert_weights", "draft", "kv_cache"))
+        limit = min(budget / 16, budget - fixed - 2 * demand.record_bytes)
+        fitting = [c for c in (32, 64, 128, 256, 512) if demand.workspace(c, context) <= limit]
+        assert made.chunk == max(fitting, default=16)
+        met.add(made.chunk)
+    assert met == {16, 32, 64, 128, 256, 512}
+
+
+def test_error_names_the_items() -> None:
+    with pytest.raises(SpeqError) as caught:
+        plan(DEMAND, 1024, 100)
+    needed = 100_000 + 100 * 50 + workspace(16, 100) + 2 * 9_000
+    assert str(caught.value) == (
+        "memory budget 1 KiB is too small for a context of 100 tokens: it takes non expert "
+        "weights 97.7 KiB, kv cache 4.88 KiB, workspace 2.95 KiB, slots 17.6 KiB (two slots); "
+        f"the smallest workable budget is {needed} bytes (123 KiB), or less with a shorter context"
+    )
+
+
+def test_longer_context_takes_from_the_slots() -> None:
+    budget = 300_000
+    plans = [plan(DEMAND, budget, context) for context in (64, 256, 1024)]
+    slots = [made.slots for made in plans]
+    assert slots == sorted(slots, reverse=True)
+    assert slots[0] > slots[-1]
+    with pytest.raises(SpeqError, match="for a context of 100000 tokens"):
+        plan(DEMAND, budget, 100_000)

@@ -1,0 +1,175 @@
+"""From logits to tokens, against plain numpy in double precision."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from speq.config import SamplingParams
+from speq.errors import SpeqError
+from speq.sampling import distribution, draw, greedy
+
+ROWS, V = 48, 40
+# Rows where a sum of probabilities comes this close to top_p are left out: rounding decides them.
+MARGIN = 1e-5
+
+
+def shaped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray | None:
+    """One row's probabilities; None where rounding may decide which tokens remain."""
+    scores = logits.astype(np.float64) / temperature
+    keep = np.ones(len(scores), dtype=bool)
+    if top_k:
+        keep = scores >= np.sort(scores)[-min(top_k, len(scores))]
+    weights = np.where(keep, np.exp(scores - scores.max()), 0)
+    probs = weights / weights.sum()
+    if top_p < 1:
+        # A token stays while those before it, likeliest first, do not make up top_p.
+        before = np.array([probs[probs > own].sum() for own in probs])
+        if np.abs(before[keep] - top_p).min() < MARGIN:
+            return None
+        probs = np.where(before < top_p, probs, 0)
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [0, 1, 7, V, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.05])
+def test_distribution_matches_numpy(temperature: float, top_k: int, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(11)
+    logits = 2 * torch.randn(ROWS, V, generator=generator)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    ours = distribution(logits, sampling)
+    assert ours.dtype == torch.float32
+    assert ours.shape == (ROWS, V)
+    compared = 0
+    for row, probs in zip(logits.numpy(), ours.numpy(), strict=True):
+        wanted = shaped(row, temperature, top_k, top_p)
+        if wanted is None:
+            continue
+        compared += 1
+        assert np.array_equal(probs > 0, wanted > 0)
+        np.testing.assert_allclose(probs, wanted, rtol=2e-5, atol=1e-7)
+    assert compared > ROWS // 2
+
+
+def test_order_is_temperature_then_top_k_then_top_p() -> None:
+    """Probabilities are 0.4, 0.3, 0.2, 0.1; other orders of the three leave other tokens."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    # top-k first: 4/7 alone reaches 0.5; top-p first would leave 0.4 and 0.3.
+    sampling = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
+    assert distribution(logits, sampling)[0].tolist() == [1, 0, 0, 0]
+    # At temperature 1/2 probabilities are 16, 9, 4 and 1 of 30: two make up 0.8 of it, and at
+    # temperature 1 it would take three.
+    sampling = SamplingParams(temperature=0.5, top_p=0.8)
+    expected = torch.tensor([16 / 25, 9 / 25, 0, 0])
+    torch.testing.assert_close(distribution(logits, sampling)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_logits_of_any_dtype(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(12)
+    logits = (3 * torch.randn(5, V, generator=generator)).to(dtype)
+    ours = distribution(logits, SamplingParams(temperature=0.8))
+    assert ours.dtype == torch.float32
+    for row, probs in zip(logits.double().numpy(), ours.numpy(), strict=True):
+        np.testing.assert_allclose(probs, shaped(row, 0.8, 0, 1.0), rtol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-60, 5e-324])
+def test_tiny_temperatures_approach_greedy(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(13)
+    logits = 20 * torch.randn(6, V, generator=generator)
+    ours = distribution(logits, SamplingParams(temperature=temperature))
+    assert ours.argmax(-1).tolist() == greedy(logits)
+    assert ours.amax(-1).tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_greedy_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 9, dtype=dtype)
+    logits[1, [4, 6, 8]] = 2
+    logits[2, :] = -3
+    logits[2, [7, 8]] = 0.5
+    assert greedy(logits) == [0, 4, 7]
+
+
+def test_greedy_compares_in_float32() -> None:
+    logits = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
+    assert greedy(logits) == [0]
+
+
+def test_greedy_matches_numpy() -> None:
+    logits = torch.randint(-5, 6, (200, 17), generator=torch.Generator().manual_seed(14))
+    assert greedy(logits) == logits.numpy().argmax(1).tolist()
+
+
+def test_draw_follows_the_distribution() -> None:
+    probs = torch.tensor([0.05, 0.0, 0.5, 0.3, 0.15])
+    rng = torch.Generator().manual_seed(15)
+    counts = np.bincount([draw(probs, rng) for _ in range(4000)], minlength=5)
+    assert counts[1] == 0
+    possible = probs.numpy() > 0
+    expected = probs.double().numpy()[possible]
+    assert stats.chisquare(counts[possible], 4000 * expected / expected.sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens is 0; it must be at least 1"),
+        ({"max_new_tokens": -3}, r"max_new_tokens is -3; it must be at least 1"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens is 2\.0; it must be a whole number"),
+        ({"max_new_tokens": True}, r"max_new_tokens is True; it must be a whole number"),
+        ({"top_k": -1}, r"top_k is -1; it must be at least 0"),
+        ({"top_k": "5"}, r"top_k is '5'; it must be a whole number"),
+        ({"seed": -1}, r"seed is -1; it must be from 0 to 9223372036854775807"),
+        ({"seed": 2**63}, r"seed is 9223372036854775808; it must be from 0"),
+        ({"temperature": -0.1}, r"temperature is -0\.1; it must be from 0 to inf"),
+        ({"temperature": math.inf}, r"temperature is inf; it must be from 0"),
+        ({"temperature": math.nan}, r"temperature is nan; it must be from 0"),
+        ({"temperature": "hot"}, r"temperature is 'hot'; it must be a number"),
+        ({"temperature": True}, r"temperature is True; it must be a number"),
+        ({"top_p": 1.01}, r"top_p is 1\.01; it must be from 0 to 1\.0"),
+        ({"top_p": 0}, r"top_p is 0, which leaves no token to choose"),
+        ({"top_p": math.nan}, r"top_p is nan; it must be from 0 to 1\.0"),
+        ({"top_p": None}, r"top_p is None; it must be a number"),
+        ({"stop": "end"}, r"stop is 'end'; it must be a tuple of non-empty strings"),
+        ({"stop": ("",)}, r"stop is \('',\); it must be a tuple of non-empty strings"),
+        ({"stop": ("a", 3)}, r"stop is \('a', 3\); it must be a tuple"),
+        ({"stop": None}, r"stop is None; it must be a tuple of non-empty strings"),
+        ({"ignore_eos": 1}, r"ignore_eos is 1; it must be True or False"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpeqError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"temperature": 0},
+        {"temperature": 100.0},
+        {"top_p": 1},
+        {"top_p": 1e-9},
+        {"top_k": 0},
+        {"seed": 0},
+        {"seed": 2**63 - 1},
+        {"stop": ("a", "b c")},
+    ],
+)
+def test_options_at_their_bounds_are_taken(options: dict[str, Any]) -> None:
+    params = SamplingParams(**options)
+    for name, value in options.items():
+        assert getattr(params, name) == value
+
+
+def test_temperature_zero_is_greedy() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=1e-9).greedy

@@ -1,0 +1,264 @@
+"""What a run measured, on a clock that moves when told to."""
+
+from typing import Any
+
+import pytest
+
+from speq.stats import EVENTFUL_STEPS, Event, Recorder, RunStats, StepStats, ratio
+
+
+class Clock:
+    """Time in seconds."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_step_lasts_from_begin_to_finish() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    begun = recorder.begin("decode")
+    clock.now += 2.5
+    finished = recorder.finish()
+    assert finished is begun
+    assert (finished.phase, finished.start_s, finished.end_s) == ("decode", 100.0, 102.5)
+    clock.now += 1
+    assert recorder.begin("prefill") is not begun
+    assert recorder.step.start_s == 103.5
+
+
+def test_timed_blocks_add_up_by_kind() -> None:
+    clock = Clock(0.0)
+    recorder = Recorder(clock)
+    step = recorder.begin("decode")
+    for kind, seconds in [
+        ("draft", 0.25),
+        ("verify", 1.0),
+        ("transfer", 0.5),
+        ("stall", 0.125),
+        ("transfer", 2.0),
+        ("layer", 64.0),
+        ("prefill", 32.0),
+    ]:
+        with recorder.timed(kind):
+            clock.now += seconds
+    assert (step.draft_s, step.verify_s, step.transfer_s, step.stall_s) == (0.25, 1.0, 2.5, 0.125)
+    assert [event.kind for event in step.events].count("transfer") == 2
+    assert sum(event.duration_s for event in step.events) == clock.now
+
+
+def test_timed_block_says_what_it_was_about() -> None:
+    clock = Clock(10.0)
+    recorder = Recorder(clock)
+    step = recorder.begin("decode")
+    with recorder.timed("verify"):
+        clock.now = 11.0
+        with recorder.timed("transfer", 3, 7, moved_bytes=640):
+            clock.now = 14.0
+        clock.now = 15.0
+    assert step.events == [
+        Event("transfer", 11.0, 14.0, layer=3, expert=7, moved_bytes=640),
+        Event("verify", 10.0, 15.0),
+    ]
+    assert step.moved_bytes == 640
+
+
+def test_block_that_fails_is_timed_all_the_same() -> None:
+    clock = Clock(0.0)
+    recorder = Recorder(clock)
+    step = recorder.begin("decode")
+    with pytest.raises(RuntimeError, match="broken"), recorder.timed("stall"):
+        clock.now = 4.0
+        raise RuntimeError("broken")
+    assert step.stall_s == 4.0
+
+
+def test_events_belong_to_the_step_under_way() -> None:
+    recorder = Recorder(Clock())
+    first = recorder.begin("prefill")
+    recorder.add(Event("transfer", 1.0, 2.0, moved_bytes=5))
+    second = recorder.begin("decode")
+    recorder.add(Event("transfer", 2.0, 4.0, moved_bytes=7))
+    recorder.add(Event("transfer", 4.0, 5.0, moved_bytes=8))
+    assert (first.moved_bytes, len(first.events), first.transfer_s) == (5, 1, 1.0)
+    assert (second.moved_bytes, len(second.events), second.transfer_s) == (15, 2, 3.0)
+
+
+def test_requests_and_hits_by_layer() -> None:
+    recorder = Recorder(Clock())
+    step = recorder.begin("decode")
+    recorder.served(requests=4, hits=1)
+    recorder.served(requests=2, hits=2)
+    recorder.served(requests=8, hits=0)
+    assert (step.requests, step.hits, step.layers) == (14, 3, 3)
+    assert step.covered == 1 / 4 + 1.0
+
+
+def test_ratio_of_nothing_is_none() -> None:
+    assert ratio(3, 4) == 0.75
+    assert ratio(0, 4) == 0
+    assert ratio(3, 0) is None
+
+
+def run_of(steps: list[StepStats], start_s: float = 50.0) -> RunStats:
+    stats = RunStats(start_s, {"budget": 1000, "slots": 300})
+    for step in steps:
+        stats.record(step)
+    return stats
+
+
+PREFILL = StepStats(
+    "prefill",
+    emitted=1,
+    requests=30,
+    hits=12,
+    layers=3,
+    covered=1.2,
+    moved_bytes=9000,
+    transfer_s=100.0,
+    stall_s=100.0,
+    start_s=51.0,
+    end_s=54.5,
+)
+DECODE = [
+    StepStats(
+        "decode",
+        draft_length=4,
+        accepted=2,
+        emitted=3,
+        requests=20,
+        hits=15,
+        layers=3,
+        covered=2.25,
+        moved_bytes=500,
+        named=22,
+        choices=24,
+        draft_s=0.5,
+        verify_s=1.5,
+        transfer_s=0.25,
+        stall_s=0.125,
+        start_s=55.0,
+        end_s=57.0,
+    ),
+    StepStats(
+        "decode",
+        draft_length=2,
+        accepted=2,
+        emitted=3,
+        requests=10,
+        hits=10,
+        layers=3,
+        covered=3.0,
+        named=18,
+        choices=24,
+        draft_s=0.25,
+        verify_s=1.0,
+        start_s=58.0,
+        end_s=59.25,
+    ),
+    # Plainly decoded.
+    StepStats(
+        "decode",
+        emitted=1,
+        requests=6,
+        hits=2,
+        layers=3,
+        covered=1.0,
+        moved_bytes=400,
+        verify_s=0.75,
+        transfer_s=0.5,
+        stall_s=0.5,
+        start_s=60.0,
+        end_s=60.75,
+    ),
+]
+
+
+def test_summary_of_a_run() -> None:
+    figures = run_of([PREFILL, *DECODE]).summary()
+    decode_tokens = 3 + 3 + 1
+    expected: dict[str, Any] = {
+        "new_tokens": 1 + decode_tokens,
+        "ttft_ms": (54.5 - 50.0) * 1000,
+        "tpot_ms": (2.0 + 1.25 + 0.75) * 1000 / decode_tokens,
+        "steps": 3,
+        "draft_length_mean": (4 + 2 + 0) / 3,
+        # Each step adds one token of the exact model's own to those it accepted.
+        "accept_length_mean": ((2 + 1) + (2 + 1) + (0 + 1)) / 3,
+        "acceptance_rate": (2 + 2) / (4 + 2),
+        "route_recall": (22 + 18) / (24 + 24),
+        "hit_rate": (15 + 10 + 2) / (20 + 10 + 6),
+        "coverage": (2.25 + 3.0 + 1.0) / 9,
+        "moved_bytes": 500 + 400,
+        "moved_bytes_per_token": (500 + 400) / decode_tokens,
+        "stall_s": 0.125 + 0.5,
+        "draft_s": 0.5 + 0.25,
+        "verify_s": 1.5 + 1.0 + 0.75,
+        "transfer_s": 0.25 + 0.5,
+        "prefill_s": 3.5,
+        "prefill_moved_bytes": 9000,
+        "prefill_hit_rate": 12 / 30,
+    }
+    assert figures.pop("memory") == {"budget": 1000, "slots": 300}
+    assert figures == pytest.approx(expected)
+
+
+def test_time_between_steps_is_nobodys() -> None:
+    """A reader who pauses between tokens does not make the model slower."""
+    paused = [StepStats("decode", emitted=2, start_s=at, end_s=at + 1) for at in (0.0, 1000.0)]
+    assert run_of(paused).summary()["tpot_ms"] == pytest.approx(500)
+
+
+def test_figures_that_do_not_exist_are_none() -> None:
+    nothing = run_of([]).summary()
+    undefined = {
+        "ttft_ms",
+        "tpot_ms",
+        "draft_length_mean",
+        "accept_length_mean",
+        "acceptance_rate",
+        "route_recall",
+        "hit_rate",
+        "coverage",
+        "moved_bytes_per_token",
+        "prefill_hit_rate",
+    }
+    assert {name for name, value in nothing.items() if value is None} == undefined
+    assert nothing["new_tokens"] == nothing["steps"] == nothing["moved_bytes"] == 0
+
+    only_prefill = run_of([PREFILL]).summary()
+    assert {name for name, value in only_prefill.items() if value is None} == undefined - {
+        "ttft_ms",
+        "prefill_hit_rate",
+    }
+
+    plain = run_of([PREFILL, DECODE[2]]).summary()
+    assert {name for name, value in plain.items() if value is None} == {
+        "acceptance_rate",
+        "route_recall",
+    }
+    assert plain["accept_length_mean"] == 1
+    assert plain["draft_length_mean"] == 0
+
+
+def test_acceptance_rate_of_nothing_accepted_is_zero() -> None:
+    rejected = StepStats("decode", draft_length=3, emitted=1, start_s=0.0, end_s=1.0)
+    assert run_of([rejected]).summary()["acceptance_rate"] == 0
+
+
+def test_events_of_old_steps_are_dropped() -> None:
+    stats = run_of([])
+    extra = 3
+    for at in range(EVENTFUL_STEPS + extra):
+        step = StepStats("decode", emitted=1, moved_bytes=2, start_s=at, end_s=at + 0.5)
+        step.events.append(Event("layer", at, at + 0.5))
+        stats.record(step)
+    kept = [bool(step.events) for step in stats.steps]
+    assert kept == [False] * extra + [True] * EVENTFUL_STEPS
+    figures = stats.summary()
+    assert figures["steps"] == EVENTFUL_STEPS + extra
+    assert figures["moved_bytes"] == 2 * (EVENTFUL_STEPS + extra)
+    assert figures["tpot_ms"] == pytest.approx(500)
