@@ -3,7 +3,8 @@
 # make test-full  the long products as well
 # make gpu        on a machine with a GPU: build, test and measure there, JSON to $OUT
 PYTHON ?= python3
-# A CPU-only torch is enough; on a GPU machine set TORCH to the build you want.
+# A CPU-only torch is enough; set TORCH to the build you want, a wheel's path included. (On Linux
+# the package index gives the CUDA build, which is some gigabytes.)
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
 VENV ?= .venv
@@ -35,7 +36,7 @@ demo: $(READY)
 	@echo "Next:"
 	@echo "  $(BIN)/speq generate --model models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --json"
 	@echo "  $(BIN)/speq chat --model models/tiny-moe --memory-budget 32MiB --stop '###'"
-	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 24MiB --dtype float32"
+	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
 test: lint

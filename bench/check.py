@@ -78,12 +78,14 @@ def run(
     generator = Generator.from_pretrained(model, memory_budget, **options)
     dtype, device = generator.runtime.dtype, generator.runtime.device
     path = generator.runtime.opened.checkpoint.path
-    check_memory(path, dtype)
-    limit = min(MAX_TOKENS, generator.max_context)
-    encoded = [generator.encode(text)[:limit] for text in texts]
-    generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
-    traces = [trace(generator, ids) for ids in encoded]
-    generator.close()
+    try:
+        check_memory(path, dtype, device)
+        limit = min(MAX_TOKENS, generator.max_context)
+        encoded = [generator.encode(text)[:limit] for text in texts]
+        generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
+        traces = [trace(generator, ids) for ids in encoded]
+    finally:
+        generator.close()
     del generator
 
     with quiet_transformers():
@@ -98,15 +100,18 @@ def run(
     return report, verdict(rows, dtype)
 
 
-def check_memory(path: Path, dtype: torch.dtype) -> None:
+def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Raise SpeqError where plain transformers, which holds all weights, has no room for them."""
+    free = available_bytes()
+    if device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info()[0])
     checkpoint = Checkpoint(path)
     words = sum(info.nbytes // info.dtype.itemsize for _, info in checkpoint.tensors.values())
     checkpoint.close()
-    if words * dtype.itemsize > available_bytes():
+    if words * dtype.itemsize > free:
         raise SpeqError(
             f"plain transformers needs {format_bytes(words * dtype.itemsize)} for the whole model "
-            f"in {str(dtype).removeprefix('torch.')} and {format_bytes(available_bytes())} of "
+            f"in {str(dtype).removeprefix('torch.')} and {format_bytes(free)} of "
             "memory are left; check a model that fits, or in a smaller dtype"
         )
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from speq import __version__
 from speq.errors import SpeqError
-from speq.store.draft_file import replacing
+from speq.store.atomic_file import replacing
 
 # How a figure is shown: a format string, or a function.
 Show = str | Callable[[Any], str]
@@ -67,7 +67,7 @@ def check_target(path: Path | None, force: bool) -> None:
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:
-    """The first `count` prompts of a JSON Lines file, or of our own mixed ones."""
+    """`count` prompts spread evenly over a JSON Lines file, or over our own mixed ones."""
     source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"
     if count < 1:
         raise SpeqError(f"num_prompts is {count}; it must be at least 1")
@@ -88,9 +88,10 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
         prompts.append(prompt)
     if not prompts:
         raise SpeqError(f"{source} holds no prompts")
-    # Spread over the file, which is sorted by kind.
-    stride = max(len(prompts) // count, 1)
-    return prompts[::stride][:count]
+    if count > len(prompts):
+        raise SpeqError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
+    # Files are sorted by kind.
+    return [prompts[at * len(prompts) // count] for at in range(count)]
 
 
 def current_commit() -> str | None:

@@ -25,6 +25,9 @@ class EvictionPolicy(Protocol):
     def forget(self, key: ExpertKey) -> None:
         """`key` is no longer resident."""
 
+    def clear(self) -> None:
+        """No key is resident."""
+
     def candidates(self, layer: int) -> Iterable[ExpertKey]:
         """Residents to evict for an expert of `layer`, the first to go first."""
 
@@ -39,8 +42,14 @@ class LruPolicy:
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self._share, self._rest = divmod(num_slots, num_layers)
+        self._num_layers = num_layers
+        self.clear()
+
+    def clear(self) -> None:
         self._all: OrderedDict[ExpertKey, None] = OrderedDict()
-        self._own: list[OrderedDict[ExpertKey, None]] = [OrderedDict() for _ in range(num_layers)]
+        self._own: list[OrderedDict[ExpertKey, None]] = [
+            OrderedDict() for _ in range(self._num_layers)
+        ]
 
     def quota(self, layer: int) -> int:
         return max(1, self._share + (layer < self._rest))
@@ -70,10 +79,15 @@ class ExpertCache:
         assert num_slots > 0
         self.num_slots = num_slots
         self.policy = policy
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty every slot, whatever was in it or under way to it."""
+        self.policy.clear()
         self._slots: dict[ExpertKey, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(self.num_slots - 1, -1, -1))
         self._filled: Counter[int] = Counter()
-        self._pins: dict[ExpertKey, int] = {}
+        self._pins: Counter[ExpertKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -116,12 +130,12 @@ class ExpertCache:
     def pinned(self, keys: Iterable[ExpertKey]) -> Iterator[None]:
         """Keep `keys` from eviction inside the block."""
         held = list(keys)
-        for key in held:
-            self._pins[key] = self._pins.get(key, 0) + 1
+        self._pins.update(held)
         try:
             yield
         finally:
             for key in held:
-                self._pins[key] -= 1
-                if not self._pins[key]:
-                    del self._pins[key]
+                if self._pins[key] > 1:
+                    self._pins[key] -= 1
+                else:  # or the cache was cleared meanwhile
+                    self._pins.pop(key, None)

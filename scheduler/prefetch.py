@@ -63,5 +63,9 @@ class OnDemand:
         self.cache.publish(key, slot)
         return slot
 
+    def forget(self) -> None:
+        """Take every slot for empty, whatever state an interrupt left them in."""
+        self.cache.clear()
+
     def close(self) -> None:
         self._transfer.close()

@@ -6,8 +6,11 @@ k = 0, and a prompt is run by the same model, chunk by chunk. What a step measur
 StepStats, and nowhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from speq.accept import accept
 from speq.drafters.drafter import Drafter
@@ -32,6 +35,7 @@ class Engine:
     prefetcher: OnDemand
     recorder: Recorder
     chunk: int
+    slots: Tensor
     steps: list[StepStats] = field(default_factory=list)
 
     def start(
@@ -40,14 +44,14 @@ class Engine:
         """Run the prompt and emit the first token. progress: told (tokens done, tokens)."""
         stats = self.recorder.begin("prefill")
         self.cache.clear()
-        self.prefetcher.lookahead.clear()
         self.steps.clear()
         prompt = sequence.prompt_ids
-        with self.recorder.timed("prefill"):
+        with self.mending(), self.recorder.timed("prefill"):
             for done, last in self.model.prefill(self.target, self.cache, prompt, self.chunk):
                 scored = last
                 if progress is not None:
                     progress(done, len(prompt))
+        self.prefetcher.lookahead.clear()
         outcome = accept(Draft(), scored.logits, sequence)
         stats.emitted = len(sequence.extend(outcome.token_ids))
         return self.recorder.finish()
@@ -57,11 +61,11 @@ class Engine:
         stats = self.recorder.begin("decode")
         decision = self.draft_length(sequence)
         self.prefetcher.lookahead.clear()
-        with self.recorder.timed("draft"):
+        with self.mending(), self.recorder.timed("draft"):
             draft = self.drafter.propose(
                 sequence, decision.draft_length, on_route=self.prefetcher.request
             )
-        with self.recorder.timed("verify"):
+        with self.mending(), self.recorder.timed("verify"):
             scored = self.verify(sequence, draft)
         outcome = accept(draft, scored.logits, sequence)
         stats.reason = decision.reason
@@ -95,5 +99,17 @@ class Engine:
         stats.named, stats.choices = self.prefetcher.lookahead.recall(outcome.path)
         self.steps.append(stats)
 
+    @contextmanager
+    def mending(self) -> Iterator[None]:
+        """An interrupt can strike between any two lines: what lay in slots is then forgotten."""
+        try:
+            yield
+        except BaseException:
+            self.prefetcher.forget()
+            raise
+
     def close(self) -> None:
+        """Give back slots and KV cache, even where a traceback still holds this engine."""
         self.prefetcher.close()
+        for tensor in (self.slots, *self.cache.tensors()):
+            tensor.untyped_storage().resize_(0)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from speq.config import RunConfig, SamplingParams
 from speq.errors import SpeqError
 from speq.generation_config import options_of
-from speq.runtime import Progress, Runtime
+from speq.runtime import CONTEXT_STEP, Progress, Runtime, open_model
 from speq.sequence import Sequence as Request
 from speq.stats import RunStats
 from speq.text import TextStream
@@ -62,6 +62,18 @@ def load_tokenizer(path: Path) -> Any:
         ) from error
 
 
+def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. Raises SpeqError where it is none, such as bytes that were not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpeqError(
+            f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
+            "Unicode text; give text that was decoded from UTF-8"
+        ) from error
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
 class Generator:
     """Generates text with exactly the output of the full model.
 
@@ -83,6 +95,7 @@ class Generator:
         memory_budget: str | int,
         *,
         progress: Progress | None = None,
+        first_request: tuple[str, int] | None = None,
         **options: Any,
     ) -> "Generator":
         """Load a model folder or hub id.
@@ -91,15 +104,21 @@ class Generator:
         options        device, dtype, context_length, draft, draft_length, cache_policy, prefetch;
                        see RunConfig
         progress       told (what, done, total) during long work
+        first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
 
         Raises SpeqError for anything that is missing, damaged, unknown or too large.
         """
         config = RunConfig.of(memory_budget, **options)
-        runtime = Runtime(model, config, progress)
+        opened = open_model(model)
         try:
-            return cls(runtime, load_tokenizer(runtime.opened.checkpoint.path))
+            tokenizer = load_tokenizer(opened.checkpoint.path)
+            context = CONTEXT_STEP
+            if first_request is not None:
+                prompt, max_new_tokens = first_request
+                context = len(tokens_of(tokenizer, prompt)) + max_new_tokens
+            return cls(Runtime(opened, config, progress, context), tokenizer)
         except BaseException:
-            runtime.close()
+            opened.checkpoint.close()
             raise
 
     @property
@@ -127,7 +146,7 @@ class Generator:
         on_finish: Callable[[str, dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> Coroutine[Token, None, None]:
-        """Yield tokens as they come.
+        """Yield tokens as they come; nothing is done, or refused, before the first is asked for.
 
         options    max_new_tokens, temperature, top_p, top_k, seed, stop (a string or several),
                    ignore_eos; or generation_config, a transformers GenerationConfig, which they
@@ -141,7 +160,7 @@ class Generator:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
         if isinstance(prompt, str):
-            ids = self._tokens(prompt, add_special_tokens=True)
+            ids = tokens_of(self.tokenizer, prompt)
         elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise SpeqError(
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
@@ -172,17 +191,7 @@ class Generator:
             raise SpeqError(
                 f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
             ) from error
-        return self._tokens(text, add_special_tokens=False)
-
-    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise SpeqError(
-                f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
-                "Unicode text; give text that was decoded from UTF-8"
-            ) from error
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        return tokens_of(self.tokenizer, text, add_special_tokens=False)
 
     def _request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
         ids = self.encode(prompt)
@@ -218,7 +227,10 @@ class Generator:
         with self._own_turn():
             self._streaming_thread = threading.get_ident()
             try:
-                return (yield from self._run(request, start_s, progress))
+                # Text goes on from text; an answer in a chat begins one.
+                context = request.prompt_ids if isinstance(prompt, str) else []
+                text = TextStream(self.tokenizer, request.sampling.stop, context)
+                return (yield from self._run(request, text, start_s, progress))
             finally:
                 self._streaming_thread = None
 
@@ -235,10 +247,11 @@ class Generator:
                 raise SpeqError("this generator was closed; make a new one with from_pretrained")
             yield
 
-    def _run(self, request: Request, start_s: float, progress: Progress | None) -> Run:
+    def _run(
+        self, request: Request, text: TextStream, start_s: float, progress: Progress | None
+    ) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
         stats = RunStats(start_s, self._runtime.plan.report())
-        text = TextStream(self.tokenizer, request.sampling.stop)
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:

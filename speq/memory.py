@@ -18,11 +18,13 @@ WORKSPACE_SHARE = 1 / 16
 class Demand:
     """What a model asks of memory.
 
+    loading_bytes  what loading the weights takes beside them, before anything else is laid out
     draft_bytes    0 where no draft is wanted
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
     """
 
     non_expert_bytes: int
+    loading_bytes: int
     draft_bytes: int
     kv_bytes_per_token: int
     record_bytes: int
@@ -59,6 +61,7 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     Raises SpeqError, item by item, where even that is too little.
     """
     fewest = min(MIN_SLOTS, demand.num_experts)
+    loading = demand.non_expert_bytes + demand.loading_bytes
     for draft_bytes in dict.fromkeys((demand.draft_bytes, 0)):
         items = {
             "non_expert_weights": demand.non_expert_bytes,
@@ -69,17 +72,19 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         chunk = _chunk(demand, min(room, budget * WORKSPACE_SHARE), context)
         items["workspace"] = demand.workspace(chunk, context)
         slots = min((budget - sum(items.values())) // demand.record_bytes, demand.num_experts)
-        if slots >= fewest:
+        if slots >= fewest and loading <= budget:
             items["slots"] = slots * demand.record_bytes
             return MemoryPlan(budget, context, chunk, slots, items)
     items["slots"] = fewest * demand.record_bytes
-    needed = sum(items.values())
+    needed = max(sum(items.values()), loading)
     listed = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size
     )
+    if needed > sum(items.values()):
+        listed += f", and loading in another dtype than the checkpoint's {format_bytes(loading)}"
     raise SpeqError(
         f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
-        f"takes {listed} (two slots); the smallest workable budget is {needed} bytes "
+        f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "
         f"({format_bytes(needed)}), or less with a shorter context"
     )
 

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from speq import reference
-from speq.reference import combine, moe_grouped, quantize_int4
+from speq.reference import ACTIVATIONS, combine, moe_grouped, quantize_int4
 
-__all__ = ["backend_of", "combine", "moe_grouped", "moe_int4", "quantize_int4", "unpack_int4"]
+__all__ = [
+    "ACTIVATIONS",
+    "backend_of",
+    "combine",
+    "moe_grouped",
+    "moe_int4",
+    "quantize_int4",
+    "unpack_int4",
+]
 
 logger = logging.getLogger("speq")
 

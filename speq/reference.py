@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 INT4_ZERO_POINT = 8
 INT4_MAX = 7
+UNPACK_ROWS = 512
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -37,11 +38,15 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack_int4_out(qweight: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Dequantise into out [N, K]: code * scale, rounded once to out's dtype."""
-    codes = torch.stack([qweight & 0xF, qweight >> 4], dim=2).flatten(1)
-    values = codes.float() - INT4_ZERO_POINT
-    group_size = values.shape[1] // scales.shape[1]
-    out.copy_((values.unflatten(1, (-1, group_size)) * scales.float().unsqueeze(2)).flatten(1))
+    """Dequantise into out [N, K]: code * scale, rounded once to out's dtype.
+
+    Some rows at a time: float32 copies of a whole expert would be larger than the expert.
+    """
+    for rows in zip(*(part.split(UNPACK_ROWS) for part in (qweight, scales, out)), strict=True):
+        packed, steps, target = rows
+        codes = torch.stack([packed & 0xF, packed >> 4], dim=2).flatten(1)
+        values = (codes.float() - INT4_ZERO_POINT).unflatten(1, (steps.shape[1], -1))
+        target.copy_((values * steps.float().unsqueeze(2)).flatten(1))
 
 
 def swiglu(
@@ -82,10 +87,10 @@ def moe_grouped(
 
 
 def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weighted sum over experts in the order of the routes: [T, K, H], [T, K] -> [T, H].
+    """Weighted sum over the experts of each route: [T, K, H], [T, K] -> [T, H].
 
-    Accumulated in float32 at least. The order does not depend on which expert came first, so the
-    result does not depend on what lay in slots.
+    Accumulated in float32 at least, over the places of the route and not in the order in which
+    experts came, so that the result does not depend on what lay in slots.
     """
     wide = torch.promote_types(outputs.dtype, torch.float32)
     return (outputs.to(wide) * topk_weights.to(wide).unsqueeze(2)).sum(1).to(dtype)

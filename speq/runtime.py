@@ -4,6 +4,7 @@ What does not depend on the length of the context (weights, draft) is loaded onc
 the expert slots share the rest of the budget and are laid out for the context at hand.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from speq import memory, ops
 from speq.config import DEFAULT_DRAFT_LENGTH, RunConfig, format_bytes
@@ -26,14 +28,14 @@ from speq.models import moe_model
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
 from speq.models.shape import DTYPES, ModelShape, hf_config, shape_of
-from speq.scheduler.expert_cache import ExpertCache, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import OnDemand
-from speq.scheduler.transfer import Fetch, SynchronousTransfer
+from speq.scheduler.transfer import SynchronousTransfer
 from speq.stats import Recorder
 from speq.store import draft_file
 from speq.store.checkpoint import Checkpoint, is_quantised, locate, read_json
-from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.store.expert_store import ExpertStore, SafetensorsExpertStore, is_expert_tensor
 from speq.store.host_tier import HostTier, available_bytes
 
 logger = logging.getLogger("speq")
@@ -75,42 +77,35 @@ def resolve_device(name: str) -> torch.device:
 
 
 class Runtime:
-    """A loaded model under one memory budget."""
+    """A loaded model under one memory budget.
+
+    first_context  tokens the first request needs, where that is known before loading
+    """
 
     def __init__(
-        self, model: str | Path, config: RunConfig, progress: Progress | None = None
+        self,
+        opened: Opened,
+        config: RunConfig,
+        progress: Progress | None = None,
+        first_context: int = CONTEXT_STEP,
     ) -> None:
         self.config = config
         self.device = resolve_device(config.device)
-        self.opened = open_model(model)
-        self.shape = self.opened.shape
+        self.opened = opened
+        self.shape = opened.shape
         self.recorder = Recorder()
-        checkpoint = self.opened.checkpoint
         self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
         self._layout = Int4Layout(self.shape.experts.hidden_size, self.shape.experts.expert_width)
-        self._demand = self._measure_demand(self.shape.resident_bytes(self.dtype))
-        first = min(config.context_length or CONTEXT_STEP, self.shape.max_context)
-        if (config.context_length or 0) > self.shape.max_context:
-            raise SpeqError(
-                f"context_length is {config.context_length}; the model's limit is "
-                f"{self.shape.max_context}"
-            )
-        if config.draft not in ("auto", "none"):
-            # Refused before weights are loaded, and even where the budget has no room for it.
-            self._draft_checkpoint(Path(config.draft))[0].close()
-        self.plan = memory.plan(self._demand, config.memory_budget, first)
-        if self.wants_draft and not self.plan.has_draft:
-            logger.warning(
-                "the INT4 draft takes %s and does not fit the budget: running without one",
-                format_bytes(self._demand.draft_bytes),
-            )
+        self._demand = self._measure_demand()
+        self.plan = self._first_plan(first_context)
         self._check_room()
         ops.report_backends(self.device.type)
-        self.model = moe_model.load(self.opened.family, checkpoint, self.dtype, self.device)
-        self._demand = self._measure_demand(self.model.nbytes)
+        self.model = moe_model.load(
+            self.opened.family, self.opened.checkpoint, self.dtype, self.device
+        )
         self.draft_bank = self._draft_bank(progress) if self.plan.has_draft else None
-        self._fetch = self._slow_tier()
-        self.engine = self._build(first)
+        self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
+        self.engine = self._build(self.plan)
 
     @property
     def wants_draft(self) -> bool:
@@ -129,22 +124,52 @@ class Runtime:
                 f"{limit}; shorten one of them"
             )
         if context > self.plan.context:
+            plan = self._roomy_plan(context, limit)
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
-            del self.engine
             try:
-                self.engine = self._build_roomy(context, limit)
+                self.engine = self._build(plan)
             except BaseException:
-                self.engine = self._build(self.plan.context)
+                self.engine = self._build(self.plan)
                 raise
+            self.plan = plan
         return self.engine
 
-    def _measure_demand(self, non_expert_bytes: int) -> memory.Demand:
+    def _first_plan(self, first_context: int) -> memory.MemoryPlan:
+        """The plan to load by. Raises SpeqError where the options or the budget cannot be met."""
+        limit, fixed = self.shape.max_context, self.config.context_length
+        if fixed is not None and fixed > limit:
+            raise SpeqError(f"context_length is {fixed}; the model's limit is {limit}")
+        if self.config.draft not in ("auto", "none"):
+            # Refused before weights are loaded, and even where the budget has no room for it.
+            self._draft_checkpoint(Path(self.config.draft))[0].close()
+        context = min(fixed or first_context, limit)
+        plan = memory.plan(self._demand, self.config.memory_budget, context)
+        if self.wants_draft and not plan.has_draft:
+            logger.warning(
+                "the INT4 draft takes %s and does not fit the budget: running without one",
+                format_bytes(self._demand.draft_bytes),
+            )
+        return plan
+
+    def _roomy_plan(self, context: int, limit: int) -> memory.MemoryPlan:
+        """A plan with some room to grow, where that costs neither the draft nor the request."""
+        demand = self._demand if self.draft_bank else replace(self._demand, draft_bytes=0)
+        plan = memory.plan(demand, self.config.memory_budget, context)
+        rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
+        with contextlib.suppress(SpeqError):
+            roomy = memory.plan(demand, self.config.memory_budget, rounded)
+            if roomy.has_draft == plan.has_draft:
+                return roomy
+        return plan
+
+    def _measure_demand(self) -> memory.Demand:
         shape, store = self.shape, self.opened.store
         scored = 1 + self._draft_length if self.wants_draft else 1
         count = store.num_layers * store.num_experts
         return memory.Demand(
-            non_expert_bytes=non_expert_bytes,
+            non_expert_bytes=shape.resident_bytes(self.dtype),
+            loading_bytes=self._loading_bytes(),
             draft_bytes=count * self._layout.nbytes if self.wants_draft else 0,
             kv_bytes_per_token=shape.kv_elements_per_token * self.dtype.itemsize,
             record_bytes=store.codec.record_bytes,
@@ -159,20 +184,28 @@ class Runtime:
         length = self.config.draft_length
         return DEFAULT_DRAFT_LENGTH if length is None else length
 
+    def _loading_bytes(self) -> int:
+        """What loading holds beside the weights it leaves: those in another dtype, as stored."""
+        tensors = self.opened.checkpoint.tensors.items()
+        stored = [info for name, (_, info) in tensors if not is_expert_tensor(name)]
+        if self.device.type != "cpu":
+            return 0  # they pass through host memory, which is not what is budgeted
+        return sum(info.nbytes for info in stored if info.dtype != self.dtype)
+
     def _check_room(self) -> None:
         """The budget is a promise about memory that must exist."""
-        budget = self.config.memory_budget
+        planned = sum(self.plan.items.values())
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info()
-            if budget > free:
+            if planned > free:
                 raise SpeqError(
-                    f"memory budget {format_bytes(budget)} is more than the {format_bytes(free)} "
-                    "free on the GPU; give less"
+                    f"the run would take {format_bytes(planned)} of the memory budget and "
+                    f"{format_bytes(free)} are free on the GPU; give a smaller budget"
                 )
-        elif sum(self.plan.items.values()) > available_bytes():
+        elif planned > available_bytes():
             logger.warning(
-                "the budget would use %s and the machine has %s of memory left",
-                format_bytes(sum(self.plan.items.values())),
+                "the run would take %s and the machine has %s of memory left",
+                format_bytes(planned),
                 format_bytes(available_bytes()),
             )
 
@@ -204,38 +237,23 @@ class Runtime:
             checkpoint.close()
             raise SpeqError(f"draft {path} does not fit the model: {error}") from error
 
-    def _slow_tier(self) -> Fetch:
-        store = self.opened.store
-        if self.device.type == "cpu":
-            return lambda key, slot: store.read(key.layer, key.expert, slot)
-        tier = HostTier(store)
-        return lambda key, slot: tier.fetch(key.layer, key.expert, slot)
+    def _fetch(self, key: ExpertKey, slot: Tensor) -> None:
+        (self._host_tier or self.opened.store).read(key.layer, key.expert, slot)
 
-    def _build_roomy(self, context: int, limit: int) -> Engine:
-        """An engine with some room to grow, or without where the budget is too tight for it."""
-        rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
-        try:
-            return self._build(rounded)
-        except SpeqError:
-            return self._build(context)
-
-    def _build(self, context: int) -> Engine:
-        """Lay out what is left of the budget for a context, and put an engine over it."""
-        demand = self._demand if self.draft_bank else replace(self._demand, draft_bytes=0)
-        plan = memory.plan(demand, self.config.memory_budget, context)
+    def _build(self, plan: memory.MemoryPlan) -> Engine:
+        """Lay out what is left of the budget as planned, and put an engine over it."""
         if self.draft_bank is not None and not plan.has_draft:
             logger.warning(
                 "the draft leaves no room for a context of %d tokens and is dropped for good; a "
                 "context_length given from the start would have planned for it",
-                context,
+                plan.context,
             )
             self.draft_bank = None
-        self.plan = plan
         shape, store = self.shape, self.opened.store
         slots = torch.empty(
             plan.slots, store.codec.record_bytes, dtype=torch.uint8, device=self.device
         )
-        cache = KVCache(shape.num_layers, shape.kv_shapes, context, self.dtype, self.device)
+        cache = KVCache(shape.num_layers, shape.kv_shapes, plan.context, self.dtype, self.device)
         lookahead = LookaheadBuffer(self.model.num_moe_layers)
         prefetcher = OnDemand(
             ExpertCache(plan.slots, LruPolicy(plan.slots, lookahead.num_layers)),
@@ -257,14 +275,25 @@ class Runtime:
             drafter = SelfDraft(self.model, self.draft_bank, cache)
             governor = FixedDraftLength(self._draft_length)
         return Engine(
-            self.model, cache, target, drafter, governor, prefetcher, self.recorder, plan.chunk
+            model=self.model,
+            cache=cache,
+            target=target,
+            drafter=drafter,
+            governor=governor,
+            prefetcher=prefetcher,
+            recorder=self.recorder,
+            chunk=plan.chunk,
+            slots=slots,
         )
 
     def _no_draft_reason(self) -> str:
         return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"
 
     def close(self) -> None:
+        """Give back memory, files and transfers."""
         self.engine.close()
+        if self._host_tier is not None:
+            self._host_tier.close()
         self.opened.checkpoint.close()
 
 

@@ -19,10 +19,10 @@ MIN_TEMPERATURE = 1e-20
 def checked(logits: Tensor) -> Tensor:
     """Logits in float32. Raises SpeqError where damage, or too narrow a dtype, spoilt them."""
     logits = logits.float()
-    if logits.isnan().any():
+    if logits.isnan().any() or logits.isposinf().any():
         raise SpeqError(
-            "the model's logits are not numbers (NaN): its weights are damaged, or their dtype "
-            "overflows; check the checkpoint, or choose another dtype"
+            "the model's logits are not numbers (NaN or infinite): its weights are damaged, or "
+            "their dtype overflows; check the checkpoint, or choose another dtype"
         )
     return logits
 

@@ -59,8 +59,8 @@ class StepStats:
     events: list[Event] = field(default_factory=list)
 
 
-# Steps whose events are kept: a long generation must not grow without bound.
-EVENTFUL_STEPS = 1024
+# Events kept, the last ones: about 160 bytes each, so that they stay a small part of a process.
+MAX_EVENTS = 50_000
 # Kinds of events whose durations add up in a field of the step's record.
 TIMED = {"draft": "draft_s", "verify": "verify_s", "transfer": "transfer_s", "stall": "stall_s"}
 
@@ -118,11 +118,17 @@ class RunStats:
     start_s: float
     memory: dict[str, int]
     steps: list[StepStats] = field(default_factory=list)
+    _events: int = 0
+    _trimmed: int = 0
 
     def record(self, step: StepStats) -> None:
         self.steps.append(step)
-        if len(self.steps) > EVENTFUL_STEPS:
-            self.steps[-1 - EVENTFUL_STEPS].events.clear()
+        self._events += len(step.events)
+        while self._events > MAX_EVENTS and self._trimmed < len(self.steps):
+            oldest = self.steps[self._trimmed]
+            self._events -= len(oldest.events)
+            oldest.events.clear()
+            self._trimmed += 1
 
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`, by name; None where a figure does not exist for this run."""

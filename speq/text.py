@@ -4,21 +4,29 @@ from typing import Any
 
 # What decoding makes of bytes that do not yet form a character.
 REPLACEMENT = "\ufffd"
+# Tokens of the context that are looked at.
+CONTEXT_TOKENS = 6
 
 
 class TextStream:
     """Decodes a growing list of tokens. The pieces add up to the text of all of them.
 
     A piece is held back while its last character is incomplete or while it may be the beginning of
-    a stop string; what follows a stop string, and the string itself, is never given out.
+    a stop string; what follows a stop string, and the string itself, is never given out. Special
+    tokens have no text, so they cannot stop it either.
+
+    context_ids  the tokens of the text that is gone on from: some tokenizers put the space before
+                 a word into its token, and drop it where the word begins a text
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...] = (), context_ids: list[int] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._ids: list[int] = []
+        self._ids = [] if context_ids is None else context_ids[-CONTEXT_TOKENS:]
         self._prefix = 0  # tokens before this one are needed no more
-        self._read = 0  # tokens before this one have been decoded
+        self._read = len(self._ids)  # tokens before this one have been decoded
         self._held = ""
         self.stopped = False
 

@@ -7,14 +7,14 @@ import pytest
 
 from speq import SpeqError
 from speq.config import RunConfig
-from speq.runtime import Runtime
+from speq.runtime import Runtime, open_model
 
 
 def two_slot_budget(model: Path, context: int, dtype: str, draft_length: int) -> int:
     """Bytes that leave exactly two slots, beside a draft if one is to be had."""
     with pytest.raises(SpeqError) as refused:
         Runtime(
-            model,
+            open_model(model),
             RunConfig.of(1, draft_length, context_length=context, dtype=dtype),
         )
     match = re.search(r"smallest workable budget is (\d+) bytes", str(refused.value))
@@ -23,7 +23,7 @@ def two_slot_budget(model: Path, context: int, dtype: str, draft_length: int) ->
     if not draft_length:
         return smallest
     runtime = Runtime(
-        model, RunConfig.of("1GiB", draft_length, context_length=context, dtype=dtype)
+        open_model(model), RunConfig.of("1GiB", draft_length, context_length=context, dtype=dtype)
     )
     draft_bytes = runtime.plan.items["draft"]
     runtime.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.int4 import Int4Arena
+from speq.store.checkpoint import Checkpoint
 from tests.test_cli import PATIENCE_S, ROOT, Command, Ended, arguments_of, command_in_process
 from tests.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -92,7 +93,8 @@ def refusal(command: Command, model: object, budget: object = BUDGET, **options:
     assert "\n" not in sentence
     flags = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", v)]
     given = ["--model", model, "--memory-budget", budget, *flags]
-    ended = command("generate", "--prompt", "hello", *given)
+    # 64 tokens in all: what the library plans for while it knows no request.
+    ended = command("generate", "--prompt", "hello", "--max-new-tokens", 59, *given)
     assert check_one_sentence(ended) == " ".join(sentence.split())
     return sentence
 
@@ -221,7 +223,10 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
         config(quantization_config={"quant_method": "gptq"}),
         r"is quantised \(gptq\); give the original 16- or 32-bit checkpoint",
     ),
-    "quantised by a word": (config(quantization_config="gptq"), r"is quantised \(gptq\)"),
+    "weights under another name": (
+        config(transformers_weights="other.safetensors"),
+        "names its weights in transformers_weights, which is not supported",
+    ),
     "damaged generation config": (
         write("generation_config.json", b"{"),
         r"generation_config\.json is not valid JSON",
@@ -427,6 +432,29 @@ def test_damaged_shards_are_refused(
     assert str(model) in sentence
 
 
+def test_a_single_file_beside_shards(
+    tiny: Folder, sharded: Path, tmp_path: Path, wanted: list[int]
+) -> None:
+    """The two must not be mixed: experts and all else come from where transformers reads."""
+    model = copied(sharded, tmp_path / "model")
+    for name in shards(model):
+        found = load_file(model / name)
+        save_file({key: tensor + 1 for key, tensor in found.items()}, model / name)
+    shutil.copy(tiny("qwen2_moe") / SINGLE, model)
+    assert greedy_tokens(load_plain(model), PROMPT_IDS, 8) == wanted
+    assert generate(model) == wanted
+
+
+def test_quantised_whatever_the_form(tiny: Folder, tmp_path: Path) -> None:
+    model = copied(tiny("qwen2_moe"), tmp_path / "model")
+    for settings in ("gptq", {"quant_method": "gptq"}):
+        config(quantization_config=settings)(model)
+        with pytest.raises(SpeqError, match=r"is quantised \(gptq\); give the original"):
+            Checkpoint(model)
+    config(quantization_config=None)(model)
+    Checkpoint(model).close()
+
+
 def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -449,7 +477,9 @@ def test_weights_that_are_not_numbers(tiny: Folder, tmp_path: Path) -> None:
     replaced(NORM, lambda weight: weight * torch.nan)(model)
     generator = Generator.from_pretrained(model, BUDGET)
     for options in ({}, {"temperature": 1.0, "seed": 1}):
-        with pytest.raises(SpeqError, match=r"logits are not numbers \(NaN\): its weights are dam"):
+        with pytest.raises(
+            SpeqError, match=r"logits are not numbers \(NaN or infinite\): its weights are dam"
+        ):
             generator.generate(PROMPT_IDS, max_new_tokens=4, **options)
     generator.close()
 
@@ -478,11 +508,13 @@ def test_budgets_that_are_none(budget: str, tiny: Folder, command: Command) -> N
     ids=["as is", "longer", "wider"],
 )
 def test_a_budget_too_small_names_the_smallest(
-    family: str, options: dict[str, Any], tiny: Folder, command: Command
+    family: str, options: dict[str, Any], tiny: Folder
 ) -> None:
     """At every budget below it the same one is named; it works, and a byte less does not."""
     model = tiny(family)
-    sentence = refusal(command, model, 1, **options)
+    with pytest.raises(SpeqError) as refused:
+        Generator.from_pretrained(model, 1, **options)
+    sentence = str(refused.value)
     context = options.get("context_length", 64)
     items = ("non expert weights", "kv cache", "workspace", "slots")
     for item in items:
@@ -500,6 +532,19 @@ def test_a_budget_too_small_names_the_smallest(
     generator.close()
     if "dtype" not in options:
         assert result.token_ids == greedy_tokens(load_plain(model), PROMPT_IDS, 8)
+
+
+def test_the_command_plans_for_its_prompt(tiny: Folder, command: Command) -> None:
+    given = ["--model", tiny("qwen2_moe"), "--prompt", "hello", "--max-new-tokens", 95]
+    sentence = check_one_sentence(command("generate", *given, "--memory-budget", "100KiB"))
+    assert "memory budget 100 KiB is too small for a context of 100 tokens" in sentence
+    match = re.search(r"the smallest workable budget is (\d+) bytes", sentence)
+    assert match is not None
+    ended = command("generate", *given, "--memory-budget", match[1])
+    assert ended.code == 0
+    assert ended.out.startswith("hello")
+    short = command("generate", *given, "--memory-budget", int(match[1]) - 1)
+    assert match[0] in check_one_sentence(short)
 
 
 # Options.
@@ -733,6 +778,21 @@ def test_a_full_disk_costs_the_draft_only(
     # With room again it is kept.
     assert generate(model) == wanted
     assert [path.parent for path in drafts(tmp_path)] == [model / ".speq"]
+
+
+def test_an_interrupt_while_the_draft_is_kept(
+    tiny: Folder, tmp_path: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    model = copied(tiny("qwen2_moe"), tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Generator.from_pretrained(model, BUDGET)
+    assert drafts(tmp_path) == []
+    assert generate(model) == wanted
 
 
 def test_a_draft_that_cannot_lie_beside_its_model(

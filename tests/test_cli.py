@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ Folder = Callable[[str], Path]
 ROOT = Path(__file__).parent.parent
 PROMPT = "Once upon a time there was a little dog named"
 # Processes that should have ended long before are taken for hung.
-PATIENCE_S = 120
+PATIENCE_S = 60
 MEASURED = {
     "new_tokens",
     "ttft_ms",
@@ -255,10 +256,15 @@ def test_a_full_disk_behind_stdout(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stdout", Full())
-    ended = command(
-        "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
-        "--max-new-tokens", 8,
-    )  # fmt: skip
+    given = ["--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB"]
+    finished: list[Ended] = []
+    thread = threading.Thread(
+        target=lambda: finished.append(command("generate", *given, "--max-new-tokens", 8)),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(PATIENCE_S)
+    (ended,) = finished
     assert ended.code == 1
     assert ended.err.splitlines()[-1].startswith("error: input or output failed: ")
     assert "No space left on device" in ended.err
@@ -323,6 +329,21 @@ def test_chat_goes_on_after_an_interrupted_answer(
     begun = oracle.text(prompt, 1)
     prompt += f" {begun.strip()}\n\n### Instruction: {SECOND}\n### Response:"
     assert (ended.code, ended.out) == (0, f"> {begun}\n> {reply(oracle, prompt)}\n> ")
+
+
+def test_chat_ends_where_the_context_is_full(command: Command, bundled: Path) -> None:
+    arguments = [*chat_arguments(bundled), "--context-length", 30]
+    ended = command(*arguments, stdin=f"{FIRST}\n{SECOND}\n{SECOND}\n")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == (
+        "error: the conversation fills the model's context; start a new one"
+    )
+
+
+def test_chat_input_that_is_no_text(command: Command, bundled: Path) -> None:
+    ended = command(*chat_arguments(bundled), stdin="tree\udcff\n")
+    assert (ended.code, ended.out) == (1, "> ")
+    assert "which is no Unicode text" in ended.err.splitlines()[-1]
 
 
 def test_chat_needs_a_template(command: Command, tiny: Folder) -> None:

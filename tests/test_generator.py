@@ -27,7 +27,7 @@ from tests.tiny_models import greedy_tokens, load_plain
 Folder = Callable[[str], Path]
 
 # Threads that should have ended long before are taken for hung.
-PATIENCE_S = 120
+PATIENCE_S = 60
 PROMPT = "Once upon a time there was a little dog named"
 # With a draft and a few slots only, so that experts are fetched all along.
 SCARCE = 900 << 10
@@ -430,6 +430,28 @@ def test_an_interrupt_while_memory_is_laid_out(
     subject.generator.close()
 
 
+def test_memory_that_is_not_to_be_had(
+    tiny: Folder, plain_small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer context that cannot be allocated leaves the shorter one in use."""
+    allocate = KVCache.__init__
+
+    def limited(cache: KVCache, *args: Any, **kwargs: Any) -> None:
+        if args[2] > 64:
+            raise MemoryError
+        allocate(cache, *args, **kwargs)
+
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    monkeypatch.setattr(KVCache, "__init__", limited)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            subject.generator.generate([1, 2, 3], max_new_tokens=80)
+        subject.check_ready()
+    monkeypatch.undo()
+    subject.check_ready([4] * 60, 20)
+    subject.generator.close()
+
+
 def test_a_damaged_read_leaves_it_ready(small: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise SpeqError("the disk is gone")
@@ -461,21 +483,27 @@ def test_two_threads_queue(small: Subject) -> None:
     small.check_ready()
 
 
-def test_a_thread_does_not_wait_for_itself(small: Subject) -> None:
-    wanted = small.wanted([1, 2, 3], 12)
-    stream = small.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
-    got = [next(stream).id for _ in range(4)]
-    for attempt in (
-        lambda: small.generator.generate([4, 5], max_new_tokens=2),
-        lambda: next(small.generator.stream([4, 5], max_new_tokens=2)),
-        lambda: small.generator.reserve(100),
-        lambda: small.generator.close(),
-    ):
-        with pytest.raises(SpeqError, match="still reading an earlier stream"):
-            attempt()
-    # The open stream took no harm.
-    assert got + [token.id for token in stream] == wanted
-    small.check_ready()
+def test_a_thread_does_not_wait_for_itself(tiny: Folder, plain_small: Any) -> None:
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    generator = subject.generator
+
+    def work() -> None:
+        stream = generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+        got = [next(stream).id for _ in range(4)]
+        for attempt in (
+            lambda: generator.generate([4, 5], max_new_tokens=2),
+            lambda: next(generator.stream([4, 5], max_new_tokens=2)),
+            lambda: generator.reserve(100),
+            lambda: generator.close(),
+        ):
+            with pytest.raises(SpeqError, match="still reading an earlier stream"):
+                attempt()
+        # The open stream took no harm.
+        assert got + [token.id for token in stream] == subject.wanted([1, 2, 3], 12)
+        subject.check_ready()
+
+    run_threads(work)
+    generator.close()
 
 
 def test_others_wait_for_an_open_stream(small: Subject) -> None:
@@ -512,20 +540,21 @@ def test_a_stream_whose_thread_is_gone(small: Subject) -> None:
     small.check_ready()
 
 
-def test_a_stream_handed_to_another_thread(small: Subject) -> None:
-    wanted = small.wanted([1, 2, 3], 12)
-    stream = small.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+def test_a_stream_handed_to_another_thread(tiny: Folder, plain_small: Any) -> None:
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    stream = subject.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
     got = [next(stream).id]
 
     def read_on() -> None:
         got.append(next(stream).id)
         with pytest.raises(SpeqError, match="still reading an earlier stream"):
-            small.generator.generate([4, 5], max_new_tokens=2)
+            subject.generator.generate([4, 5], max_new_tokens=2)
         got.extend(token.id for token in stream)
 
     run_threads(read_on)
-    assert got == wanted
-    small.check_ready()
+    assert got == subject.wanted([1, 2, 3], 12)
+    subject.check_ready()
+    subject.generator.close()
 
 
 def test_a_closed_generator_says_so(tiny: Folder) -> None:

@@ -24,6 +24,6 @@ def test_records_are_the_stores(
     for at in (count - 1, 0, count // 2):
         layer, expert = divmod(at, store.num_experts)
         slot = torch.full((store.codec.record_bytes,), 255, dtype=torch.uint8)
-        tier.fetch(layer, expert, slot)
+        tier.read(layer, expert, slot)
         store.read(layer, expert, expected)
         assert torch.equal(slot, expected)

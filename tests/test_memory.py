@@ -18,6 +18,7 @@ def workspace(rows: int, context: int) -> int:
 
 DEMAND = Demand(
     non_expert_bytes=100_000,
+    loading_bytes=0,
     draft_bytes=80_000,
     kv_bytes_per_token=50,
     record_bytes=9_000,
@@ -40,6 +41,7 @@ def demands(count: int) -> list[tuple[Demand, int]]:
 
         demand = Demand(
             non_expert_bytes=rng.randint(1, 2_000_000),
+            loading_bytes=0,
             draft_bytes=rng.choice([0, rng.randint(1, 1_000_000)]),
             kv_bytes_per_token=rng.randint(1, 300),
             record_bytes=rng.randint(1, 50_000),
@@ -169,9 +171,17 @@ def test_error_names_the_items() -> None:
     needed = 100_000 + 100 * 50 + workspace(16, 100) + 2 * 9_000
     assert str(caught.value) == (
         "memory budget 1 KiB is too small for a context of 100 tokens: it takes non expert "
-        "weights 97.7 KiB, kv cache 4.88 KiB, workspace 2.95 KiB, slots 17.6 KiB (two slots); "
+        "weights 97.7 KiB, kv cache 4.88 KiB, workspace 2.95 KiB, slots 17.6 KiB (at the least); "
         f"the smallest workable budget is {needed} bytes (123 KiB), or less with a shorter context"
     )
+
+
+def test_loading_in_another_dtype_must_fit() -> None:
+    """Both copies of the weights exist for a moment, before anything else is laid out."""
+    demand = replace(DEMAND, loading_bytes=50_000)
+    with pytest.raises(SpeqError, match=r"and loading .* 146 KiB .*budget is 150000 bytes"):
+        plan(demand, 149_999, 100)
+    assert plan(demand, 150_000, 100) == plan(DEMAND, 150_000, 100)
 
 
 def test_longer_context_takes_from_the_slots() -> None:

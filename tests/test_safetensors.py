@@ -20,6 +20,7 @@ from speq.int4 import Int4Arena, Int4Layout
 from speq.models.families import family_of
 from speq.models.shape import hf_config, shape_of
 from speq.store import draft_file
+from speq.store.atomic_file import replacing
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import SafetensorsExpertStore, expert_record, is_expert_tensor
 from speq.store.safetensors_file import DTYPES, SafetensorsFile
@@ -391,7 +392,7 @@ def test_failed_replacement_leaves_things_as_they_were(
         path.write_bytes(existing)
 
     def fail() -> None:
-        with draft_file.replacing(path) as file:
+        with replacing(path) as file:
             file.write(b"half of the new")
             file.flush()
             assert path.exists() == (existing is not None)
@@ -406,7 +407,7 @@ def test_failed_replacement_leaves_things_as_they_were(
 def test_replacement_takes_the_files_place(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"older content, longer than the new")
-    with draft_file.replacing(path) as file:
+    with replacing(path) as file:
         file.write(b"new")
     assert path.read_bytes() == b"new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

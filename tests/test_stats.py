@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from speq.stats import EVENTFUL_STEPS, Event, Recorder, RunStats, StepStats, ratio
+from speq.stats import MAX_EVENTS, Event, Recorder, RunStats, StepStats, ratio
 
 
 class Clock:
@@ -251,14 +251,15 @@ def test_acceptance_rate_of_nothing_accepted_is_zero() -> None:
 
 def test_events_of_old_steps_are_dropped() -> None:
     stats = run_of([])
-    extra = 3
-    for at in range(EVENTFUL_STEPS + extra):
+    each = 100
+    fitting, extra = MAX_EVENTS // each, 3
+    for at in range(fitting + extra):
         step = StepStats("decode", emitted=1, moved_bytes=2, start_s=at, end_s=at + 0.5)
-        step.events.append(Event("layer", at, at + 0.5))
+        step.events += [Event("layer", at, at + 0.5)] * each
         stats.record(step)
-    kept = [bool(step.events) for step in stats.steps]
-    assert kept == [False] * extra + [True] * EVENTFUL_STEPS
+    kept = [len(step.events) for step in stats.steps]
+    assert kept == [0] * extra + [each] * fitting
     figures = stats.summary()
-    assert figures["steps"] == EVENTFUL_STEPS + extra
-    assert figures["moved_bytes"] == 2 * (EVENTFUL_STEPS + extra)
+    assert figures["steps"] == fitting + extra
+    assert figures["moved_bytes"] == 2 * (fitting + extra)
     assert figures["tpot_ms"] == pytest.approx(500)

@@ -8,7 +8,7 @@ import torch
 
 from speq import Generator
 from speq.config import SamplingParams
-from speq.drafters.drafter import OnRoute
+from speq.layers.draft_experts import OnRoute
 from speq.sequence import Draft, Sequence
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain
 

@@ -50,6 +50,7 @@ def generate(
     generator = opt.load_generator(
         model,
         memory_budget,
+        first_request=(prompt, max_new_tokens),
         device=device,
         dtype=dtype,
         context_length=context_length,

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from speq.drafters.drafter import OnRoute
-from speq.layers.draft_experts import DraftExperts
+from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.sampling import distribution, draw, greedy
@@ -34,7 +33,7 @@ class SelfDraft:
                 logits = self._model.score(self._bank, self._cache, [last]).logits
                 self._cache.advance(1)
                 written += 1
-                if logits.isnan().any():  # damaged codes must not end what needs no draft
+                if not logits.isfinite().all():  # damaged codes must not end what needs no draft
                     break
                 if sequence.sampling.greedy:
                     tokens += greedy(logits)
@@ -43,5 +42,6 @@ class SelfDraft:
                     tokens.append(draw(probs[-1], sequence.rng))
         finally:
             self._cache.rewind(written)
+            self._bank.begin(0, None)
         parents = list(range(len(tokens)))
         return Draft(tokens, parents, torch.stack(probs) if probs else None)

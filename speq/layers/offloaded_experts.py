@@ -47,4 +47,5 @@ class OffloadedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         assert self.switch.bank is not None, "no bank was chosen for this pass"
         route = Route(topk_ids, topk_weights, self._router_logits)
+        self._router_logits = None
         return self.switch.bank(self.layer, hidden_states, route)

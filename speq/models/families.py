@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from torch import nn
 
 from speq.errors import SpeqError
 from speq.layers.offloaded_experts import OffloadedExperts
+
+# transformers' modules are shared by all threads: two at a time would leave ours behind.
+_PATCHING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,13 @@ class Family:
         """Models built inside the block have OffloadedExperts for experts."""
         name = f"transformers.models.{self.model_type}.modeling_{self.model_type}"
         module = importlib.import_module(name)
-        original = getattr(module, self.experts_class)
-        setattr(module, self.experts_class, OffloadedExperts)
-        try:
-            yield
-        finally:
-            setattr(module, self.experts_class, original)
+        with _PATCHING:
+            original = getattr(module, self.experts_class)
+            setattr(module, self.experts_class, OffloadedExperts)
+            try:
+                yield
+            finally:
+                setattr(module, self.experts_class, original)
 
     def moe_blocks(self, model: nn.Module) -> dict[int, nn.Module]:
         """Blocks that have routed experts, by model layer."""

@@ -80,9 +80,12 @@ class KVCache(Cache):
             ]
         )
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
     @property
     def nbytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def clear(self) -> None:
         for row in range(len(self.lengths)):

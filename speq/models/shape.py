@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from speq.errors import SpeqError
 from speq.models.families import Family
-from speq.reference import ACTIVATIONS
+from speq.ops import ACTIVATIONS
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import ExpertLayout
 
@@ -21,12 +21,17 @@ DTYPES = {
 }
 
 
+# What one logit takes on its way to a probability: float32 copies, and a sort for top-p.
+LOGIT_TRANSIENT_BYTES = 36
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of everything but the experts' words.
 
     kv_shapes         (heads, width) of the cached keys and of the cached values, per layer
     attention_width   elements one cached token takes where attention expands it to all heads
+    score_heads       heads whose scores exist whole, [rows, context] each, in one layer at a time
     resident_weights  parameters outside the experts, held in the compute dtype
     buffer_bytes      what is held beside them in a dtype of its own
     max_context       tokens the model can attend over
@@ -42,6 +47,7 @@ class ModelShape:
     query_width: int
     kv_shapes: tuple[tuple[int, int], tuple[int, int]]
     attention_width: int
+    score_heads: int
     resident_weights: int
     buffer_bytes: int
     max_context: int
@@ -69,12 +75,16 @@ class ModelShape:
         per_row = 8 * self.hidden_size + 4 * self.query_width + 4 * self.dense_width
         per_row += 4 * experts.expert_width + 2 * self.top_k * self.hidden_size
         attention = self.attention_width * context + rows * context
+        scores = 2 * self.score_heads * rows * context * max(size, 4)
+        if self.score_heads and size < 4:
+            scores += 2 * self.attention_width * context * 4  # and its inputs widened
+        routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         one_expert = 3 * experts.hidden_size * experts.expert_width
         activations = (rows * per_row + attention + one_expert) * size
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
         masks = 3 * rows * context
-        logits = scored * self.vocab_size * (size + 4 * 4)
-        return activations + widened + masks + logits
+        logits = scored * self.vocab_size * (size + LOGIT_TRANSIENT_BYTES)
+        return activations + scores + widened + masks + routes + logits
 
 
 def hf_config(checkpoint: Checkpoint) -> Any:
@@ -122,12 +132,15 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
         # kv_b_proj's output, the keys built from it and the values, all of them expanded.
         attention_width = heads * (2 * key_width + 2 * config.v_head_dim)
+        # torch has no flash attention on the CPU for values narrower than keys.
+        score_heads = 0 if key_width == config.v_head_dim else heads
     else:
         key_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_shapes = ((config.num_key_value_heads, key_width),) * 2
         # Shared heads are repeated for all queries; heads of one's own are read where they lie.
         repeated = config.num_key_value_heads != heads
         attention_width = heads * 2 * key_width if repeated else 0
+        score_heads = 0
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
     return ModelShape(
         experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width),
@@ -140,6 +153,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         query_width=heads * key_width,
         kv_shapes=kv_shapes,
         attention_width=attention_width,
+        score_heads=score_heads,
         resident_weights=sum(p.numel() for p in model.parameters()),
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
         max_context=max_context(config, where),

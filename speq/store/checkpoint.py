@@ -78,6 +78,11 @@ class Checkpoint:
                 f"{path} is quantised ({method}); give the original 16- or 32-bit checkpoint, "
                 "whose output is the one to reproduce"
             )
+        if "transformers_weights" in self.config:
+            raise SpeqError(
+                f"{path / 'config.json'} names its weights in transformers_weights, which is not "
+                f"supported; give a folder with {SINGLE} or {INDEX}, and without that field"
+            )
         self.files: dict[str, SafetensorsFile] = {}
         self.tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
         try:
@@ -106,7 +111,8 @@ class Checkpoint:
             self.tensors[name] = (file, info)
 
     def _weight_map(self) -> dict[str, str]:
-        if (self.path / INDEX).exists():
+        # Where there are both, the single file counts, as it does for transformers.
+        if (self.path / INDEX).exists() and not (self.path / SINGLE).is_file():
             names = read_json(self.path / INDEX).get("weight_map")
             if not isinstance(names, dict) or not names:
                 raise SpeqError(f"{self.path / INDEX} has no weight_map; download it again")

@@ -4,19 +4,19 @@ It lies beside the model, or in the user's cache folder where that cannot be wri
 that carries a digest of the weights and of the settings it was made with.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from speq.errors import SpeqError
 from speq.int4 import GROUP_SIZE, Int4Arena
+from speq.store.atomic_file import replacing
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import ExpertStore, expert_record
 from speq.store.safetensors_file import DTYPE_NAMES, SafetensorsFile
@@ -37,10 +37,10 @@ def digest_of(checkpoint: Checkpoint) -> str:
 def candidate_paths(checkpoint: Checkpoint) -> list[Path]:
     """Where a draft of this checkpoint may lie, the preferred place first."""
     name = f"draft-int4-rtn-{digest_of(checkpoint)}.safetensors"
-    return [
-        checkpoint.path / FOLDER / name,
-        Path.home() / ".cache" / "speq" / "drafts" / name,
-    ]
+    paths = [checkpoint.path / FOLDER / name]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        paths.append(Path.home() / ".cache" / "speq" / "drafts" / name)
+    return paths
 
 
 def load_or_make(
@@ -49,7 +49,7 @@ def load_or_make(
     """Fill `arena` from the draft on disk, or round the experts and keep the result."""
     paths = candidate_paths(checkpoint)
     for path in paths:
-        if path.exists():
+        if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
             try:
                 read(arena, path)
                 return
@@ -119,19 +119,3 @@ def write(arena: Int4Arena, path: Path) -> None:
         for part in arena.parts.values():
             for slot in part:
                 file.write(slot.cpu().contiguous().view(torch.uint8).numpy().data)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; it takes `path`'s place, flushed to the disk, when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -1,7 +1,7 @@
 """Exact experts on disk, as records that can be read one at a time."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +18,8 @@ EXPERT_NAME = re.compile(
     r"(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$"
 )
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# A file, an offset in it and a number of bytes.
+Range = tuple[SafetensorsFile, int, int]
 RECORD_ORDER = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -38,8 +40,6 @@ class ExpertStore(Protocol):
     def read(self, layer: int, expert: int, record: Tensor) -> None:
         """Fill `record` [record_bytes] uint8 on the CPU with one expert."""
 
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
@@ -49,13 +49,6 @@ class ExpertLayout:
     num_experts: int
     hidden_size: int
     expert_width: int
-
-
-@dataclass(slots=True)
-class _Ranges:
-    """Byte ranges of one expert's projections, in record order."""
-
-    parts: dict[str, tuple[SafetensorsFile, int, int]] = field(default_factory=dict)
 
 
 class SafetensorsExpertStore:
@@ -73,7 +66,7 @@ class SafetensorsExpertStore:
         width, hidden = layout.expert_width, layout.hidden_size
         wanted = {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
         wanted["down_proj"] = (hidden, width)
-        found: dict[tuple[int, int], _Ranges] = {}
+        found: dict[tuple[int, int], dict[str, Range]] = {}
         for name, (file, info) in checkpoint.tensors.items():
             match = EXPERT_NAME.search(name)
             if match is None or int(match[1]) not in order:
@@ -85,8 +78,7 @@ class SafetensorsExpertStore:
                     f"and the other experts make it {shape.dtype} {list(wanted[projection])}"
                 )
             key = (order[int(match[1])], int(match[2]))
-            ranges = found.setdefault(key, _Ranges())
-            ranges.parts[projection] = (file, info.offset, info.nbytes)
+            found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
         self._parts = self._complete(found, checkpoint, layout)
 
     @staticmethod
@@ -101,14 +93,14 @@ class SafetensorsExpertStore:
 
     def _complete(
         self,
-        found: dict[tuple[int, int], _Ranges],
+        found: dict[tuple[int, int], dict[str, Range]],
         checkpoint: Checkpoint,
         layout: ExpertLayout,
-    ) -> list[list[tuple[SafetensorsFile, int, int]]]:
+    ) -> list[list[Range]]:
         records = []
         for layer in range(self.num_layers):
             for expert in range(self.num_experts):
-                parts = found.get((layer, expert), _Ranges()).parts
+                parts = found.get((layer, expert), {})
                 for projection in RECORD_ORDER:
                     if projection not in parts:
                         raise SpeqError(
@@ -128,9 +120,6 @@ class SafetensorsExpertStore:
         for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
             file.read_into(offset, record[at : at + nbytes])
             at += nbytes
-
-    def close(self) -> None:
-        """The files belong to the checkpoint."""
 
 
 def expert_record(store: ExpertStore) -> Tensor:

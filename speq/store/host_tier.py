@@ -6,29 +6,36 @@ experts, they stay on disk and pass through one pinned record: slower, and said 
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from speq.config import format_bytes
-from speq.store.expert_store import ExpertStore, expert_record
+from speq.store.codec import ExpertCodec
+from speq.store.expert_store import ExpertStore
 
 logger = logging.getLogger("speq")
 
 # Share of the host's free memory that experts may take.
 HOST_SHARE = 0.8
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Host memory that can be had without swapping."""
+    """Host memory that can be had without swapping, within the limit of a container if any."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+            free = min(free, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass  # not Linux, or no such limit
+    return free
 
 
 class HostTier:
@@ -51,20 +58,30 @@ class HostTier:
                 format_bytes(needed),
             )
         rows = count if self.resident else 1
-        self._records = torch.empty(
-            rows, store.codec.record_bytes, dtype=torch.uint8, pin_memory=pin
-        )
-        if self.resident:
-            record = expert_record(store)
-            for at in range(count):
-                store.read(*divmod(at, store.num_experts), record)
-                self._records[at].copy_(record)
+        self._records = torch.empty(rows, store.codec.record_bytes, dtype=torch.uint8)
+        self._pinned = pin
+        if pin:
+            # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
+            cudart = torch.cuda.cudart()
+            torch.cuda.check_error(
+                cudart.cudaHostRegister(self._records.data_ptr(), self._records.nbytes, 0)
+            )
+        for at in range(count if self.resident else 0):
+            store.read(*divmod(at, store.num_experts), self._records[at])
 
-    def fetch(self, layer: int, expert: int, slot: Tensor) -> None:
-        """Fill `slot` [record_bytes] uint8 on the device; it is there on return."""
-        if self.resident:
-            record = self._records[layer * self._store.num_experts + expert]
-        else:
-            record = self._records[0]
-            self._store.read(layer, expert, record)
-        slot.copy_(record)
+    @property
+    def codec(self) -> ExpertCodec:
+        return self._store.codec
+
+    def read(self, layer: int, expert: int, record: Tensor) -> None:
+        """Fill `record` [record_bytes] uint8 on the device; it is there on return."""
+        at = layer * self._store.num_experts + expert if self.resident else 0
+        if not self.resident:
+            self._store.read(layer, expert, self._records[at])
+        record.copy_(self._records[at])
+
+    def close(self) -> None:
+        """Unlock the memory."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._records.data_ptr())
+            self._pinned = False

@@ -6,6 +6,7 @@ Ranges are read with `pread`, and the pages are dropped again, so that a file is
 memory nor quietly cached by the operating system.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -94,7 +95,8 @@ class SafetensorsFile:
     def read_into(self, offset: int, out: Tensor) -> None:
         """Fill `out`, a contiguous uint8 CPU tensor, with the bytes from `offset` on."""
         assert out.dtype == torch.uint8 and out.is_contiguous() and out.device.type == "cpu"
-        view = out.numpy().data.cast("B")
+        # Not out.numpy(), which would for ever keep the storage from being given back.
+        view = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
         done = 0
         while done < len(view):
             try:
