@@ -9,8 +9,8 @@ from speq.errors import SpeqError
 MIN_SLOTS = 2
 MIN_CHUNK = 16
 MAX_CHUNK = 512
-# Prompts are run in the longest chunks whose activations take no more than this share, and leave
-# room for the fewest slots.
+# Prompts are run in the longest chunks whose activations take no more than this share, or than what
+# all slots would leave, and leave room for the fewest slots.
 WORKSPACE_SHARE = 1 / 16
 
 
@@ -69,7 +69,8 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
             "kv_cache": context * demand.kv_bytes_per_token,
         }
         room = budget - sum(items.values()) - fewest * demand.record_bytes
-        chunk = _chunk(demand, min(room, budget * WORKSPACE_SHARE), context)
+        spare = room - (demand.num_experts - fewest) * demand.record_bytes
+        chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)
         items["workspace"] = demand.workspace(chunk, context)
         slots = min((budget - sum(items.values())) // demand.record_bytes, demand.num_experts)
         if slots >= fewest and loading <= budget:

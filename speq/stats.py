@@ -146,7 +146,7 @@ class RunStats:
             "tpot_ms": ratio(decode_s * 1e3, total("emitted")),
             "steps": len(decode),
             "draft_length_mean": ratio(total("draft_length"), len(decode)),
-            "accept_length_mean": ratio(total("accepted") + len(decode), len(decode)),
+            "accept_length_mean": ratio(total("emitted"), len(decode)),
             "acceptance_rate": ratio(total("accepted", drafting), total("draft_length", drafting)),
             "route_recall": ratio(total("named"), total("choices")),
             "hit_rate": ratio(total("hits"), total("requests")),

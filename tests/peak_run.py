@@ -8,10 +8,13 @@ from speq import Generator
 
 
 def main() -> None:
-    model, budget, draft_length, prompt_tokens, new_tokens = sys.argv[1:]
-    generator = Generator.from_pretrained(model, budget, draft_length=int(draft_length))
-    prompt = [(17 * i) % 250 for i in range(int(prompt_tokens))]
-    generator.generate(prompt, max_new_tokens=int(new_tokens), ignore_eos=True)
+    model, budget, draft_length, dtype, prompts = sys.argv[1:]
+    generator = Generator.from_pretrained(
+        model, budget, dtype=dtype, draft_length=int(draft_length)
+    )
+    for tokens in map(int, prompts.split(",")):
+        prompt = [(17 * i) % 250 for i in range(tokens)]
+        generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
     items = generator.runtime.plan.items
     # Not getrusage: its peak is that of the process this one was forked from, if that was larger.
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())

@@ -1,5 +1,6 @@
 """The `speq` command: what goes to stdout, what to stderr, and how it ends."""
 
+import errno
 import io
 import json
 import os
@@ -246,21 +247,22 @@ def test_generate_writes_nothing_before_a_refusal(command: Command, tiny: Folder
     assert "error: the prompt and max_new_tokens need a context of 513 tokens" in ended.err
 
 
+@pytest.mark.parametrize("name", ["generate", "chat"])
 def test_a_full_disk_behind_stdout(
-    command: Command, tiny: Folder, monkeypatch: pytest.MonkeyPatch
+    name: str, command: Command, bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What breaks the loop over a stream must not leave the generator waiting for it."""
 
     class Full(io.StringIO):
         def flush(self) -> None:
-            raise OSError(28, "No space left on device")
+            if self.getvalue().strip("> "):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(sys, "stdout", Full())
-    given = ["--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB"]
+    given = chat_arguments(bundled) if name == "chat" else generate_arguments(bundled)
     finished: list[Ended] = []
     thread = threading.Thread(
-        target=lambda: finished.append(command("generate", *given, "--max-new-tokens", 8)),
-        daemon=True,
+        target=lambda: finished.append(command(*given, stdin=f"{FIRST}\n")), daemon=True
     )
     thread.start()
     thread.join(PATIENCE_S)

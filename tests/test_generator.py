@@ -21,6 +21,7 @@ from speq import Generator, SpeqError, Token, ops
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
+from speq.scheduler.expert_cache import ExpertCache
 from speq.store.expert_store import SafetensorsExpertStore
 from tests.tiny_models import greedy_tokens, load_plain
 
@@ -376,8 +377,10 @@ def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) 
         (SafetensorsExpertStore, "read", {"prefill", "decode"}),
         (ops, "moe_grouped", {"prefill", "decode"}),
         (ops, "moe_int4", {"decode"}),
+        (ExpertCache, "claim", {"prefill", "decode"}),
+        (ExpertCache, "publish", {"prefill", "decode"}),
     ],
-    ids=["pass", "fetch", "exact experts", "draft experts"],
+    ids=["pass", "fetch", "exact experts", "draft experts", "claim", "publish"],
 )
 def test_an_interrupt_leaves_it_ready(
     small: Subject,

@@ -21,9 +21,12 @@ class Peak:
     draft_bytes: int
 
 
-def peak_of(model: Path, budget: str, draft_length: int) -> Peak:
-    command = [sys.executable, "-m", "tests.peak_run", str(model), budget, str(draft_length)]
-    run = subprocess.run([*command, "300", "24"], cwd=ROOT, capture_output=True, text=True)
+def peak_of(
+    model: Path, budget: str, draft_length: int, dtype: str = "auto", prompts: str = "300"
+) -> Peak:
+    options = [str(model), budget, str(draft_length), dtype, prompts]
+    command = [sys.executable, "-m", "tests.peak_run", *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return Peak(*map(int, run.stdout.split()))
 
@@ -54,6 +57,28 @@ def test_peak_stays_within_budget(large: Path, budget: str, draft_length: int) -
     assert experts > 3 * peak.slots_bytes
     assert experts > allowed
     assert peak.resident_bytes <= allowed
+
+
+def test_peak_of_loading_in_another_dtype(tmp_path: Path) -> None:
+    """Both copies of the weights outside the experts count while they exist."""
+    model = write_model(
+        tmp_path / "model",
+        "qwen3_moe",
+        dtype=torch.bfloat16,
+        hidden_size=512,
+        vocab_size=100_000,
+    )
+    with pytest.raises(AssertionError, match="and loading in another dtype"):
+        peak_of(model, "500MiB", 0, "float32")
+    peak = peak_of(model, "620MiB", 0, "float32")
+    assert peak.resident_bytes <= (620 << 20) + PROCESS_BYTES
+
+
+def test_peak_of_a_context_that_grows(large: Path) -> None:
+    """Slots and KV cache are given back before they are laid out anew, draft or not."""
+    peak = peak_of(large, "512MiB", 3, "auto", "40,200,420")
+    assert peak.slots_bytes > PROCESS_BYTES / 4
+    assert peak.resident_bytes <= (512 << 20) + PROCESS_BYTES
 
 
 def test_what_a_process_takes_without_a_model(tmp_path: Path) -> None:

@@ -301,3 +301,18 @@ def test_bundled_tokenizer_splits_characters() -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     ids = tokenizer(TEXTS[3])["input_ids"]
     assert any("\ufffd" in decode(tokenizer, [token_id]) for token_id in ids)
+
+
+def test_text_that_goes_on_keeps_its_first_space() -> None:
+    """Some tokenizers put a space before each word, and drop it where a text begins."""
+    words = {"\u2581a": 0, "\u2581dog": 1, "\u2581runs": 2}
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="\u2581a"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert fast.decode([0, 1, 2]) == "a dog runs"
+    going_on = TextStream(fast, context_ids=[0, 1])
+    assert going_on.feed(2) + going_on.finish() == " runs"
+    beginning = TextStream(fast)
+    assert beginning.feed(2) + beginning.finish() == "runs"

@@ -77,7 +77,7 @@ class ModelShape:
         attention = self.attention_width * context + rows * context
         scores = 2 * self.score_heads * rows * context * max(size, 4)
         if self.score_heads and size < 4:
-            scores += 2 * self.attention_width * context * 4  # and its inputs widened
+            scores += self.attention_width // 2 * context * 4  # keys and values, widened
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         one_expert = 3 * experts.hidden_size * experts.expert_width
         activations = (rows * per_row + attention + one_expert) * size
