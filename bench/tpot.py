@@ -70,7 +70,12 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         for pair in rotated:
             samples[pair] += measure(model, settings, *pair, prompts)
     rows = [summarise(budget, length, samples[budget, length]) for budget, length in pairs]
-    report = Report("tpot", model, asdict(settings) | {"prompts": str(settings.prompts)}, rows)
+    report = Report(
+        "tpot",
+        model,
+        asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)},
+        rows,
+    )
     if json_file is not None:
         report.write(json_file)
     return report
