@@ -16,13 +16,11 @@ class Draft:
     parents    node of each token's parent; a chain is 0, 1, 2, ...
     probs      [N, V] or None: row i is the distribution `token_ids[i]` was drawn from; siblings
                are independent draws from one row. None: the proposals were certain.
-    reason     why this many were drafted
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: Tensor | None = None
-    reason: str = ""
 
     @property
     def nodes(self) -> int:
