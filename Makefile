@@ -12,7 +12,8 @@ OUT ?= build/gpu
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc -type f)
+NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
 .PHONY: setup demo test test-full lint format gpu clean
 
@@ -49,14 +50,14 @@ test-full: lint
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cpp')
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	@rm -rf build/typed && $(BIN)/python setup.py -q build_py --build-lib build/typed 2>/dev/null
 	$(BIN)/mypy --config-file pyproject.toml build/typed/speq tools
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc -name '*.h' -o -name '*.cpp')
+	$(BIN)/clang-format -i $(NATIVE)
 
 # No network and no venv of ours: the machine's own torch and transformers are what is measured.
 gpu:

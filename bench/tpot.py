@@ -52,6 +52,7 @@ class Settings:
     rounds: int
     device: str
     dtype: str
+    draft_kernel: str
 
 
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
@@ -62,7 +63,13 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     pairs = [(budget, length) for budget in settings.budgets for length in settings.draft_lengths]
     for budget, length in pairs:
-        RunConfig.of(budget, length, device=settings.device, dtype=settings.dtype)
+        RunConfig.of(
+            budget,
+            length,
+            device=settings.device,
+            dtype=settings.dtype,
+            draft_kernel=settings.draft_kernel,
+        )
 
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
     for turn in range(settings.rounds):
@@ -92,6 +99,7 @@ def measure(
         draft_length=length,
         device=settings.device,
         dtype=settings.dtype,
+        draft_kernel=settings.draft_kernel,
     )
     try:
         longest = max(len(generator.encode(prompt)) for prompt in prompts)

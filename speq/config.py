@@ -26,6 +26,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 CACHE_POLICIES = ("lru",)
 PREFETCH_MODES = ("none",)
+DRAFT_KERNELS = ("fused", "unfused")
 MAX_DRAFT_LENGTH = 64
 # The fixed length of `auto`, until a governor chooses it from measurements.
 DEFAULT_DRAFT_LENGTH = 4
@@ -88,6 +89,8 @@ class RunConfig:
     context_length  tokens the KV cache holds; None: what each request needs
     draft           "auto", "none", or the folder of a checkpoint whose rounded experts draft
     draft_length    tokens drafted per step; None: chosen by the governor
+    draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
+                    for each expert and projection
     """
 
     memory_budget: int
@@ -98,6 +101,7 @@ class RunConfig:
     draft_length: int | None = None
     cache_policy: str = "lru"
     prefetch: str = "none"
+    draft_kernel: str = "fused"
 
     @classmethod
     def of(
@@ -125,6 +129,7 @@ class RunConfig:
         checked_choice("dtype", config.dtype, DTYPES)
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
+        checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
         if config.draft == "":
             raise SpeqError("draft is empty; give auto, none or a folder")
         return config

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.ops import quantize_int4
+from speq.ops import Int4Bank, quantize_int4
 
 GROUP_SIZE = 128
 # Rows quantised at a time, so that float32 copies of a large expert never exist whole.
@@ -65,19 +65,19 @@ class Int4Arena:
             name: torch.empty(count, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in layout.shapes.items()
         }
-        self.base_slots = torch.arange(count).view(num_layers, num_experts)
+        self.base_slots = torch.arange(count, device=device).view(num_layers, num_experts)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def gate_up(self) -> tuple[Tensor, Tensor]:
-        return self.parts["gate_up_qweight"], self.parts["gate_up_scales"]
-
-    @property
-    def down(self) -> tuple[Tensor, Tensor]:
-        return self.parts["down_qweight"], self.parts["down_scales"]
+    def bank(self) -> Int4Bank:
+        """The experts as the kernels take them."""
+        return Int4Bank(
+            (self.parts["gate_up_qweight"], self.parts["gate_up_scales"]),
+            (self.parts["down_qweight"], self.parts["down_scales"]),
+        )
 
     def quantize_into(self, base_slot: int, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         """Round an exact expert (any float dtype, on the CPU) to nearest into a base slot."""

@@ -1,111 +1,94 @@
-"""The kernels as torch ops: schemas, checks, and the choice between native and reference.
+"""The kernels as their callers see them: arguments checked once, here, and outputs made.
 
-Each op is declared once, here. The reference is its default implementation on every device; a
-native library, where there is one, registers faster ones for its device and wins.
+What runs them is `speq.native`'s choice; what they compute is said in `speq.reference`.
 """
 
-import logging
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from speq import reference
-from speq.reference import ACTIVATIONS, combine, moe_grouped, quantize_int4
+from speq import native, reference
+from speq.reference import ACTIVATIONS, combine, quantize_int4
 
 __all__ = [
     "ACTIVATIONS",
-    "backend_of",
+    "Int4Bank",
     "combine",
+    "linear_int4",
     "moe_grouped",
     "moe_int4",
+    "moe_int4_unfused",
     "quantize_int4",
-    "unpack_int4",
+    "read_sum",
 ]
 
-logger = logging.getLogger("speq")
-
-NATIVE_LIBRARY = Path(__file__).parent / "libspeq_cpu.so"
-OPS = ("unpack_int4_out",)
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-_library = torch.library.Library("speq", "DEF")
-_library.define("unpack_int4_out(Tensor qweight, Tensor scales, Tensor(a!) out) -> ()")
-_library.impl("unpack_int4_out", reference.unpack_int4_out, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("speq::unpack_int4_out")
-def _(qweight: Tensor, scales: Tensor, out: Tensor) -> None:
-    return None
+EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Rows a CUDA kernel takes at a time: they all stay in registers while weights stream by.
+MAX_CUDA_ROWS = 16
 
 
-def load_native(path: Path = NATIVE_LIBRARY) -> str | None:
-    """Load the compiled kernels; the reason why not, where they cannot be."""
-    if not path.exists():
-        return f"{path} was not built"
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return f"{path} does not load: {error}"
-    return None
+@dataclass(frozen=True, slots=True)
+class Int4Bank:
+    """INT4 experts in N base slots; shapes are checked when it is made.
+
+    gate_up     (qweight [N, 2F, H / 2] uint8, scales [N, 2F, H / group_size] float16)
+    down        (qweight [N, H, F / 2] uint8, scales [N, H, F / group_size] float16)
+    input_perm  [N, H] int32 or None: the order of inputs that gate_up was packed in (desc_act).
+                For down, rows of gate_up are to be packed in the order that down wants.
+    """
+
+    gate_up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+    input_perm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        slots = self.gate_up[0].shape[0]
+        for name, pair in (("gate_up", self.gate_up), ("down", self.down)):
+            for part, tensor, dtype in zip(
+                ("qweight", "scales"), pair, (torch.uint8, torch.float16), strict=True
+            ):
+                _check(f"{name}_{part}", tensor, (slots, None, None), (dtype,), self.device)
+        width = self.gate_up[0].shape[1] // 2
+        hidden_size = self.down[0].shape[1]
+        _check_int4("gate_up", *self.gate_up, 2 * width, hidden_size)
+        _check_int4("down", *self.down, hidden_size, width)
+        if self.input_perm is not None:
+            shape = (slots, hidden_size)
+            _check("input_perm", self.input_perm, shape, (torch.int32,), self.device)
+            if not _is_index(self.input_perm, hidden_size):
+                raise ValueError(f"input_perm names inputs outside the {hidden_size} there are")
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up[0].device
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down[0].shape[1]
 
 
-NATIVE_MISSING = load_native()
-
-
-def backend_of(op: str, device: str) -> str:
-    """What runs `op` on "cpu" or "cuda": that name for a native kernel, else "reference"."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
-    native = torch._C._dispatch_has_kernel_for_dispatch_key(f"speq::{op}", key)
-    return device if native else "reference"
-
-
-def report_backends(device: str) -> None:
-    """Say which ops run on the slow reference, so that nobody takes it for our speed."""
-    slow = [op for op in OPS if backend_of(op, device) == "reference"]
-    if slow:
-        reason = NATIVE_MISSING or f"no native kernel for {device} yet"
-        logger.warning("slow reference kernels in use for %s (%s)", ", ".join(slow), reason)
-
-
-def unpack_int4(qweight: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Dequantise a symmetric INT4 matrix into `out`.
-
-    qweight  [N, K / 2] uint8, two codes per byte, low nibble first, zero point 8
-    scales   [N, K / group_size] float16
-    out      [N, K] float32, float64, bfloat16 or float16: code * scale, rounded once
+def linear_int4(
+    inputs: Tensor, qweight: Tensor, scales: Tensor, input_perm: Tensor | None = None
+) -> Tensor:
+    """`reference.linear_int4_out` into a new tensor [R, N] of inputs' dtype; shapes there.
 
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
     """
-    for name, tensor, dtypes in (
-        ("qweight", qweight, (torch.uint8,)),
-        ("scales", scales, (torch.float16,)),
-        ("out", out, FLOAT_DTYPES),
-    ):
-        if tensor.dim() != 2 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}; it "
-                "must be a contiguous matrix"
-            )
-        if tensor.dtype not in dtypes:
-            raise ValueError(
-                f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}"
-            )
-        if tensor.device != out.device:
-            raise ValueError(f"{name} is on {tensor.device} and out on {out.device}")
-    rows, columns = out.shape
-    if qweight.shape != (rows, columns // 2) or columns % 2:
-        raise ValueError(
-            f"qweight has shape {list(qweight.shape)}; for out {list(out.shape)} it must be "
-            f"[{rows}, {columns} / 2]"
-        )
-    groups = scales.shape[1]
-    if scales.shape[0] != rows or not groups or columns % groups or (columns // groups) % 2:
-        raise ValueError(
-            f"scales has shape {list(scales.shape)}; for out {list(out.shape)} it must be "
-            f"[{rows}, {columns} / group_size] with an even group_size"
-        )
-    torch.ops.speq.unpack_int4_out(qweight, scales, out)
+    device = inputs.device
+    _check("inputs", inputs, (None, None), FLOAT_DTYPES, device)
+    _check("qweight", qweight, (None, None), (torch.uint8,), device)
+    _check("scales", scales, (None, None), (torch.float16,), device)
+    _check_int4("", qweight, scales, qweight.shape[0], inputs.shape[1])
+    if input_perm is not None:
+        _check("input_perm", input_perm, (inputs.shape[1],), (torch.int32,), device)
+        if not _is_index(input_perm, inputs.shape[1]):
+            raise ValueError(f"input_perm names inputs outside the {inputs.shape[1]} there are")
+    out = inputs.new_empty(inputs.shape[0], qweight.shape[0])
+    for rows, target in _row_blocks(inputs, out):
+        native.call("linear_int4", rows, qweight, scales, input_perm, target)
+    return out
 
 
 def moe_int4(
@@ -113,11 +96,182 @@ def moe_int4(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    gate_up: tuple[Tensor, Tensor],
-    down: tuple[Tensor, Tensor],
+    bank: Int4Bank,
     activation: str,
 ) -> Tensor:
-    """`reference.moe_int4` over the native unpacking; shapes there."""
-    return reference.moe_int4(
-        hidden_states, topk_ids, topk_weights, base_slots, gate_up, down, activation, unpack_int4
+    """`reference.moe_int4_out` into a new tensor [T, H] of hidden_states' dtype; shapes there.
+
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
+    IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
+    """
+    device = hidden_states.device
+    _check("hidden_states", hidden_states, (None, bank.hidden_size), FLOAT_DTYPES, device)
+    _check_route(topk_ids, topk_weights, hidden_states)
+    _check("base_slots", base_slots, (None,), (torch.int64,), device)
+    if bank.device != device:
+        raise ValueError(f"the INT4 bank is on {bank.device} and hidden_states on {device}")
+    code = _activation_code(activation)
+    weights = topk_weights.float()
+    out = torch.empty_like(hidden_states)
+    for rows, ids, part, target in _row_blocks(hidden_states, topk_ids, weights, out):
+        native.call(
+            "moe_int4",
+            rows,
+            ids,
+            part,
+            base_slots,
+            *bank.gate_up,
+            *bank.down,
+            bank.input_perm,
+            code,
+            target,
+        )
+    return out
+
+
+def moe_int4_unfused(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    base_slots: Tensor,
+    bank: Int4Bank,
+    activation: str,
+) -> Tensor:
+    """`moe_int4`, but one `linear_int4` for each expert and projection.
+
+    The baseline of MoE-SpeQ's Figure 12 and of its ablation.
+    """
+    _check_route(topk_ids, topk_weights, hidden_states)
+    reference.check_ids("topk_ids", topk_ids, base_slots.shape[0], "experts of base_slots")
+    outputs = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1], dtype=torch.float32)
+    inputs = hidden_states.float()
+    for expert in topk_ids.unique().tolist():
+        slot = int(base_slots[expert])
+        rows, ranks = torch.where(topk_ids == expert)
+        perm = None if bank.input_perm is None else bank.input_perm[slot]
+        codes, scales = bank.gate_up
+        gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate) * up
+        codes, scales = bank.down
+        outputs[rows, ranks] = linear_int4(inner, codes[slot], scales[slot])
+    return combine(outputs, topk_weights, hidden_states.dtype)
+
+
+def moe_grouped(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference.moe_grouped_out`; shapes there. float64 rows, which only tests use, run on it.
+
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
+    IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
+    """
+    rows, hidden_size = hidden_states.shape
+    device = hidden_states.device
+    _check("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
+    _check("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    _check("slot_table", slot_table, (None,), (torch.int64,), device)
+    dtypes = FLOAT_DTYPES if hidden_states.dtype == torch.float64 else EXACT_DTYPES
+    _check("gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True)
+    slots, width = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2
+    _check(
+        "down_proj",
+        down_proj,
+        (slots, hidden_size, width),
+        (gate_up_proj.dtype,),
+        device,
+        strided=True,
     )
+    _check("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
+    code = _activation_code(activation)
+    if hidden_states.dtype == torch.float64 or (device.type == "cuda" and rows > MAX_CUDA_ROWS):
+        # Prompts on a GPU: many rows to an expert, which torch's own matrix products are for.
+        reference.moe_grouped_out(
+            hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, activation, out
+        )
+    else:
+        native.call(
+            "moe_grouped", hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, code, out
+        )
+
+
+def read_sum(words: Tensor) -> int:
+    """The sum of [N] int64 words, wrapped to 64 bits: a plain read of memory, for benchmarks."""
+    _check("words", words, (None,), (torch.int64,), words.device)
+    out = words.new_empty(1)
+    native.call("read_sum", words, out)
+    return int(out)
+
+
+def _row_blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Rows that a kernel takes at a time."""
+    if tensors[0].device.type != "cuda" or tensors[0].shape[0] <= MAX_CUDA_ROWS:
+        return [tensors]
+    return list(zip(*(tensor.split(MAX_CUDA_ROWS) for tensor in tensors), strict=True))
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    strided: bool = False,
+) -> None:
+    """Raise ValueError unless `tensor` is as wanted; None in shape is any size.
+
+    strided  whether the first dimension may have any stride, as slots of an arena do
+    """
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
+    given = tensor.shape
+    if len(given) != len(shape) or any(
+        wanted is not None and size != wanted for size, wanted in zip(given, shape, strict=True)
+    ):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(given)}; it must be [{sizes}]")
+    contiguous = tensor.is_contiguous()
+    if not contiguous and not (strided and (not len(tensor) or tensor[0].is_contiguous())):
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
+
+
+def _check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: int) -> None:
+    """Raise ValueError unless codes and scales describe matrices [..., rows, columns]."""
+    prefix = f"{name}_" if name else ""
+    if qweight.shape[-2:] != (rows, columns // 2) or columns % 2:
+        raise ValueError(
+            f"{prefix}qweight has shape {list(qweight.shape)}; of a matrix [{rows}, {columns}] it "
+            f"must be [{rows}, {columns} / 2]"
+        )
+    groups = scales.shape[-1]
+    if scales.shape[-2] != rows or not groups or columns % groups or (columns // groups) % 2:
+        raise ValueError(
+            f"{prefix}scales has shape {list(scales.shape)}; of a matrix [{rows}, {columns}] it "
+            f"must be [{rows}, {columns} / group_size] with an even group_size"
+        )
+
+
+def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) -> None:
+    rows, device = hidden_states.shape[0], hidden_states.device
+    _check("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    _check("topk_weights", topk_weights, tuple(topk_ids.shape), FLOAT_DTYPES, device)
+
+
+def _is_index(perm: Tensor, count: int) -> bool:
+    """Whether all of perm lies in [0, count)."""
+    return bool(((perm >= 0) & (perm < count)).all())
+
+
+def _activation_code(activation: str) -> int:
+    code = native.ACTIVATION_CODES.get(activation)
+    if code is None:
+        raise ValueError(f"activation {activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    return code

@@ -9,6 +9,12 @@ from torch.nn import functional as F
 
 INT4_ZERO_POINT = 8
 INT4_MAX = 7
+# The INT4 kernels round their inputs to INT8, so many neighbours to a scale.
+INT8_BLOCK = 32
+INT8_MAX = 127
+# Below it a block is zero: the inverse of its scale would overflow.
+INT8_SMALLEST = 1e-30
+# Rows dequantised at a time: a float32 copy of a whole expert would be larger than the expert.
 UNPACK_ROWS = 512
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,16 +43,97 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales
 
 
-def unpack_int4_out(qweight: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Dequantise into out [N, K]: code * scale, rounded once to out's dtype.
+def unpack_int4(qweight: Tensor, scales: Tensor) -> Tensor:
+    """Dequantise [N, K / 2] codes and [N, K / group_size] scales to [N, K] float32, exactly."""
+    codes = torch.stack([qweight & 0xF, qweight >> 4], dim=2).flatten(1)
+    values = (codes.float() - INT4_ZERO_POINT).unflatten(1, (scales.shape[1], -1))
+    return (values * scales.float().unsqueeze(2)).flatten(1)
 
-    Some rows at a time: float32 copies of a whole expert would be larger than the expert.
+
+def round_to_int8(inputs: Tensor) -> Tensor:
+    """Rows [R, K] as the INT4 kernels see them: INT8 codes times the float32 scale of their block.
+
+    A block is 32 columns, the last one perhaps fewer; its scale is its largest magnitude / 127. A
+    block with an infinity or a NaN in it is NaN throughout.
     """
-    for rows in zip(*(part.split(UNPACK_ROWS) for part in (qweight, scales, out)), strict=True):
-        packed, steps, target = rows
-        codes = torch.stack([packed & 0xF, packed >> 4], dim=2).flatten(1)
-        values = (codes.float() - INT4_ZERO_POINT).unflatten(1, (steps.shape[1], -1))
-        target.copy_((values * steps.float().unsqueeze(2)).flatten(1))
+    columns = inputs.shape[1]
+    blocks = F.pad(inputs.float(), (0, -columns % INT8_BLOCK)).unflatten(1, (-1, INT8_BLOCK))
+    largest = blocks.abs().amax(2, keepdim=True)
+    # Tensors on both sides: torch divides a number by a tensor in two roundings instead of one.
+    inverse = torch.full_like(largest, INT8_MAX) / largest
+    codes = (blocks * inverse).round().where(largest >= INT8_SMALLEST, 0)
+    scales = (largest / INT8_MAX).where(largest < torch.inf, torch.nan)
+    return (codes * scales).flatten(1)[:, :columns]
+
+
+def linear_int4_out(
+    inputs: Tensor, qweight: Tensor, scales: Tensor, input_perm: Tensor | None, out: Tensor
+) -> None:
+    """Multiply rows, rounded to INT8, by an INT4 matrix, into `out`.
+
+    inputs      [R, K], any float dtype; computed in float32
+    qweight     [N, K / 2] uint8, two codes per byte, low nibble first, zero point 8
+    scales      [N, K / group_size] float16
+    input_perm  [K] int32 or None: column c of the matrix is for input input_perm[c] (desc_act)
+    out         [R, N], any float dtype
+    """
+    rows = inputs.float()
+    if input_perm is not None:
+        rows = rows[:, input_perm.long()]
+    rows = round_to_int8(rows)
+    blocks = zip(
+        qweight.split(UNPACK_ROWS),
+        scales.split(UNPACK_ROWS),
+        out.split(UNPACK_ROWS, dim=1),
+        strict=True,
+    )
+    for codes, steps, target in blocks:
+        target.copy_(F.linear(rows, unpack_int4(codes, steps)))
+
+
+def moe_int4_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    base_slots: Tensor,
+    gate_up_qweight: Tensor,
+    gate_up_scales: Tensor,
+    down_qweight: Tensor,
+    down_scales: Tensor,
+    input_perm: Tensor | None,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """Run rows through INT4 experts and add them up (MoE-SpeQ 3.4.3).
+
+    hidden_states  [T, H]; topk_ids [T, K] int64, topk_weights [T, K] float32
+    base_slots     [E] int64: where each expert's codes lie
+    gate_up_*      qweight [N, 2F, H / 2] and scales [N, 2F, H / group_size] of N base slots
+    down_*         qweight [N, H, F / 2] and scales [N, H, F / group_size]
+    input_perm     [N, H] int32 or None: the order of inputs that gate_up was packed in. (down's
+                   order is no argument: rows of gate_up are packed in it.)
+    out            [T, H]; accumulated in float32, over the places of a route in their order
+
+    Raises IndexError where an id names no expert, or its base slot does not exist.
+    """
+    num_rows, top_k = topk_ids.shape
+    check_ids("topk_ids", topk_ids, base_slots.shape[0], "experts of base_slots")
+    outputs = torch.empty(num_rows, top_k, out.shape[1], device=out.device)
+    for expert in topk_ids.unique().tolist():
+        slot = int(base_slots[expert])
+        check_ids("base_slots", base_slots[expert], gate_up_qweight.shape[0], "base slots")
+        rows, ranks = torch.where(topk_ids == expert)
+        gate_up = outputs.new_empty(len(rows), gate_up_qweight.shape[1])
+        perm = None if input_perm is None else input_perm[slot]
+        linear_int4_out(
+            hidden_states[rows], gate_up_qweight[slot], gate_up_scales[slot], perm, gate_up
+        )
+        gate, up = gate_up.chunk(2, dim=-1)
+        down = outputs.new_empty(len(rows), out.shape[1])
+        inner = ACTIVATIONS[activation](gate) * up
+        linear_int4_out(inner, down_qweight[slot], down_scales[slot], None, down)
+        outputs[rows, ranks] = down
+    out.copy_(combine(outputs, topk_weights, out.dtype))
 
 
 def swiglu(
@@ -57,7 +144,7 @@ def swiglu(
     return F.linear(ACTIVATIONS[activation](gate) * up, down_proj)
 
 
-def moe_grouped(
+def moe_grouped_out(
     hidden_states: Tensor,
     topk_ids: Tensor,
     slot_table: Tensor,
@@ -75,11 +162,18 @@ def moe_grouped(
     down_proj      [S, H, F]  that of hidden_states
     out            [T, K, H]: row (t, j) is the unweighted output of expert topk_ids[t, j]; rows
                    whose expert is in no slot are left as they are
+
+    Each product is accumulated in float32 at least, and rounded to the dtype of hidden_states
+    where transformers rounds: after each projection, the activation and the product with `up`.
+
+    Raises IndexError where an id names no expert, or its slot does not exist.
     """
+    check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     for expert in topk_ids.unique().tolist():
         slot = int(slot_table[expert])
         if slot < 0:
             continue
+        check_ids("slot_table", slot_table[expert], gate_up_proj.shape[0], "slots")
         rows, ranks = torch.where(topk_ids == expert)
         inputs = hidden_states[rows]
         gate_up = gate_up_proj[slot].to(inputs.dtype)
@@ -96,33 +190,14 @@ def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor
     return (outputs.to(wide) * topk_weights.to(wide).unsqueeze(2)).sum(1).to(dtype)
 
 
-def moe_int4(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    base_slots: Tensor,
-    gate_up: tuple[Tensor, Tensor],
-    down: tuple[Tensor, Tensor],
-    activation: str,
-    unpack: Callable[[Tensor, Tensor, Tensor], None] = unpack_int4_out,
-) -> Tensor:
-    """Run rows through INT4 experts, one dequantising product per expert and projection.
+def read_sum_out(words: Tensor, out: Tensor) -> None:
+    """Read words [N] int64 and put their sum, wrapped to 64 bits, into out [1]: a plain read of
+    memory, to measure the others against."""
+    out.copy_(words.sum())
 
-    hidden_states  [T, H]; topk_ids, topk_weights [T, K]
-    base_slots     [E] int64: where each expert's codes lie
-    gate_up, down  (qweight, scales): [N, 2F, H / 2], [N, 2F, H / g]; [N, H, F / 2], [N, H, F / g]
-    returns        [T, H]
-    """
-    num_rows, top_k = topk_ids.shape
-    outputs = hidden_states.new_empty(num_rows, top_k, hidden_states.shape[1])
-    matrices = [
-        hidden_states.new_empty(qweight.shape[1], 2 * qweight.shape[2])
-        for qweight, _ in (gate_up, down)
-    ]
-    for expert in topk_ids.unique().tolist():
-        slot = int(base_slots[expert])
-        for (qweight, scales), matrix in zip((gate_up, down), matrices, strict=True):
-            unpack(qweight[slot], scales[slot], matrix)
-        rows, ranks = torch.where(topk_ids == expert)
-        outputs[rows, ranks] = swiglu(hidden_states[rows], matrices[0], matrices[1], activation)
-    return combine(outputs, topk_weights, hidden_states.dtype)
+
+def check_ids(name: str, ids: Tensor, count: int, what: str) -> None:
+    """Raise an IndexError that names the argument where ids reach outside [0, count)."""
+    wrong = ids[(ids < 0) | (ids >= count)]
+    if wrong.numel():
+        raise IndexError(f"{name} holds {int(wrong.flatten()[0])}; there are {count} {what}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq import memory, ops
+from speq import memory, native
 from speq.config import DEFAULT_DRAFT_LENGTH, RunConfig, format_bytes
 from speq.drafters.drafter import Drafter, PlainDecoding
 from speq.drafters.self_draft import SelfDraft
@@ -99,7 +99,7 @@ class Runtime:
         self._demand = self._measure_demand()
         self.plan = self._first_plan(first_context)
         self._check_room()
-        ops.report_backends(self.device.type)
+        native.report_backends(self.device.type)
         self.model = moe_model.load(
             self.opened.family, self.opened.checkpoint, self.dtype, self.device
         )
@@ -219,7 +219,7 @@ class Runtime:
             checkpoint, store = self._draft_checkpoint(Path(self.config.draft))
             draft_file.load_or_make(arena, checkpoint, store, report)
             checkpoint.close()
-        return DraftExperts(arena, self.shape.activation)
+        return DraftExperts(arena, self.shape.activation, self.config.draft_kernel)
 
     def _draft_checkpoint(self, path: Path) -> tuple[Checkpoint, ExpertStore]:
         """Another checkpoint of the same shape, whose experts draft once rounded."""

@@ -14,6 +14,15 @@ torch.set_num_threads(1)
 BUNDLED = Path(__file__).parent.parent / "models" / "tiny-moe"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--need-backend",
+        action="append",
+        default=[],
+        help="a backend of kernels whose tests may not be skipped",
+    )
+
+
 @pytest.fixture(scope="session")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model in a folder of its own: drafts made by tests stay out of the checkout."""

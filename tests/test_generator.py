@@ -376,7 +376,7 @@ def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) 
         (MoEModel, "forward", {"prefill", "draft", "verify"}),
         (SafetensorsExpertStore, "read", {"prefill", "decode"}),
         (ops, "moe_grouped", {"prefill", "decode"}),
-        (ops, "moe_int4", {"decode"}),
+        (DraftExperts, "__call__", {"decode"}),
         (ExpertCache, "claim", {"prefill", "decode"}),
         (ExpertCache, "publish", {"prefill", "decode"}),
     ],

@@ -49,7 +49,9 @@ TABLE = {
     ),
     "reference": Layer(("speq.reference",), ("leaves",), never=("transformers",)),
     "ops": Layer(
-        ("speq.ops", "speq.int4"), ("leaves", "reference", "ops"), never=("transformers",)
+        ("speq.ops", "speq.native", "speq.int4"),
+        ("leaves", "reference", "ops"),
+        never=("transformers",),
     ),
     "store": Layer(("speq.store",), ("leaves", "ops", "store"), never=("transformers",)),
     "scheduler": Layer(("speq.scheduler",), ("leaves", "scheduler"), never=("transformers",)),
@@ -79,7 +81,7 @@ TABLE = {
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
-ONLY_BY = {"speq.reference": frozenset({"speq.ops"})}
+ONLY_BY = {"speq.reference": frozenset({"speq.ops", "speq.native"})}
 # Imports and attributes that execute what they read, or let the environment steer a run.
 FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})
 FORBIDDEN = frozenset(

@@ -1,6 +1,10 @@
-"""Kernels: native against reference, and both against plain numpy and double precision."""
+"""The public kernels: checks, dispatch, and the references themselves against numpy.
+
+Native kernels against the references are in test_kernels.py.
+"""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import ops, reference
+from speq import native, ops, reference
 from speq.int4 import Int4Arena, Int4Layout, group_size_of
-from speq.ops import FLOAT_DTYPES
+from speq.native import Backend
+from speq.ops import FLOAT_DTYPES, Int4Bank
 
-SHAPES = [(1, 2), (3, 8), (5, 64), (16, 256), (7, 96), (2, 2048), (300, 512)]
-GROUPS = [2, 8, 32, 64, 128]
 POISON = 12345.0
 
 
@@ -36,148 +39,339 @@ def unpacked(qweight: Tensor, scales: Tensor) -> np.ndarray:
 
 
 def test_native_library_is_in_use() -> None:
-    assert ops.NATIVE_MISSING is None
-    assert ops.NATIVE_LIBRARY.exists()
-    for op in ops.OPS:
-        assert ops.backend_of(op, "cpu") == "cpu"
+    assert native.MISSING["cpu"] is None
+    assert native.CPU_LIBRARY.exists()
+    for op in native.OPS:
+        assert native.backend_of(op, "cpu") == Backend("cpu", native.isa())
 
 
 def test_missing_library_is_a_reason_and_no_error(tmp_path: Path) -> None:
     absent = tmp_path / "libabsent.so"
-    assert ops.load_native(absent) == f"{absent} was not built"
+    assert native.load(absent) == f"{absent} was not built"
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"no library")
-    assert str(ops.load_native(broken)).startswith(f"{broken} does not load: ")
+    assert str(native.load(broken)).startswith(f"{broken} does not load: ")
 
 
-def test_op_without_a_native_kernel_is_the_reference() -> None:
+def test_op_without_a_native_kernel_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with torch.library._scoped_library("speq", "FRAGMENT") as library:
-        library.define("only_tested(Tensor x) -> ()")
-        library.impl("only_tested", lambda x: None, "CompositeExplicitAutograd")
-        assert ops.backend_of("only_tested", "cpu") == "reference"
-        assert ops.backend_of("only_tested", "cuda") == "reference"
-        library.impl("only_tested", lambda x: None, "CPU")
-        assert ops.backend_of("only_tested", "cpu") == "cpu"
-        assert ops.backend_of("only_tested", "cuda") == "reference"
+        library.define("only_tested_out(Tensor x) -> ()")
+        library.impl("only_tested_out", lambda x: None, "CompositeExplicitAutograd")
+        slow = native.backend_of("only_tested", "cpu")
+        assert slow == Backend("reference", "there is no native only_tested for cpu")
+        monkeypatch.setitem(native.OPS, "only_tested", ("", lambda x: None))
+        native.report_backends("cpu")
+        assert caplog.messages == [
+            "slow reference kernels in use for only_tested (there is no native only_tested for cpu)"
+        ]
+        library.impl("only_tested_out", lambda x: None, "CPU")
+        assert native.backend_of("only_tested", "cpu").name == "cpu"
+        assert native.backend_of("only_tested", "cuda").name == "reference"
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("group", GROUPS)
-def test_unpack_matches_reference_and_numpy(
-    dtype: torch.dtype, rows: int, columns: int, group: int
-) -> None:
-    if columns % group:
-        group = columns
+def test_the_best_instruction_set_can_be_limited() -> None:
+    best, *lesser = native.supported_isas()
+    assert native.isa() == best
+    assert native.supported_isas()[-1] == "portable"
+    try:
+        for name in lesser:
+            native.limit_isa(name)
+            assert native.isa() == name
+    finally:
+        native.limit_isa(best)
+    with pytest.raises(ValueError, match=r"isa 'sse9' cannot run here; choose from .*portable"):
+        native.limit_isa("sse9")
+
+
+def test_processor_says_the_same() -> None:
+    """What the library detects, against what the system lists."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].split("\n")[0].split())
+    except OSError:
+        pytest.skip("this system has no /proc/cpuinfo")
+    wanted = "portable"
+    if {"avx2", "fma", "f16c"} <= flags:
+        wanted = "avx2"
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+            wanted = "avx512_vnni" if "avx512_vnni" in flags else "avx512"
+    assert native.supported_isas()[0] == wanted
+
+
+@pytest.mark.parametrize(("rows", "columns", "group"), [(1, 2, 2), (5, 64, 32), (7, 96, 6)])
+def test_unpacked_codes_are_numpys(rows: int, columns: int, group: int) -> None:
     qweight, scales = codes_and_scales(rows, columns, group)
-    native = torch.full((rows, columns), POISON, dtype=dtype)
-    plain = torch.full((rows, columns), -POISON, dtype=dtype)
-    ops.unpack_int4(qweight, scales, native)
-    reference.unpack_int4_out(qweight, scales, plain)
-    # The product is exact in double precision and is rounded once.
-    wanted = torch.from_numpy(unpacked(qweight, scales)).to(dtype)
-    assert torch.equal(native, wanted)
-    assert torch.equal(plain, wanted)
+    ours = reference.unpack_int4(qweight, scales)
+    assert np.array_equal(ours.double().numpy(), unpacked(qweight, scales))
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_every_scale_times_every_code(dtype: torch.dtype) -> None:
-    """All 65,536 float16 scales, subnormals, infinities and NaNs among them, by all 16 codes."""
-    scales = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    packed = torch.arange(8, dtype=torch.uint8)
-    qweight = (2 * packed + ((2 * packed + 1) << 4)).repeat(2**16, 1)
-    out = torch.full((2**16, 16), POISON, dtype=dtype)
-    ops.unpack_int4(qweight, scales[:, None].contiguous(), out)
-    codes = torch.arange(-8, 8, dtype=torch.float64)
-    # torch's own conversions: exact to double, and one rounding to the dtype.
-    wanted = (scales.double()[:, None] * codes).to(dtype)
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    nan = wanted.isnan()
-    assert torch.equal(out.isnan(), nan)
-    assert nan.sum() == 16 * 2 * 1023 + 2  # all NaN scales, and both infinities times code 8
-    assert torch.equal(out.view(words)[~nan], wanted.view(words)[~nan])
+def rounded(row: np.ndarray) -> np.ndarray:
+    """A row of inputs rounded to INT8 in blocks of 32, by numpy."""
+    out = np.empty_like(row)
+    for at in range(0, len(row), 32):
+        block = row[at : at + 32]
+        step = np.abs(block).max() / 127
+        out[at : at + 32] = np.round(block / step) * step if step else 0
+    return out
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("poison", [math.nan, math.inf, POISON])
-def test_outputs_are_overwritten_whole_and_nothing_beside_them(
-    dtype: torch.dtype, poison: float
-) -> None:
-    rows, columns = 37, 1024
-    qweight, scales = codes_and_scales(rows, columns, 64)
-    arena = torch.full((rows + 2, columns), poison, dtype=dtype)
-    ops.unpack_int4(qweight, scales, arena[1:-1])
-    wanted = torch.from_numpy(unpacked(qweight, scales)).to(dtype)
-    assert torch.equal(arena[1:-1], wanted)
-    beside = torch.full((columns,), poison, dtype=dtype)
-    for row in (arena[0], arena[-1]):
-        assert torch.equal(row.nan_to_num(-1), beside.nan_to_num(-1))
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 100, 256])
+def test_inputs_are_rounded_to_the_nearest_of_255_steps(columns: int) -> None:
+    inputs = torch.randn(4, columns, generator=torch.Generator().manual_seed(11))
+    inputs[1] *= 1e4
+    inputs[2] = 0
+    ours = reference.round_to_int8(inputs).double().numpy()
+    for row, values in zip(ours, inputs.double().numpy(), strict=True):
+        np.testing.assert_allclose(row, rounded(values), rtol=1e-6, atol=0)
+    blocks = np.abs(inputs.numpy())
+    assert (np.abs(ours - inputs.numpy()) <= 1.0001 * blocks.max(1, keepdims=True) / 254).all()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"qweight": torch.zeros(4, 32, dtype=torch.int8)}, r"qweight is torch\.int8; it must"),
-        ({"qweight": torch.zeros(4, 30, dtype=torch.uint8)}, r"qweight has shape \[4, 30\]; for"),
-        ({"qweight": torch.zeros(3, 32, dtype=torch.uint8)}, r"qweight has shape \[3, 32\]; for"),
-        ({"qweight": torch.zeros(128, dtype=torch.uint8)}, r"qweight has shape \[128\] and strid"),
-        (
-            {"qweight": torch.zeros(32, 4, dtype=torch.uint8).T},
-            r"qweight has shape \[4, 32\] and strides \[1, 4\]; it must be a contiguous matrix",
-        ),
-        ({"scales": torch.zeros(4, 2)}, r"scales is torch\.float32; it must be torch\.float16"),
-        ({"scales": torch.zeros(5, 2).half()}, r"scales has shape \[5, 2\]; for out \[4, 64\]"),
-        ({"scales": torch.zeros(4, 5).half()}, r"scales has shape \[4, 5\]; for out"),
-        ({"scales": torch.zeros(4, 0).half()}, r"scales has shape \[4, 0\]; for out"),
-        ({"scales": torch.zeros(4, 64).half()}, r"scales .* with an even group_size"),
-        ({"scales": torch.zeros(4, 4).half()[:, ::2]}, r"scales has shape \[4, 2\] and strides"),
-        ({"out": torch.zeros(4, 64, dtype=torch.int32)}, r"out is torch\.int32; it must be"),
-        ({"out": torch.zeros(2, 4, 32)}, r"out has shape \[2, 4, 32\] and strides"),
-        ({"out": torch.zeros(4, 63)}, r"qweight has shape \[4, 32\]; for out \[4, 63\]"),
-        ({"out": torch.zeros(64, 4).T}, r"out has shape \[4, 64\] and strides \[1, 4\]"),
-        ({"scales": torch.zeros(4, 2, device="meta").half()}, r"scales is on meta and out on cpu"),
-    ],
-)
-def test_errors_name_the_argument(changed: dict[str, Tensor], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "qweight": torch.zeros(4, 32, dtype=torch.uint8),
-        "scales": torch.zeros(4, 2, dtype=torch.float16),
-        "out": torch.zeros(4, 64),
-    }
-    ops.unpack_int4(**arguments)
-    with pytest.raises(ValueError, match=message):
-        ops.unpack_int4(**(arguments | changed))
+def test_ties_are_rounded_to_even() -> None:
+    ours = reference.round_to_int8(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]]))
+    assert ours.tolist() == [[127.0, 0.0, 2.0, 2.0, 0.0, -2.0]]
+
+
+def test_blocks_with_what_is_no_number_are_none() -> None:
+    inputs = torch.ones(2, 70)
+    inputs[0, 3], inputs[1, 69] = torch.inf, torch.nan
+    ours = reference.round_to_int8(inputs).isnan()
+    assert ours[0].tolist() == [True] * 32 + [False] * 38
+    assert ours[1].tolist() == [False] * 64 + [True] * 6
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_linear_int4_matches_numpy(permuted: bool) -> None:
+    """More rows than are dequantised at a time."""
+    qweight, scales = codes_and_scales(1100, 100, 20)
+    inputs = torch.randn(3, 100, generator=torch.Generator().manual_seed(12))
+    perm = torch.randperm(100, generator=torch.Generator().manual_seed(13)).int()
+    ours = ops.linear_int4(inputs, qweight, scales, perm if permuted else None)
+    rows = inputs.double().numpy()
+    rows = rows[:, perm.numpy()] if permuted else rows
+    wanted = np.stack([unpacked(qweight, scales) @ rounded(row) for row in rows])
+    np.testing.assert_allclose(ours.numpy(), wanted, rtol=1e-4, atol=1e-4)
+    plain = torch.empty(3, 1100)
+    reference.linear_int4_out(inputs, qweight, scales, perm if permuted else None, plain)
+    np.testing.assert_allclose(plain.numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+BANK = {
+    "gate_up_qweight": torch.zeros(5, 16, 32, dtype=torch.uint8),
+    "gate_up_scales": torch.zeros(5, 16, 2, dtype=torch.float16),
+    "down_qweight": torch.zeros(5, 64, 4, dtype=torch.uint8),
+    "down_scales": torch.zeros(5, 64, 1, dtype=torch.float16),
+    "input_perm": torch.arange(64, dtype=torch.int32).repeat(5, 1),
+}
+
+
+def bank_of(parts: dict[str, Tensor]) -> Int4Bank:
+    return Int4Bank(
+        (parts["gate_up_qweight"], parts["gate_up_scales"]),
+        (parts["down_qweight"], parts["down_scales"]),
+        parts["input_perm"],
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor"),
+    ("name", "tensor", "message"),
     [
-        ("qweight", torch.zeros(4, 31, dtype=torch.uint8)),
-        ("qweight", torch.zeros(4, 32, dtype=torch.int8)),
-        ("scales", torch.zeros(4, 3, dtype=torch.float16)),
-        ("scales", torch.zeros(4, 0, dtype=torch.float16)),
-        ("scales", torch.zeros(4, 2)),
-        ("out", torch.zeros(4, 64, dtype=torch.int64)),
-        ("out", torch.zeros(64, 4).T),
-        ("out", torch.zeros(5, 64)),
+        ("gate_up_qweight", torch.zeros(5, 16, 32), "float32; it must be torch.uint8"),
+        ("gate_up_qweight", torch.zeros(5, 16, 31, dtype=torch.uint8), r"of a matrix \[16, 64\]"),
+        ("gate_up_qweight", torch.zeros(16, 32, dtype=torch.uint8), "must be .16, any, any"),
+        ("gate_up_scales", torch.zeros(5, 16, 2), "float32; it must be torch.float16"),
+        ("gate_up_scales", torch.zeros(5, 16, 3).half(), "an even group_size"),
+        ("gate_up_scales", torch.zeros(5, 16, 64).half(), "an even group_size"),
+        ("gate_up_scales", torch.zeros(5, 2, 16).half().mT, "it must be contiguous"),
+        ("gate_up_scales", torch.zeros(4, 16, 2).half(), r"must be \[5, any, any\]"),
+        ("down_qweight", torch.zeros(5, 64, 3, dtype=torch.uint8), r"of a matrix \[64, 8\]"),
+        ("down_qweight", torch.zeros(4, 64, 4, dtype=torch.uint8), r"must be \[5, any, any\]"),
+        ("down_scales", torch.zeros(5, 60, 1).half(), r"of a matrix \[64, 8\]"),
+        ("down_scales", torch.zeros(5, 64, 0).half(), "an even group_size"),
+        ("down_scales", torch.zeros(5, 64, 1, device="meta").half(), "on meta; it must be on cpu"),
+        ("input_perm", torch.zeros(5, 64), "float32; it must be torch.int32"),
+        ("input_perm", torch.zeros(64, dtype=torch.int32), r"must be \[5, 64\]"),
+        ("input_perm", torch.full((5, 64), 64).int(), "outside the 64"),
+        ("input_perm", torch.full((5, 64), -1).int(), "outside the 64"),
     ],
 )
-def test_native_kernel_guards_its_memory(name: str, tensor: Tensor) -> None:
-    """Called around the checks of the wrapper."""
-    arguments: dict[str, Any] = {
-        "qweight": torch.zeros(4, 32, dtype=torch.uint8),
-        "scales": torch.zeros(4, 2, dtype=torch.float16),
-        "out": torch.zeros(4, 64),
+def test_bank_errors_name_the_part(name: str, tensor: Tensor, message: str) -> None:
+    bank_of(BANK)
+    with pytest.raises(ValueError, match=f"^{name} .*{message}"):
+        bank_of(BANK | {name: tensor})
+
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "linear_int4": (
+        ops.linear_int4,
+        {
+            "inputs": torch.zeros(3, 64),
+            "qweight": torch.zeros(4, 32, dtype=torch.uint8),
+            "scales": torch.zeros(4, 2, dtype=torch.float16),
+            "input_perm": torch.arange(64, dtype=torch.int32),
+        },
+    ),
+    "moe_int4": (
+        ops.moe_int4,
+        {
+            "hidden_states": torch.zeros(3, 64),
+            "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
+            "topk_weights": torch.zeros(3, 2),
+            "base_slots": torch.arange(5),
+            "bank": bank_of(BANK),
+            "activation": "silu",
+        },
+    ),
+    "moe_grouped": (
+        ops.moe_grouped,
+        {
+            "hidden_states": torch.zeros(3, 64),
+            "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
+            "slot_table": torch.arange(5),
+            "gate_up_proj": torch.zeros(6, 16, 64),
+            "down_proj": torch.zeros(6, 64, 8),
+            "activation": "silu",
+            "out": torch.zeros(3, 2, 64),
+        },
+    ),
+    "read_sum": (ops.read_sum, {"words": torch.zeros(8, dtype=torch.int64)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "message"),
+    [
+        ("linear_int4", "inputs", torch.zeros(3, 64, dtype=torch.int32), "int32; it must be"),
+        ("linear_int4", "inputs", torch.zeros(64, 3).T, "strides .* must be contiguous"),
+        ("linear_int4", "qweight", torch.zeros(4, 32), "float32; it must be torch.uint8"),
+        ("linear_int4", "qweight", torch.zeros(4, 31, dtype=torch.uint8), r"matrix \[4, 64\]"),
+        ("linear_int4", "scales", torch.zeros(4, 2), "float32; it must be torch.float16"),
+        ("linear_int4", "scales", torch.zeros(5, 2).half(), r"matrix \[4, 64\]"),
+        ("linear_int4", "input_perm", torch.arange(64), "int64; it must be torch.int32"),
+        ("linear_int4", "input_perm", torch.zeros(6, dtype=torch.int32), r"must be \[64\]"),
+        ("linear_int4", "input_perm", torch.full((64,), 64).int(), "outside the 64"),
+        ("moe_int4", "hidden_states", torch.zeros(3, 60), r"must be \[any, 64\]"),
+        ("moe_int4", "hidden_states", torch.zeros(3, 64).long(), "int64; it must be"),
+        ("moe_int4", "topk_ids", torch.zeros(3, 2).int(), "int32; it must be torch.int64"),
+        ("moe_int4", "topk_ids", torch.zeros(2, 2).long(), r"must be \[3, any\]"),
+        ("moe_int4", "topk_weights", torch.zeros(3, 1), r"must be \[3, 2\]"),
+        ("moe_int4", "topk_weights", torch.zeros(3, 2).long(), "int64; it must be"),
+        ("moe_int4", "base_slots", torch.arange(5).int(), "int32; it must be torch.int64"),
+        ("moe_int4", "base_slots", torch.arange(5, device="meta"), "on meta; it must be on cpu"),
+        ("moe_int4", "activation", "tanh", "'tanh' must be one of silu,"),
+        ("moe_grouped", "hidden_states", torch.zeros(64, 3).T, "must be contiguous"),
+        ("moe_grouped", "topk_ids", torch.zeros(3, 2), "float32; it must be torch.int64"),
+        ("moe_grouped", "slot_table", torch.arange(5).half(), "float16; it must be torch.int64"),
+        ("moe_grouped", "gate_up_proj", torch.zeros(6, 16, 60), r"must be \[any, any, 64\]"),
+        ("moe_grouped", "gate_up_proj", torch.zeros(6, 16, 64).double(), "float64; it must be"),
+        ("moe_grouped", "gate_up_proj", torch.zeros(6, 64, 16).mT, "must be contiguous"),
+        ("moe_grouped", "down_proj", torch.zeros(6, 64, 8).half(), "float16; it must be"),
+        ("moe_grouped", "down_proj", torch.zeros(6, 64, 9), r"must be \[6, 64, 8\]"),
+        ("moe_grouped", "down_proj", torch.zeros(5, 64, 8), r"must be \[6, 64, 8\]"),
+        ("moe_grouped", "out", torch.zeros(3, 2, 64).half(), "float16; it must be torch.float32"),
+        ("moe_grouped", "out", torch.zeros(3, 3, 64), r"must be \[3, 2, 64\]"),
+        ("moe_grouped", "activation", "tanh", "'tanh' must be one of silu,"),
+        ("read_sum", "words", torch.zeros(8), "float32; it must be torch.int64"),
+        ("read_sum", "words", torch.zeros(8, 1).long(), r"must be \[any\]"),
+    ],
+)
+def test_errors_name_the_argument(call: str, name: str, value: Any, message: str) -> None:
+    function, arguments = CALLS[call]
+    function(**arguments)
+    with pytest.raises(ValueError, match=f"^{name} .*{message}"):
+        function(**(arguments | {name: value}))
+
+
+def raw_arguments(op: str) -> list[Any]:
+    """What the op itself takes, in order."""
+    values = list(CALLS[op][1].values())
+    return {
+        "linear_int4": [*values, torch.zeros(3, 4)],
+        "moe_int4": [*values[:4], *BANK.values(), 0, torch.zeros(3, 64)],
+        "moe_grouped": [*values[:5], 0, torch.zeros(3, 2, 64)],
+        "read_sum": [*values, torch.zeros(1, dtype=torch.int64)],
+    }[op]
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "value"),
+    [
+        ("linear_int4", 0, torch.zeros(3, 62)),
+        ("linear_int4", 0, torch.zeros(2, 64)),
+        ("linear_int4", 0, torch.zeros(3, 64).long()),
+        ("linear_int4", 1, torch.zeros(4, 31).byte()),
+        ("linear_int4", 1, torch.zeros(4, 32).char()),
+        ("linear_int4", 2, torch.zeros(3, 2).half()),
+        ("linear_int4", 2, torch.zeros(4, 0).half()),
+        ("linear_int4", 2, torch.zeros(4, 2)),
+        ("linear_int4", 3, torch.zeros(63).int()),
+        ("linear_int4", 4, torch.zeros(3, 5)),
+        ("linear_int4", 4, torch.zeros(4, 3).T),
+        ("moe_int4", 0, torch.zeros(3, 62)),
+        ("moe_int4", 1, torch.zeros(2, 2).long()),
+        ("moe_int4", 1, torch.zeros(3, 2).int()),
+        ("moe_int4", 2, torch.zeros(3, 1)),
+        ("moe_int4", 2, torch.zeros(3, 2).double()),
+        ("moe_int4", 3, torch.zeros(5).int()),
+        ("moe_int4", 4, torch.zeros(4, 16, 32).byte()),
+        ("moe_int4", 4, torch.zeros(5, 14, 32).byte()),
+        ("moe_int4", 5, torch.zeros(4, 16, 2).half()),
+        ("moe_int4", 6, torch.zeros(5, 63, 4).byte()),
+        ("moe_int4", 7, torch.zeros(5, 64, 2).half()[:, :, ::2]),
+        ("moe_int4", 8, torch.zeros(4, 64).int()),
+        ("moe_int4", 8, torch.zeros(5, 64).long()),
+        ("moe_int4", 9, -1),
+        ("moe_int4", 9, len(ops.ACTIVATIONS)),
+        ("moe_int4", 10, torch.zeros(2, 64)),
+        ("moe_int4", 10, torch.zeros(3, 64).long()),
+        ("moe_grouped", 0, torch.zeros(3, 62)),
+        ("moe_grouped", 0, torch.zeros(3, 64).half()),
+        ("moe_grouped", 1, torch.zeros(3, 3).long()),
+        ("moe_grouped", 2, torch.zeros(5).int()),
+        ("moe_grouped", 3, torch.zeros(6, 14, 64)),
+        ("moe_grouped", 3, torch.zeros(5, 16, 64)),
+        ("moe_grouped", 3, torch.zeros(6, 16, 64).double()),
+        ("moe_grouped", 3, torch.zeros(6, 64, 16).mT),
+        ("moe_grouped", 4, torch.zeros(6, 64, 8).half()),
+        ("moe_grouped", 4, torch.zeros(6, 60, 8)),
+        ("moe_grouped", 5, len(ops.ACTIVATIONS)),
+        ("moe_grouped", 6, torch.zeros(3, 1, 64)),
+        ("moe_grouped", 6, torch.zeros(3, 2, 64).half()),
+        ("read_sum", 0, torch.zeros(8)),
+        ("read_sum", 1, torch.zeros(2).long()),
+    ],
+)
+def test_native_kernels_guard_their_memory(op: str, at: int, value: Any) -> None:
+    """Called around the checks of the wrappers."""
+    arguments = raw_arguments(op)
+    native.call(op, *arguments)
+    arguments[at] = value
+    with pytest.raises(RuntimeError):
+        native.call(op, *arguments)
+
+
+@pytest.mark.parametrize("op", sorted(native.OPS))
+def test_ops_are_registered_as_torch_wants(op: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.speq, f"{op}_out").default, tuple(raw_arguments(op)))
+
+
+def test_no_rows_are_no_error() -> None:
+    _, arguments = CALLS["moe_int4"]
+    empty = {
+        "hidden_states": torch.zeros(0, 64),
+        "topk_ids": torch.zeros(0, 2, dtype=torch.int64),
+        "topk_weights": torch.zeros(0, 2),
     }
-    with pytest.raises(RuntimeError, match="unpack_int4: "):
-        torch.ops.speq.unpack_int4_out(*(arguments | {name: tensor}).values())
+    assert ops.moe_int4(**(arguments | empty)).shape == (0, 64)
+    del empty["topk_weights"]
+    _, arguments = CALLS["moe_grouped"]
+    ops.moe_grouped(**(arguments | empty | {"out": torch.zeros(0, 2, 64)}))
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_op_is_registered_as_torch_wants(dtype: torch.dtype) -> None:
-    qweight, scales = codes_and_scales(6, 64, 16)
-    out = torch.empty(6, 64, dtype=dtype)
-    torch.library.opcheck(torch.ops.speq.unpack_int4_out.default, (qweight, scales, out))
+def test_sum_of_words() -> None:
+    words = torch.tensor([1, 5, 2**62, 2**62])
+    assert ops.read_sum(words) == 2**63 + 6 - 2**64
 
 
 def weights(rows: int, columns: int, seed: int = 2) -> Tensor:
@@ -234,8 +428,7 @@ def test_quantize_zero_and_vanishing_groups() -> None:
     assert scales[0, :2].tolist() == [0, 0]
     assert (qweight[0, :8] == 0x88).all()  # code 8 stands for zero
     assert (qweight[1, 4:] == 0x88).all()
-    values = torch.full((2, 24), math.nan)
-    ops.unpack_int4(qweight, scales, values)
+    values = reference.unpack_int4(qweight, scales)
     assert (values[0, :16] == 0).all()
     assert (values[1, 8:] == 0).all()
     torch.testing.assert_close(values[1, :8], weight[1, :8], rtol=1e-3, atol=0)
@@ -345,8 +538,11 @@ def test_experts_in_double_precision_are_exact_to_it() -> None:
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-@pytest.mark.parametrize("unpack", [ops.unpack_int4, reference.unpack_int4_out])
-def test_int4_experts_match_double_precision(activation: str, unpack: Any) -> None:
+def test_int4_experts_match_double_precision(activation: str) -> None:
+    """Fused, unfused and reference, against numpy with inputs rounded to INT8.
+
+    A value on the edge between two INT8 codes may go either way: one step of one input.
+    """
     hidden, ids, chances, gate_up, down = problem()
     arena = Int4Arena(Int4Layout(H, F), 2, E, torch.device("cpu"))
     for part in arena.parts.values():
@@ -354,20 +550,45 @@ def test_int4_experts_match_double_precision(activation: str, unpack: Any) -> No
     layer = 1
     for expert in range(E):
         arena.quantize_into(int(arena.base_slots[layer, expert]), gate_up[expert], down[expert])
-    slots = arena.base_slots[layer]
-    ours = reference.moe_int4(
-        hidden, ids, chances, slots, arena.gate_up, arena.down, activation, unpack
-    )
+    slots, bank = arena.base_slots[layer], arena.bank
     dense = [
         np.stack([unpacked(codes[slot], scales[slot]) for slot in slots.tolist()])
-        for codes, scales in (arena.gate_up, arena.down)
+        for codes, scales in (bank.gate_up, bank.down)
     ]
-    outputs = expert_outputs(hidden, ids, *dense, activation)
+    wanted = np.zeros((T, H))
+    for token, experts in enumerate(ids.tolist()):
+        x = rounded(hidden[token].double().numpy())
+        for rank, expert in enumerate(experts):
+            gate, up = np.split(dense[0][expert] @ x, 2)
+            inner = rounded(ACTIVATIONS[activation](gate) * up)
+            wanted[token] += float(chances[token, rank]) * (dense[1][expert] @ inner)
+    plain = torch.full((T, H), math.nan)
+    reference.moe_int4_out(
+        hidden, ids, chances, slots, *bank.gate_up, *bank.down, None, activation, plain
+    )
+    fused = ops.moe_int4(hidden, ids, chances, slots, bank, activation)
+    unfused = ops.moe_int4_unfused(hidden, ids, chances, slots, bank, activation)
+    for ours in (plain, fused, unfused):
+        error = np.abs(ours.numpy() - wanted).max(1) / wanted.std()
+        assert (error < 1e-5).sum() >= T - 2
+        assert error.max() < 0.05
+
+
+def test_rounding_inputs_to_int8_costs_little() -> None:
+    """Against the same experts with inputs as they are."""
+    hidden, ids, chances, gate_up, down = problem()
+    arena = Int4Arena(Int4Layout(H, F), 1, E, torch.device("cpu"))
+    for expert in range(E):
+        arena.quantize_into(expert, gate_up[expert], down[expert])
+    bank = arena.bank
+    dense = [
+        np.stack([unpacked(codes[slot], scales[slot]) for slot in range(E)])
+        for codes, scales in (bank.gate_up, bank.down)
+    ]
+    outputs = expert_outputs(hidden, ids, *dense, "silu")
     wanted = (outputs * chances.double().numpy()[..., None]).sum(1)
-    np.testing.assert_allclose(ours.numpy(), wanted, rtol=1e-4, atol=1e-5)
-    if unpack is ops.unpack_int4:
-        public = ops.moe_int4(hidden, ids, chances, slots, arena.gate_up, arena.down, activation)
-        assert torch.equal(public, ours)
+    ours = ops.moe_int4(hidden, ids, chances, arena.base_slots[0], bank, "silu").numpy()
+    assert 0 < np.abs(ours - wanted).std() / wanted.std() < 0.02
 
 
 def test_arena_takes_the_bytes_it_announces() -> None:
@@ -386,7 +607,7 @@ def test_arena_rounds_long_matrices_as_a_whole_would_be() -> None:
     gate_up, down = weights(2 * width, hidden), weights(hidden, width, seed=5)
     arena = Int4Arena(Int4Layout(hidden, width), 1, 1, torch.device("cpu"))
     arena.quantize_into(0, gate_up, down)
-    for matrix, (codes, scales) in ((gate_up, arena.gate_up), (down, arena.down)):
+    for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
         wanted_codes, wanted_scales = reference.quantize_int4(
             matrix, matrix.shape[1] // scales.shape[2]
         )

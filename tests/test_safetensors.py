@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speq import ops, reference
+from speq import reference
 from speq.errors import SpeqError
 from speq.int4 import Int4Arena, Int4Layout
 from speq.models.families import family_of
@@ -259,7 +259,7 @@ def test_records_and_draft_match_transformers(family: str, tiny: Folder) -> None
         assert torch.equal(ours[0][0], gate_up)
         assert torch.equal(ours[1][0], down)
         slot = int(arena.base_slots[layer, expert])
-        for matrix, (codes, scales) in ((gate_up, arena.gate_up), (down, arena.down)):
+        for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
             group = matrix.shape[1] // scales.shape[2]
             wanted_codes, wanted_scales = reference.quantize_int4(matrix, group)
             assert torch.equal(codes[slot], wanted_codes)
@@ -495,9 +495,8 @@ def test_draft_of_the_file_is_what_the_kernels_unpack(tiny: Folder) -> None:
     arena = empty_arena(store)
     draft_file.quantize(arena, store)
     for slot, (gate_up, down) in enumerate(plain_experts(path)):
-        for matrix, (codes, scales) in ((gate_up, arena.gate_up), (down, arena.down)):
-            values = torch.empty(matrix.shape)
-            ops.unpack_int4(codes[slot], scales[slot], values)
+        for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
+            values = reference.unpack_int4(codes[slot], scales[slot])
             group = matrix.shape[1] // scales.shape[2]
             steps = scales[slot].float().repeat_interleave(group, dim=1)
             assert ((values - matrix).abs() <= steps * (0.5 + 7 * 2**-10)).all()

@@ -32,6 +32,7 @@ def tpot(
     rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 3,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
+    draft_kernel: opt.DraftKernel = "fused",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
@@ -51,6 +52,7 @@ def tpot(
             rounds=rounds,
             device=device,
             dtype=dtype,
+            draft_kernel=draft_kernel,
         ),
         json_file=json_file,
         force=force,

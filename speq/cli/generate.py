@@ -22,6 +22,7 @@ def generate(
     draft_length: opt.DraftLength = "auto",
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
+    draft_kernel: opt.DraftKernel = "fused",
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -58,6 +59,7 @@ def generate(
         draft_length=draft_length,
         cache_policy=cache_policy,
         prefetch=prefetch,
+        draft_kernel=draft_kernel,
     )
     try:
         if as_json:

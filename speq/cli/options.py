@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speq.config import CACHE_POLICIES, DEVICES, DTYPES, PREFETCH_MODES
+from speq.config import CACHE_POLICIES, DEVICES, DRAFT_KERNELS, DTYPES, PREFETCH_MODES
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -33,6 +33,10 @@ DraftOption = Annotated[
 DraftLength = Annotated[str, typer.Option(help="Tokens drafted per step: auto or a number.")]
 CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES)}.")]
 Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
+DraftKernel = Annotated[
+    str,
+    typer.Option(help=f"How the draft runs, {' or '.join(DRAFT_KERNELS)}; unfused is a baseline."),
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens up to this mass.")]

@@ -8,6 +8,8 @@ from speq import ops
 from speq.int4 import Int4Arena
 from speq.routing import Route
 
+# How INT4 experts run: all of a route in one call, or one call for each expert and projection.
+KERNELS = {"fused": ops.moe_int4, "unfused": ops.moe_int4_unfused}
 # Told (token of the draft, layer, route) as soon as a draft's router has spoken.
 OnRoute = Callable[[int, int, Route], None]
 
@@ -15,8 +17,10 @@ OnRoute = Callable[[int, int, Route], None]
 class DraftExperts:
     """Runs INT4 experts and reports their routes; `begin` names the token being drafted."""
 
-    def __init__(self, arena: Int4Arena, activation: str) -> None:
-        self._arena = arena
+    def __init__(self, arena: Int4Arena, activation: str, kernel: str) -> None:
+        self._bank = arena.bank
+        self._base_slots = arena.base_slots.unbind()
+        self._run = KERNELS[kernel]
         self._activation = activation
         self._token = 0
         self._on_route: OnRoute | None = None
@@ -28,12 +32,11 @@ class DraftExperts:
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         if self._on_route is not None:
             self._on_route(self._token, layer, route)
-        return ops.moe_int4(
+        return self._run(
             hidden_states,
             route.topk_ids,
             route.topk_weights,
-            self._arena.base_slots[layer],
-            self._arena.gate_up,
-            self._arena.down,
+            self._base_slots[layer],
+            self._bank,
             self._activation,
         )

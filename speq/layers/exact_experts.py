@@ -19,6 +19,22 @@ class ExpertServer(Protocol):
         """Yield {expert: slot} in waves that together name each of `experts` once."""
 
 
+class SlotTable:
+    """[E] int64 on the device: where each expert lies, -1 for nowhere; filled anew in place."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self._host = torch.empty(num_experts, dtype=torch.int64)
+        self._entries = self._host.numpy()  # writes through, without a torch op for each expert
+        self._device = device
+
+    def of(self, slots: dict[int, int]) -> Tensor:
+        """The table of {expert: slot}."""
+        self._entries.fill(-1)
+        for expert, slot in slots.items():
+            self._entries[expert] = slot
+        return self._host.to(self._device)
+
+
 class ExactExperts:
     """Rows grouped by expert, experts read from a slot arena (MoE-SpeQ 3.4.4).
 
@@ -37,7 +53,7 @@ class ExactExperts:
     ) -> None:
         self._server = server
         self._gate_up_proj, self._down_proj = matrices
-        self._num_experts = num_experts
+        self._slot_table = SlotTable(num_experts, matrices[0].device)
         self._activation = activation
         self._recorder = recorder
         self._on_route = on_route
@@ -50,12 +66,10 @@ class ExactExperts:
         # Closed even where a traceback keeps this frame alive: its experts stay pinned until then.
         with closing(waves), self._recorder.timed("layer", layer):
             for slots in waves:
-                slot_table = torch.full((self._num_experts,), -1)
-                slot_table[list(slots)] = torch.tensor(list(slots.values()))
                 ops.moe_grouped(
                     hidden_states,
                     route.topk_ids,
-                    slot_table,
+                    self._slot_table.of(slots),
                     self._gate_up_proj,
                     self._down_proj,
                     self._activation,

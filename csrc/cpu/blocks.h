@@ -1,0 +1,82 @@
+// Loops that every instruction set's file compiles for itself; internal linkage throughout.
+#pragma once
+
+#include <cstring>
+
+#include "cpu/micro_kernels.h"
+
+// Loops over a tile's rows and inputs, so that its sums stay in registers.
+#define SPEQ_UNROLL _Pragma("GCC unroll 8")
+
+namespace speq::cpu {
+
+// Adding and subtracting 1.5 * 2^23 rounds a float to the nearest whole number, ties to even.
+constexpr float kRounder = 12582912.0f;
+
+static inline void round_block(const float *values, std::int64_t columns, Int8Step *steps,
+                               std::int64_t block) {
+  constexpr int kBlocks = kStepColumns / kInt8Block;
+  alignas(64) float padded[kInt8Block] = {};
+  std::memcpy(padded, values, columns * sizeof(float));
+  std::uint32_t bits = 0; // magnitudes order as their bits do, NaN above all
+  for (int i = 0; i < kInt8Block; ++i) {
+    const std::uint32_t magnitude = bits_as<std::uint32_t>(padded[i]) & 0x7FFFFFFFu;
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  const Int8Scale scale = int8_scale(bits_as<float>(bits));
+  alignas(64) std::int32_t codes[kInt8Block];
+  for (int i = 0; i < kInt8Block; ++i) {
+    const float product = scale.inverse == 0.0f ? 0.0f : padded[i] * scale.inverse;
+    codes[i] = bits_as<std::int32_t>(product + kRounder) - bits_as<std::int32_t>(kRounder);
+  }
+  Int8Step &step = steps[block / kBlocks];
+  const std::int64_t at = block % kBlocks * (kInt8Block / 2);
+  for (int i = 0; i < kInt8Block / 2; ++i) {
+    step.even[at + i] = std::int8_t(codes[2 * i]);
+    step.odd[at + i] = std::int8_t(codes[2 * i + 1]);
+  }
+  constexpr int kLanes = kInt8Block / kLaneColumns;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    std::int32_t sum = 0;
+    for (int i = 0; i < kLaneColumns; ++i) {
+      sum += codes[lane * kLaneColumns + i];
+    }
+    step.start[block % kBlocks * kLanes + lane] = -kInt4ZeroPoint * sum;
+    step.scale[block % kBlocks * kLanes + lane] = scale.scale;
+  }
+}
+
+static inline std::int64_t read_sum(const std::int64_t *words, std::int64_t count) {
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    sum += std::uint64_t(words[i]);
+  }
+  return std::int64_t(sum);
+}
+
+// Bytes ahead of an INT4 row that its codes are asked for. Rows are too short for the processor to
+// see a stream in them: without asking, half the bandwidth is lost; asking for less than some
+// kilobytes, or into the first cache, gains less.
+constexpr std::int64_t kAheadBytes = 8192;
+
+static inline void fetch_ahead(const void *address) { __builtin_prefetch(address, 0, 2); }
+
+// Calls tile<N, R> over rows and inputs: up to four inputs at a time, so that a
+// register file holds the sums and each weight is loaded from memory once.
+template <typename Tile>
+static inline void in_tiles(std::int64_t rows, std::int64_t count, const Tile &tile) {
+  std::int64_t input = 0;
+  for (; input + 4 <= count; input += 4) {
+    tile.template over<4>(rows, input);
+  }
+  switch (count - input) {
+  case 3:
+    return tile.template over<3>(rows, input);
+  case 2:
+    return tile.template over<2>(rows, input);
+  case 1:
+    return tile.template over<1>(rows, input);
+  }
+}
+
+} // namespace speq::cpu

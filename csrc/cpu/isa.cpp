@@ -1,0 +1,67 @@
+#include "cpu/isa.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace speq::cpu {
+namespace {
+
+Isa detect() {
+#ifdef SPEQ_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (avx512) {
+    return __builtin_cpu_supports("avx512vnni") ? Isa::avx512_vnni : Isa::avx512;
+  }
+  if (avx2) {
+    return Isa::avx2;
+  }
+#endif
+  return Isa::portable;
+}
+
+std::atomic<Isa> limit{Isa::avx512_vnni};
+
+} // namespace
+
+Isa best_isa() {
+  static const Isa best = detect();
+  return best;
+}
+
+Isa current_isa() { return std::max(best_isa(), limit.load(std::memory_order_relaxed)); }
+
+const MicroKernels &micro_kernels() {
+  switch (current_isa()) {
+#ifdef SPEQ_X86
+  case Isa::avx512_vnni:
+    return avx512_vnni_kernels;
+  case Isa::avx512:
+    return avx512_kernels;
+  case Isa::avx2:
+    return avx2_kernels;
+#endif
+  default:
+    return portable_kernels;
+  }
+}
+
+DotInt4 dot_int4_for(const Int4Matrix &matrix) {
+  const bool vectorised = takes_group(matrix.group_size, matrix.columns);
+  return (vectorised ? micro_kernels() : portable_kernels).dot_int4;
+}
+
+} // namespace speq::cpu
+
+// Called by speq/native.py through ctypes.
+extern "C" {
+__attribute__((visibility("default"))) int speq_best_isa() { return int(speq::cpu::best_isa()); }
+__attribute__((visibility("default"))) int speq_isa() { return int(speq::cpu::current_isa()); }
+__attribute__((visibility("default"))) void speq_limit_isa(int isa) {
+  speq::cpu::limit.store(speq::cpu::Isa(isa));
+}
+}

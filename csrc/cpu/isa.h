@@ -1,0 +1,19 @@
+// Which instruction set the CPU kernels use: the best that the processor has, or a lesser one that
+// tests and benchmarks ask for.
+#pragma once
+
+#include "cpu/micro_kernels.h"
+
+namespace speq::cpu {
+
+// In the order of ISAS in speq/native.py, best first.
+enum class Isa : int { avx512_vnni, avx512, avx2, portable };
+
+Isa best_isa();
+Isa current_isa();
+const MicroKernels &micro_kernels();
+
+// The product of an INT4 matrix: the vectorised one where it takes the matrix's groups.
+DotInt4 dot_int4_for(const Int4Matrix &matrix);
+
+} // namespace speq::cpu

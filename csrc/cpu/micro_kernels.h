@@ -1,0 +1,73 @@
+// The inner loops that are written once for each instruction set. All else is plain C++ over them.
+#pragma once
+
+#include <cstdint>
+
+#include "half.h"
+#include "int4.h"
+
+namespace speq::cpu {
+
+// Columns of one step of the INT4 product: 64 bytes of codes.
+constexpr std::int64_t kStepColumns = 128;
+// A lane is 8 neighbouring columns: 4 bytes of codes, one 32-bit sum.
+constexpr std::int64_t kLaneColumns = 8;
+constexpr std::int64_t kStepLanes = kStepColumns / kLaneColumns;
+// Columns that inputs of the exact product are padded to, with zeros.
+constexpr std::int64_t kExactColumns = 16;
+
+// INT8 inputs of one step, ordered as the nibbles of the codes fall out: low ones are even columns.
+struct alignas(64) Int8Step {
+  std::int8_t even[kStepColumns / 2];
+  std::int8_t odd[kStepColumns / 2];
+  std::int32_t start[kStepLanes]; // -8 times the sum of the lane's inputs: the codes' zero point
+  float scale[kStepLanes];        // the scale of the block that the lane is in
+};
+
+// Steps that a row of inputs takes. Columns past its end are zero.
+constexpr std::int64_t steps_of(std::int64_t columns) {
+  return (columns + kStepColumns - 1) / kStepColumns;
+}
+
+// A symmetric INT4 matrix: qweight [rows, columns / 2], scales [rows, columns / group_size].
+struct Int4Matrix {
+  const std::uint8_t *qweight;
+  const Float16 *scales;
+  std::int64_t columns, group_size;
+
+  std::int64_t row_bytes() const { return columns / 2; }
+  std::int64_t row_groups() const { return columns / group_size; }
+};
+
+// Weight rows [begin, end) by `count` inputs: outs[r][n - begin] = row n . inputs[r].
+using DotInt4 = void (*)(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
+                         const Int8Step *const *inputs, std::int64_t count, float *const *outs);
+
+// The same of `rows` rows of words, whose first lies at `weights`. Accumulated in float32, in an
+// order that depends on the columns alone.
+using DotExact = void (*)(const void *weights, std::int64_t columns, std::int64_t rows,
+                          const float *const *inputs, std::int64_t count, float *const *outs);
+
+struct MicroKernels {
+  DotInt4 dot_int4; // group sizes for which `takes_group` holds
+  DotExact dot_float32, dot_bfloat16, dot_float16;
+  // Round block `block` of a row, `columns` (at most 32) values, to INT8 in place in its steps.
+  void (*round_block)(const float *values, std::int64_t columns, Int8Step *steps,
+                      std::int64_t block);
+  std::int64_t (*read_sum)(const std::int64_t *words, std::int64_t count);
+};
+
+// Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.
+constexpr bool takes_group(std::int64_t group_size, std::int64_t columns) {
+  return group_size == columns || group_size == 32 || group_size == 64 ||
+         group_size % kStepColumns == 0;
+}
+
+extern const MicroKernels portable_kernels;
+#ifdef SPEQ_X86
+extern const MicroKernels avx2_kernels;
+extern const MicroKernels avx512_kernels;
+extern const MicroKernels avx512_vnni_kernels;
+#endif
+
+} // namespace speq::cpu

@@ -1,0 +1,93 @@
+#include "cpu/moe_int4.h"
+
+namespace speq::cpu {
+
+// With a perm of its own, every expert sees inputs that are rounded for it.
+MoeInt4::MoeInt4(const MoeInt4Problem &problem)
+    : problem_(problem),
+      groups_(group_by_expert(problem.ids, problem.slots, problem.num_slots, false, "base_slots")),
+      width_tiles_((problem.expert_width() + kTile - 1) / kTile),
+      inputs_(problem.input_perm == nullptr ? problem.rows : std::int64_t(problem.ids.size())),
+      input_rows_(inputs_, problem.hidden_size()),
+      inner_rows_(std::int64_t(problem.ids.size()), problem.expert_width()) {}
+
+void MoeInt4::round_inputs(std::int64_t begin, std::int64_t end) {
+  const std::int64_t hidden_size = problem_.hidden_size();
+  for (std::int64_t input = begin; input < end; ++input) {
+    if (problem_.input_perm == nullptr) {
+      input_rows_.round_row(input, problem_.hidden_states + input * hidden_size, nullptr);
+    } else {
+      const std::int64_t slot = problem_.slots[problem_.ids[input]];
+      input_rows_.round_row(input, problem_.hidden_states + input / problem_.top_k * hidden_size,
+                            problem_.input_perm + slot * hidden_size);
+    }
+  }
+}
+
+void MoeInt4::gate_up(std::int64_t begin, std::int64_t end) {
+  const std::int64_t width = problem_.expert_width();
+  std::vector<const Int8Step *> inputs;
+  std::vector<float> gates, ups;
+  std::vector<float *> gate_rows, up_rows;
+  for (std::int64_t item = begin; item < end; ++item) {
+    const ExpertRows &group = groups_[item / width_tiles_];
+    const std::int64_t first = item % width_tiles_ * kTile;
+    const std::int64_t last = std::min(first + kTile, width);
+    const std::int64_t count = std::int64_t(group.places.size());
+    inputs.resize(count), gate_rows.resize(count), up_rows.resize(count);
+    gates.resize(count * kTile), ups.resize(count * kTile);
+    for (std::int64_t r = 0; r < count; ++r) {
+      const std::int64_t place = group.places[r];
+      inputs[r] = input_rows_.row(problem_.input_perm == nullptr ? place / problem_.top_k : place);
+      gate_rows[r] = &gates[r * kTile];
+      up_rows[r] = &ups[r * kTile];
+    }
+    const Int4Matrix matrix = problem_.gate_up.matrix(group.slot);
+    const DotInt4 dot = dot_int4_for(matrix);
+    dot(matrix, first, last, inputs.data(), count, gate_rows.data());
+    dot(matrix, width + first, width + last, inputs.data(), count, up_rows.data());
+    for (std::int64_t r = 0; r < count; ++r) {
+      for (std::int64_t i = 0; i < last - first; ++i) {
+        gate_rows[r][i] = activate(problem_.activation, gate_rows[r][i]) * up_rows[r][i];
+      }
+      inner_rows_.round(group.places[r], first, last - first, gate_rows[r]);
+    }
+  }
+}
+
+void MoeInt4::down(std::int64_t begin, std::int64_t end, float *out) {
+  const std::int64_t hidden_size = problem_.hidden_size();
+  const std::int64_t first = begin * kTile, last = std::min(end * kTile, hidden_size);
+  const std::int64_t columns = last - first;
+  Buffer<float> parts(problem_.ids.size() * columns);
+  std::vector<const Int8Step *> inputs;
+  std::vector<float *> rows;
+  for (const ExpertRows &group : groups_) {
+    const Int4Matrix matrix = problem_.down.matrix(group.slot);
+    const DotInt4 dot = dot_int4_for(matrix);
+    for (std::int64_t tile = first; tile < last; tile += kTile) {
+      inputs.clear(), rows.clear();
+      for (const std::int64_t place : group.places) {
+        inputs.push_back(inner_rows_.row(place));
+        rows.push_back(&parts[place * columns + tile - first]);
+      }
+      dot(matrix, tile, std::min(tile + kTile, last), inputs.data(), std::int64_t(inputs.size()),
+          rows.data());
+    }
+  }
+  // In the order of the route, whatever the order of experts was.
+  for (std::int64_t row = 0; row < problem_.rows; ++row) {
+    float *sums = out + row * hidden_size + first;
+    std::fill(sums, sums + columns, 0.0f);
+    for (std::int64_t j = 0; j < problem_.top_k; ++j) {
+      const std::int64_t place = row * problem_.top_k + j;
+      const float weight = problem_.topk_weights[place];
+      const float *part = &parts[place * columns];
+      for (std::int64_t i = 0; i < columns; ++i) {
+        sums[i] += weight * part[i];
+      }
+    }
+  }
+}
+
+} // namespace speq::cpu

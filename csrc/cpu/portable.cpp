@@ -1,0 +1,98 @@
+// The inner loops in plain C++: for processors without a file of their own, for group sizes that
+// vectors do not take, and to read the others by.
+#include "cpu/blocks.h"
+
+namespace speq::cpu {
+namespace {
+
+// Lanes that share neither a group nor a byte with another: all but the oddest group sizes.
+bool lanes_whole(const Int4Matrix &matrix) {
+  return matrix.group_size % kLaneColumns == 0 || matrix.group_size == matrix.columns;
+}
+
+float dot_of_lanes(const Int4Matrix &matrix, const std::uint8_t *codes, const Float16 *scales,
+                   const Int8Step *steps) {
+  constexpr std::int64_t kBytes = kStepColumns / 2, kLaneBytes = kLaneColumns / 2;
+  const std::int64_t row_bytes = matrix.row_bytes();
+  float sum = 0.0f;
+  for (std::int64_t begin = 0; begin < row_bytes; begin += kBytes) {
+    const Int8Step &step = steps[begin / kBytes];
+    std::uint8_t bytes[kBytes] = {};
+    std::memcpy(bytes, codes + begin, row_bytes - begin < kBytes ? row_bytes - begin : kBytes);
+    std::int16_t products[kBytes]; // of codes below 16, so that a pair fits
+    for (std::int64_t i = 0; i < kBytes; ++i) {
+      products[i] = std::int16_t((bytes[i] & 0xF) * step.even[i] + (bytes[i] >> 4) * step.odd[i]);
+    }
+    for (std::int64_t lane = 0; lane < kStepLanes; ++lane) {
+      const std::int64_t column = 2 * begin + lane * kLaneColumns;
+      if (column >= matrix.columns) {
+        break;
+      }
+      std::int32_t part = step.start[lane];
+      for (std::int64_t i = 0; i < kLaneBytes; ++i) {
+        part += products[lane * kLaneBytes + i];
+      }
+      sum += float(part) * (step.scale[lane] * to_float(scales[column / matrix.group_size]));
+    }
+  }
+  return sum;
+}
+
+float dot_of_bytes(const Int4Matrix &matrix, const std::uint8_t *codes, const Float16 *scales,
+                   const Int8Step *steps) {
+  float sum = 0.0f;
+  for (std::int64_t byte = 0; byte < matrix.row_bytes(); ++byte) {
+    const Int8Step &step = steps[2 * byte / kStepColumns];
+    const std::int64_t at = byte % (kStepColumns / 2);
+    const std::int32_t part =
+        low_code(codes[byte]) * step.even[at] + high_code(codes[byte]) * step.odd[at];
+    const float input_scale = step.scale[2 * at / kLaneColumns];
+    sum += float(part) * (input_scale * to_float(scales[2 * byte / matrix.group_size]));
+  }
+  return sum;
+}
+
+void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
+              const Int8Step *const *inputs, std::int64_t count, float *const *outs) {
+  const auto dot = lanes_whole(matrix) ? dot_of_lanes : dot_of_bytes;
+  for (std::int64_t row = begin; row < end; ++row) {
+    const std::uint8_t *codes = matrix.qweight + row * matrix.row_bytes();
+    const Float16 *scales = matrix.scales + row * matrix.row_groups();
+    for (std::int64_t r = 0; r < count; ++r) {
+      outs[r][row - begin] = dot(matrix, codes, scales, inputs[r]);
+    }
+  }
+}
+
+template <typename Word>
+void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
+               const float *const *inputs, std::int64_t count, float *const *outs) {
+  const Word *row = static_cast<const Word *>(weights);
+  for (std::int64_t n = 0; n < rows; ++n, row += columns) {
+    for (std::int64_t r = 0; r < count; ++r) {
+      float lanes[kExactColumns] = {}; // sums side by side, which a compiler can vectorise
+      std::int64_t k = 0;
+      for (; k + kExactColumns <= columns; k += kExactColumns) {
+        for (std::int64_t i = 0; i < kExactColumns; ++i) {
+          lanes[i] += to_float(row[k + i]) * inputs[r][k + i];
+        }
+      }
+      for (std::int64_t i = 0; k + i < columns; ++i) {
+        lanes[i] += to_float(row[k + i]) * inputs[r][k + i];
+      }
+      float sum = 0.0f;
+      for (const float lane : lanes) {
+        sum += lane;
+      }
+      outs[r][n] = sum;
+    }
+  }
+}
+
+} // namespace
+
+const MicroKernels portable_kernels = {
+    dot_int4, dot_exact<float>, dot_exact<BFloat16>, dot_exact<Float16>, round_block, read_sum,
+};
+
+} // namespace speq::cpu

@@ -1,0 +1,10 @@
+// What lets one header be compiled by g++ for the host and by nvcc for both sides.
+#pragma once
+
+// Functions in shared headers have internal linkage: the same header is compiled for several
+// instruction sets, and the linker must not choose one of the copies for all.
+#ifdef __CUDACC__
+#define SPEQ_INLINE __host__ __device__ static inline
+#else
+#define SPEQ_INLINE static inline
+#endif
