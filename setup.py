@@ -29,6 +29,13 @@ class CMakeBuild(build_ext):
         *package, library = ext_name.split(".")
         return str(Path(*package) / f"lib{library}.so")
 
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        # Only where there is an nvcc, hence no extension that setuptools knows of.
+        cuda = Path(self.build_lib) / "speq" / "libspeq_cuda.so"
+        if cuda.exists():
+            shutil.copy(cuda, ROOT / "speq")
+
     def build_extension(self, ext: Extension) -> None:
         import torch.utils
 

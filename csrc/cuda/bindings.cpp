@@ -1,0 +1,253 @@
+// Binds the CUDA kernels to the schemas of speq/native.py, through torch's stable ABI. Arguments
+// are checked once, in speq/ops.py; the checks here only guard against memory errors when an op is
+// called around it. Compiled for the host too, where kernels run without a GPU, for tests.
+
+#include <initializer_list>
+#include <optional>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "cuda/launchers.h"
+
+namespace {
+
+using speq::cuda::Dtype;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The device of a call, made current, and its stream.
+class Call {
+public:
+#ifdef USE_CUDA
+  explicit Call(const Tensor &tensor) : guard_(tensor.get_device_index()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+  }
+#else
+  explicit Call(const Tensor &) {}
+#endif
+
+  void *stream() const { return stream_; }
+
+private:
+#ifdef USE_CUDA
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  void *stream_ = nullptr;
+};
+
+// From torch's allocator, which keeps it from other streams and knows graphs being captured.
+Tensor workspace(const Tensor &like, std::size_t bytes) {
+  return torch::stable::new_empty(like, {static_cast<std::int64_t>(bytes)}, ScalarType::Byte);
+}
+
+Dtype dtype_of(const char *op, const Tensor &tensor) {
+  switch (tensor.scalar_type()) {
+  case ScalarType::Float:
+    return Dtype::float32;
+  case ScalarType::Double:
+    return Dtype::float64;
+  case ScalarType::BFloat16:
+    return Dtype::bfloat16;
+  case ScalarType::Half:
+    return Dtype::float16;
+  default:
+    STD_TORCH_CHECK(false, op, ": values must be float32, float64, bfloat16 or float16");
+  }
+}
+
+speq::cuda::Values values(const char *op, const Tensor &tensor) {
+  return {tensor.data_ptr(), dtype_of(op, tensor)};
+}
+
+bool is(const Tensor &tensor, ScalarType dtype, std::int64_t dim) {
+  return tensor.scalar_type() == dtype && tensor.dim() == dim && tensor.is_contiguous();
+}
+
+bool same_device(std::initializer_list<const Tensor *> tensors) {
+  const Tensor &first = **tensors.begin();
+  for (const Tensor *tensor : tensors) {
+    if (tensor->device() != first.device()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename Item> const Item *data(const Tensor &tensor) {
+  return static_cast<const Item *>(tensor.const_data_ptr());
+}
+
+void check(const char *op, const char *error) {
+  STD_TORCH_CHECK(error == nullptr, op, ": ", error);
+}
+
+// A matrix [rows, columns], or slots of them, as codes and scales describe it.
+speq::cuda::Int4Values int4_values(const char *op, const Tensor &qweight, const Tensor &scales,
+                                   std::int64_t dim) {
+  STD_TORCH_CHECK(is(qweight, ScalarType::Byte, dim) && is(scales, ScalarType::Half, dim), op,
+                  ": qweight must be contiguous uint8 and scales contiguous float16");
+  const std::int64_t slots = dim == 3 ? qweight.size(0) : 1;
+  const std::int64_t rows = qweight.size(dim - 2), columns = 2 * qweight.size(dim - 1);
+  const std::int64_t groups = scales.size(dim - 1);
+  STD_TORCH_CHECK((dim < 3 || scales.size(0) == slots) && scales.size(dim - 2) == rows &&
+                      groups > 0 && columns > 0 && columns % groups == 0 &&
+                      (columns / groups) % 2 == 0,
+                  op, ": qweight and scales do not describe one matrix");
+  STD_TORCH_CHECK(columns <= speq::cuda::kMaxInt4Columns && slots * rows < INT32_MAX, op,
+                  ": a matrix is too large");
+  return {qweight.const_data_ptr(), scales.const_data_ptr(), slots, rows, columns, groups};
+}
+
+speq::cuda::Route route_of(const char *op, const Tensor &hidden_states, const Tensor &topk_ids,
+                           const Tensor &slots) {
+  STD_TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous() &&
+                      is(topk_ids, ScalarType::Long, 2) && is(slots, ScalarType::Long, 1) &&
+                      topk_ids.size(0) == hidden_states.size(0),
+                  op, ": hidden_states, topk_ids or slots have the wrong shape or dtype");
+  const std::int64_t num_rows = topk_ids.size(0), top_k = topk_ids.size(1);
+  STD_TORCH_CHECK(num_rows <= speq::cuda::kMaxCallRows &&
+                      num_rows * top_k <= speq::cuda::kMaxCallPositions,
+                  op, ": takes at most ", speq::cuda::kMaxCallRows, " rows and ",
+                  speq::cuda::kMaxCallPositions, " places of routes");
+  return {data<std::int64_t>(topk_ids), num_rows, top_k, data<std::int64_t>(slots), slots.size(0)};
+}
+
+speq::Activation activation_of(const char *op, std::int64_t activation) {
+  STD_TORCH_CHECK(activation >= 0 && activation < speq::kActivations, op, ": no activation ",
+                  activation);
+  return static_cast<speq::Activation>(activation);
+}
+
+void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional<Tensor> input_perm,
+                     Tensor out) {
+  constexpr const char *op = "linear_int4";
+  const auto weights = int4_values(op, qweight, scales, 2);
+  STD_TORCH_CHECK(inputs.dim() == 2 && inputs.is_contiguous() && out.dim() == 2 &&
+                      out.is_contiguous() && inputs.size(1) == weights.columns &&
+                      out.size(0) == inputs.size(0) && out.size(1) == weights.rows &&
+                      inputs.size(0) <= speq::cuda::kMaxCallRows &&
+                      same_device({&inputs, &qweight, &scales, &out}),
+                  op, ": inputs or out are too many, not contiguous or not of the matrix");
+  STD_TORCH_CHECK(!input_perm || (is(*input_perm, ScalarType::Int, 1) &&
+                                  input_perm->size(0) == weights.columns &&
+                                  same_device({&inputs, &*input_perm})),
+                  op, ": input_perm must be contiguous int32, one for each column");
+  if (inputs.size(0) == 0 || weights.rows == 0) {
+    return;
+  }
+  const Call call(inputs);
+  check(op, speq::cuda::linear_int4(values(op, inputs), inputs.size(0), weights,
+                                    input_perm ? data<std::int32_t>(*input_perm) : nullptr,
+                                    values(op, out), call.stream()));
+}
+
+void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots,
+                  Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight,
+                  Tensor down_scales, std::optional<Tensor> input_perm, std::int64_t activation,
+                  Tensor out) {
+  constexpr const char *op = "moe_int4";
+  const auto route = route_of(op, hidden_states, topk_ids, base_slots);
+  const auto gate_up = int4_values(op, gate_up_qweight, gate_up_scales, 3);
+  const auto down = int4_values(op, down_qweight, down_scales, 3);
+  const std::int64_t hidden_size = hidden_states.size(1), width = down.columns;
+  STD_TORCH_CHECK(
+      gate_up.columns == hidden_size && down.rows == hidden_size && gate_up.rows == 2 * width &&
+          gate_up.slots == down.slots && is(topk_weights, ScalarType::Float, 2) &&
+          topk_weights.size(0) == route.num_rows && topk_weights.size(1) == route.top_k &&
+          out.dim() == 2 && out.is_contiguous() && out.size(0) == route.num_rows &&
+          out.size(1) == hidden_size,
+      op, ": arguments have the wrong shape or dtype");
+  STD_TORCH_CHECK(
+      same_device({&hidden_states, &topk_ids, &topk_weights, &base_slots, &gate_up_qweight,
+                   &gate_up_scales, &down_qweight, &down_scales, &out}),
+      op, ": arguments are on different devices");
+  STD_TORCH_CHECK(!input_perm ||
+                      (is(*input_perm, ScalarType::Int, 2) &&
+                       input_perm->size(0) == gate_up.slots && input_perm->size(1) == hidden_size &&
+                       same_device({&hidden_states, &*input_perm})),
+                  op, ": input_perm must be contiguous int32, one for each slot and column");
+  if (route.num_rows == 0) {
+    return;
+  }
+  const Call call(hidden_states);
+  Tensor memory = workspace(hidden_states, speq::cuda::moe_int4_workspace(route, width));
+  check(op,
+        speq::cuda::moe_int4(values(op, hidden_states), route, data<float>(topk_weights), gate_up,
+                             down, input_perm ? data<std::int32_t>(*input_perm) : nullptr,
+                             activation_of(op, activation), values(op, out),
+                             memory.mutable_data_ptr(), call.stream()));
+}
+
+// Slots of matrices, of which each is contiguous.
+speq::cuda::SlotValues slot_values(const char *op, const Tensor &tensor) {
+  STD_TORCH_CHECK(tensor.dim() == 3 && (tensor.size(2) <= 1 || tensor.stride(2) == 1) &&
+                      (tensor.size(1) <= 1 || tensor.stride(1) == tensor.size(2)),
+                  op, ": slots must be contiguous matrices");
+  STD_TORCH_CHECK(tensor.size(1) < INT32_MAX &&
+                      tensor.size(2) < INT32_MAX / speq::cuda::kMaxCallPositions,
+                  op, ": a matrix is too large");
+  return {tensor.const_data_ptr(), dtype_of(op, tensor), tensor.size(0),
+          tensor.stride(0),        tensor.size(1),       tensor.size(2)};
+}
+
+void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj,
+                     Tensor down_proj, std::int64_t activation, Tensor out) {
+  constexpr const char *op = "moe_grouped";
+  const auto route = route_of(op, hidden_states, topk_ids, slot_table);
+  const auto gate_up = slot_values(op, gate_up_proj), down = slot_values(op, down_proj);
+  const auto hidden = values(op, hidden_states);
+  STD_TORCH_CHECK(gate_up.columns == hidden_states.size(1) && down.rows == hidden_states.size(1) &&
+                      gate_up.rows == 2 * down.columns && gate_up.slots == down.slots &&
+                      gate_up.dtype == down.dtype && hidden.dtype != Dtype::float64 &&
+                      gate_up.dtype != Dtype::float64,
+                  op, ": gate_up_proj or down_proj have the wrong shape or dtype");
+  STD_TORCH_CHECK(out.scalar_type() == hidden_states.scalar_type() && out.dim() == 3 &&
+                      out.is_contiguous() && out.size(0) == route.num_rows &&
+                      out.size(1) == route.top_k && out.size(2) == hidden_states.size(1),
+                  op, ": out has the wrong shape or dtype");
+  STD_TORCH_CHECK(
+      same_device({&hidden_states, &topk_ids, &slot_table, &gate_up_proj, &down_proj, &out}), op,
+      ": arguments are on different devices");
+  if (route.num_rows * route.top_k == 0 || hidden_states.size(1) == 0) {
+    return;
+  }
+  const Call call(hidden_states);
+  Tensor memory = workspace(hidden_states,
+                            speq::cuda::moe_grouped_workspace(route, down.columns, hidden.dtype));
+  check(op,
+        speq::cuda::moe_grouped(hidden, route, gate_up, down, activation_of(op, activation),
+                                out.mutable_data_ptr(), memory.mutable_data_ptr(), call.stream()));
+}
+
+void read_sum_out(Tensor words, Tensor out) {
+  constexpr const char *op = "read_sum";
+  STD_TORCH_CHECK(is(words, ScalarType::Long, 1) && is(out, ScalarType::Long, 1) &&
+                      out.size(0) == 1 && same_device({&words, &out}),
+                  op, ": words and out must be contiguous int64, out of one word");
+  const Call call(words);
+  Tensor memory = workspace(words, speq::cuda::read_sum_workspace());
+  check(op, speq::cuda::read_sum(data<std::int64_t>(words), words.size(0),
+                                 static_cast<std::int64_t *>(out.mutable_data_ptr()),
+                                 memory.mutable_data_ptr(), call.stream()));
+}
+
+void bind(torch::stable::detail::StableLibrary &m) {
+  m.impl("linear_int4_out", TORCH_BOX(&linear_int4_out));
+  m.impl("moe_int4_out", TORCH_BOX(&moe_int4_out));
+  m.impl("moe_grouped_out", TORCH_BOX(&moe_grouped_out));
+  m.impl("read_sum_out", TORCH_BOX(&read_sum_out));
+}
+
+} // namespace
+
+#ifdef USE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(speq, CUDA, m) { bind(m); }
+#else
+STABLE_TORCH_LIBRARY_IMPL(speq_cuda_on_host, CPU, m) { bind(m); }
+#endif

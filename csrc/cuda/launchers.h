@@ -1,0 +1,64 @@
+// Host functions that launch the kernels, with plain pointers. Bindings check shapes before.
+// What arguments mean is said in speq/reference.py. Workspaces are device memory of the size that
+// the function beside says; each returns what went wrong, or null.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "activation.h"
+
+namespace speq::cuda {
+
+enum class Dtype : int { float32, float64, bfloat16, float16 };
+
+// The most rows of a call, and positions of their routes.
+constexpr int kMaxCallRows = 16;
+constexpr int kMaxCallPositions = 256;
+// The most columns of an INT4 matrix.
+constexpr std::int64_t kMaxInt4Columns = 46340 * 32;
+
+struct Values {
+  void *values;
+  Dtype dtype;
+};
+
+struct Int4Values {
+  const void *qweight, *scales;
+  std::int64_t slots, rows, columns, groups;
+};
+
+const char *linear_int4(Values inputs, std::int64_t num_rows, Int4Values weights,
+                        const std::int32_t *input_perm, Values out, void *stream);
+
+struct Route {
+  const std::int64_t *topk_ids; // [num_rows, top_k]
+  std::int64_t num_rows, top_k;
+  const std::int64_t *slots; // [experts]: base_slots or slot_table
+  std::int64_t experts;
+};
+
+std::size_t moe_int4_workspace(const Route &route, std::int64_t width);
+
+const char *moe_int4(Values hidden_states, Route route, const float *topk_weights,
+                     Int4Values gate_up, Int4Values down, const std::int32_t *input_perm,
+                     Activation activation, Values out, void *workspace, void *stream);
+
+// Matrices of experts; slots may be further apart than they are large.
+struct SlotValues {
+  const void *values;
+  Dtype dtype;
+  std::int64_t slots, slot_stride, rows, columns;
+};
+
+std::size_t moe_grouped_workspace(const Route &route, std::int64_t width, Dtype dtype);
+
+const char *moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotValues down,
+                        Activation activation, void *out, void *workspace, void *stream);
+
+std::size_t read_sum_workspace();
+
+const char *read_sum(const std::int64_t *words, std::int64_t num_words, std::int64_t *out,
+                     void *workspace, void *stream);
+
+} // namespace speq::cuda

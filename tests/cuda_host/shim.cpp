@@ -1,0 +1,245 @@
+#undef _FORTIFY_SOURCE // it takes a jump to another stack for an error
+
+#include "cuda_host/shim.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace cuda_host {
+namespace {
+
+constexpr std::size_t kStackBytes = 256 << 10;
+// NaN as a float, out of range as an index.
+constexpr int kPoison = 0xFF;
+
+enum class State { ready, waiting, done };
+
+struct Fiber {
+  ucontext_t context; // where it begins
+  jmp_buf place;      // where it goes on
+  bool begun = true;
+  std::unique_ptr<unsigned char[]> stack;
+  State state = State::done;
+  const char *operation = "nothing"; // what it waits at
+  Index index{};
+  int exchanges = 0;
+  void *fake_stack = nullptr; // AddressSanitizer's
+};
+
+struct Warp {
+  const char *operation = nullptr;
+  int arrived = 0;
+  // Of this exchange and of the last, which slower lanes may be reading yet.
+  std::uint64_t words[2][kLanes];
+};
+
+std::mutex launches;
+std::vector<std::unique_ptr<Fiber>> fibers; // kept for their stacks
+std::vector<Warp> warps;
+Fiber host;
+Fiber *current = &host;
+int threads = 0, at_barrier = 0;
+Index block{}, grid{};
+unsigned char *shared = nullptr;
+const std::function<void()> *kernel = nullptr;
+
+[[noreturn]] void fail(const char *what) {
+  std::fprintf(stderr, "CUDA on the host: block (%u, %u), thread %u: %s\n", block.x, block.y,
+               current->index.x, what);
+  const auto whereabouts = [](int thread) {
+    const Fiber &fiber = *fibers[thread];
+    return fiber.state == State::waiting ? fiber.operation
+           : fiber.state == State::done  ? "the end"
+                                         : "nothing that waits";
+  };
+  for (int first = 0, end = 0; first < threads; first = end) {
+    while (end < threads && std::strcmp(whereabouts(end), whereabouts(first)) == 0) {
+      ++end;
+    }
+    std::fprintf(stderr, "  threads %d to %d are at %s\n", first, end - 1, whereabouts(first));
+  }
+  std::abort();
+}
+
+#ifdef __SANITIZE_ADDRESS__
+const Fiber *came_from = nullptr;
+const void *host_stack = nullptr;
+std::size_t host_stack_bytes = 0;
+
+void leave(Fiber &from, const Fiber &to) {
+  came_from = &from;
+  const bool never_back = &from != &host && from.state == State::done;
+  const bool to_host = &to == &host;
+  __sanitizer_start_switch_fiber(never_back ? nullptr : &from.fake_stack,
+                                 to_host ? host_stack : to.stack.get(),
+                                 to_host ? host_stack_bytes : kStackBytes);
+}
+
+void arrive() {
+  const void *stack;
+  std::size_t bytes;
+  __sanitizer_finish_switch_fiber(current->fake_stack, &stack, &bytes);
+  if (came_from == &host) {
+    host_stack = stack;
+    host_stack_bytes = bytes;
+  }
+}
+#else
+void leave(Fiber &, const Fiber &) {}
+void arrive() {}
+#endif
+
+void switch_to(Fiber &next) {
+  Fiber &previous = *current;
+  current = &next;
+  leave(previous, next);
+#ifdef __SANITIZE_ADDRESS__
+  swapcontext(&previous.context, &next.context); // the sanitizer mistakes jumps
+#else
+  // Contexts ask the system for the signal mask at each switch; jumps do not.
+  if (_setjmp(previous.place) == 0) {
+    if (next.begun) {
+      _longjmp(next.place, 1);
+    }
+    next.begun = true;
+    setcontext(&next.context);
+  }
+#endif
+  arrive();
+}
+
+// The next thread that can go on; null for none.
+Fiber *next_ready() {
+  for (int step = 1; step <= threads; ++step) {
+    Fiber &fiber = *fibers[(current->index.x + step) % threads];
+    if (fiber.state == State::ready) {
+      return &fiber;
+    }
+  }
+  return nullptr;
+}
+
+void wait(const char *operation) {
+  current->state = State::waiting;
+  current->operation = operation;
+  Fiber *next = next_ready();
+  if (next == nullptr) {
+    fail("nothing can go on");
+  }
+  switch_to(*next);
+}
+
+void wake(int first, int count) {
+  for (int thread = first; thread < first + count; ++thread) {
+    fibers[thread]->state = State::ready;
+  }
+}
+
+void thread_main() {
+  arrive();
+  (*kernel)();
+  current->state = State::done;
+  Fiber *next = next_ready();
+  if (next == nullptr) {
+    for (int thread = 0; thread < threads; ++thread) {
+      if (fibers[thread]->state != State::done) {
+        fail("ended, which others wait for");
+      }
+    }
+    next = &host;
+  }
+  switch_to(*next);
+}
+
+void run_block() {
+  at_barrier = 0;
+  warps.assign(threads / kLanes, Warp());
+  for (int thread = 0; thread < threads; ++thread) {
+    Fiber &fiber = *fibers[thread];
+#ifdef __SANITIZE_ADDRESS__
+    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.get(), kStackBytes);
+#endif
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, thread_main, 0);
+    fiber.begun = false;
+    fiber.state = State::ready;
+    fiber.index = {unsigned(thread), 0, 0};
+    fiber.exchanges = 0;
+    fiber.fake_stack = nullptr;
+  }
+  switch_to(*fibers[0]);
+}
+
+} // namespace
+
+const Index &thread_index() { return current->index; }
+const Index &block_index() { return block; }
+const Index &grid_size() { return grid; }
+unsigned char *shared_memory() { return shared; }
+
+void barrier() {
+  if (++at_barrier < threads) {
+    wait("__syncthreads");
+    return;
+  }
+  at_barrier = 0;
+  wake(0, threads);
+}
+
+const std::uint64_t *exchange(const char *operation, unsigned mask, std::uint64_t word) {
+  if (mask != 0xFFFFFFFFu) {
+    fail("an operation of part of a warp, which this shim cannot do");
+  }
+  const int thread = int(current->index.x), number = current->exchanges++;
+  Warp &warp = warps[thread / kLanes];
+  if (warp.arrived > 0 && std::strcmp(warp.operation, operation) != 0) {
+    fail("lanes of a warp are at different operations");
+  }
+  warp.operation = operation;
+  std::uint64_t *words = warp.words[number % 2];
+  words[thread % kLanes] = word;
+  if (++warp.arrived < kLanes) {
+    wait(operation);
+  } else {
+    warp.arrived = 0;
+    wake(thread / kLanes * kLanes, kLanes);
+  }
+  return words;
+}
+
+void run(const std::function<void()> &of_thread, Index grid_size, int num_threads,
+         std::size_t shared_bytes) {
+  const std::lock_guard lock(launches);
+  kernel = &of_thread;
+  grid = grid_size;
+  threads = num_threads;
+  while (int(fibers.size()) < threads) {
+    fibers.push_back(std::make_unique<Fiber>());
+    fibers.back()->stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
+  }
+  const auto memory = std::make_unique_for_overwrite<unsigned char[]>(shared_bytes);
+  shared = memory.get();
+  for (block.y = 0; block.y < grid.y; ++block.y) {
+    for (block.x = 0; block.x < grid.x; ++block.x) {
+      std::memset(shared, kPoison, shared_bytes);
+      run_block();
+    }
+  }
+}
+
+} // namespace cuda_host
