@@ -1,6 +1,7 @@
 # make demo       set up, build, and generate text from the bundled model under a small budget
 # make test       set up, lint, and run the tests
 # make test-full  the long products as well
+# make sanitize   the kernels and their tests under AddressSanitizer and UBSan
 # make gpu        on a machine with a GPU: build, test and measure there, JSON to $OUT
 PYTHON ?= python3
 # A CPU-only torch is enough; set TORCH to the build you want, a wheel's path included. (On Linux
@@ -15,7 +16,7 @@ READY := $(VENV)/.ready
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo test test-full lint format gpu clean
+.PHONY: setup demo test test-full sanitize lint format gpu clean
 
 setup: $(READY)
 
@@ -40,11 +41,15 @@ demo: $(READY)
 	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
-test: lint
+test: lint sanitize
 	$(BIN)/python -m pytest -n auto -m "not full and not gpu"
 
-test-full: lint
+test-full: lint sanitize
 	$(BIN)/python -m pytest -n auto -m "not gpu"
+
+# The kernels written for a GPU run here on the processor, which is slow and finds every stray access.
+sanitize: $(READY)
+	PYTHON=$(BIN)/python tools/sanitize.sh
 
 # setup.py lays `scheduler/`, `governor/` and `bench/` into the package; mypy wants to see it so.
 lint: $(READY)
