@@ -39,6 +39,10 @@ def _named(kernel: Callable[..., None]) -> Callable[..., None]:
 
 # Schema and reference of every op, by name.
 OPS: dict[str, tuple[str, Callable[..., None]]] = {
+    "linear": (
+        "(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()",
+        reference.linear_out,
+    ),
     "linear_int4": (
         "(Tensor inputs, Tensor qweight, Tensor scales, Tensor? input_perm, Tensor(a!) out) -> ()",
         reference.linear_int4_out,
@@ -57,11 +61,18 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
+# On a GPU torch's own is the fast one.
+CPU_ONLY = frozenset({"linear"})
+
 _library = torch.library.Library("speq", "DEF")
 for _name, (_schema, _reference) in OPS.items():
     _library.define(f"{_name}_out{_schema}")
     _library.impl(f"{_name}_out", _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"speq::{_name}_out", lambda *_: None, lib=_library)
+
+
+# Looked up once: a lookup costs as much as a small kernel.
+_OVERLOADS = {name: getattr(torch.ops.speq, f"{name}_out").default for name in OPS}
 
 
 def load(path: Path) -> str | None:
@@ -85,6 +96,11 @@ def _load_cuda() -> str | None:
 MISSING = {"cpu": load(CPU_LIBRARY), "cuda": _load_cuda()}
 
 
+def ops_of(device: str) -> list[str]:
+    """The ops that have a native kernel for a device, where its library is built."""
+    return [op for op in OPS if device == "cpu" or op not in CPU_ONLY]
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """What runs an op: "cpu" or "cuda" for a native kernel, else "reference"; and why."""
@@ -100,12 +116,12 @@ def backend_of(op: str, device: str) -> Backend:
         return Backend("reference", MISSING[device] or f"there is no native {op} for {device}")
     if device == "cpu":
         return Backend("cpu", isa())
-    return Backend("cuda", CUDA_LIBRARY.name)
+    return Backend("cuda", f"{CUDA_LIBRARY.name}, for sm_80 and later")
 
 
 def report_backends(device: str) -> None:
     """Say which ops run on the slow reference, so that nobody takes it for our speed."""
-    slow = {op: backend_of(op, device) for op in OPS}
+    slow = {op: backend_of(op, device) for op in ops_of(device)}
     slow = {op: backend for op, backend in slow.items() if backend.name == "reference"}
     for reason in dict.fromkeys(backend.reason for backend in slow.values()):
         ops = ", ".join(op for op, backend in slow.items() if backend.reason == reason)
@@ -145,4 +161,4 @@ def _cpu_library() -> ctypes.CDLL:
 
 def call(op: str, *arguments: Tensor | int | None) -> None:
     """Run an op by name."""
-    getattr(torch.ops.speq, f"{op}_out").default(*arguments)
+    _OVERLOADS[op](*arguments)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from speq import native, reference
 from speq.reference import ACTIVATIONS, combine, quantize_int4
@@ -15,6 +16,7 @@ __all__ = [
     "ACTIVATIONS",
     "Int4Bank",
     "combine",
+    "linear",
     "linear_int4",
     "moe_grouped",
     "moe_int4",
@@ -27,6 +29,8 @@ FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows a CUDA kernel takes at a time: they all stay in registers while weights stream by.
 MAX_CUDA_ROWS = 16
+# Rows up to which the native dense product is faster than torch's, which is made for many.
+MAX_LINEAR_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,22 @@ class Int4Bank:
     @property
     def hidden_size(self) -> int:
         return self.down[0].shape[1]
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """inputs [..., K] by weight [N, K], plus bias [N]: [..., N], in one dtype throughout.
+
+    Few rows on the CPU are bound by the reading of the weights, and the native kernel, whose rows
+    do not depend on one another, reads them; more rows, other devices and float64 are torch's.
+    """
+    rows = inputs.numel() // max(inputs.shape[-1], 1)
+    few = 0 < rows <= MAX_LINEAR_ROWS and inputs.device.type == "cpu"
+    if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
+        return functional.linear(inputs, weight, bias)
+    out = inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
+    flat = inputs.reshape(rows, -1)
+    native.call("linear", flat, weight, bias, out.view(rows, -1))
+    return out
 
 
 def linear_int4(

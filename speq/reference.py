@@ -136,6 +136,11 @@ def moe_int4_out(
     out.copy_(combine(outputs, topk_weights, out.dtype))
 
 
+def linear_out(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """inputs [R, K] by weight [N, K], plus bias [N], into out [R, N]; accumulated in float32."""
+    out.copy_(F.linear(inputs, weight, bias))
+
+
 def swiglu(
     hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, activation: str
 ) -> Tensor:

@@ -46,6 +46,11 @@ BACKENDS = [
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    yield from backend_named(request)
+
+
+def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The backend that a fixture's parameter names, while the test runs."""
     kind, _, isa = request.param.partition("-")
     absent = reason_absent(kind, isa)
     if absent is not None:
@@ -71,6 +76,11 @@ def reason_absent(kind: str, isa: str) -> str | None:
         reason = native.MISSING["cuda"]
         return reason or (None if torch.cuda.is_available() else "torch sees no CUDA device")
     return None if ON_HOST.exists() else "CUDA kernels for the host are built by `make sanitize`"
+
+
+@pytest.fixture(params=[f"cpu-{isa}" for isa in native.ISAS])
+def cpu_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    yield from backend_named(request)
 
 
 @dataclass(frozen=True)
@@ -523,6 +533,42 @@ def test_read_sum(backend: Backend, count: int) -> None:
     assert int(out) == (wanted + 2**63) % 2**64 - 2**63
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize(("columns", "outputs"), [(96, 70), (33, 5), (200, 129), (1, 1), (16, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(
+    cpu_backend: Backend,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    outputs: int,
+    biased: bool,
+) -> None:
+    """Whole numbers, against int64; rounded once to the dtype."""
+    generator = torch.Generator().manual_seed(14)
+    inputs = torch.randint(-5, 6, (rows, columns), generator=generator)
+    weight = torch.randint(-9, 10, (outputs, columns), generator=generator)
+    bias = torch.randint(-99, 100, (outputs,), generator=generator)
+    wanted = inputs @ weight.T + (bias if biased else 0)
+    out = torch.full((rows, outputs), POISON, dtype=dtype)
+    given = bias.to(dtype) if biased else None
+    cpu_backend.run("linear", inputs.to(dtype), weight.to(dtype), given, out)
+    assert torch.equal(out, wanted.to(dtype))
+
+
+def test_linear_row_alone_and_in_company(cpu_backend: Backend) -> None:
+    generator = torch.Generator().manual_seed(15)
+    inputs = torch.randn(16, 200, generator=generator)
+    weight = torch.randn(70, 200, generator=generator)
+    together = torch.empty(16, 70)
+    cpu_backend.run("linear", inputs, weight, None, together)
+    for rows in ([0], [5], [15], [2, 3], [1, 4, 9, 11, 13]):
+        part = torch.empty(len(rows), 70)
+        cpu_backend.run("linear", inputs[rows], weight, None, part)
+        assert torch.equal(part, together[rows])
+
+
 @pytest.mark.parametrize("op", sorted(native.OPS))
 def test_nothing_beside_the_output_is_written(backend: Backend, op: str) -> None:
     """Outputs lie in the middle of a larger tensor."""
@@ -542,6 +588,11 @@ def test_nothing_beside_the_output_is_written(backend: Backend, op: str) -> None
         arguments = (inputs, *matrix, None)
         wanted = torch.empty(3, 256)
         reference.linear_int4_out(*arguments, wanted)
+    elif op == "linear":
+        if not backend.name.startswith("cpu"):
+            pytest.skip("on a GPU this is torch's own")
+        arguments = (torch.full((3, 50), 2.0), torch.full((40, 50), 3.0), None)
+        wanted = torch.full((3, 40), 300.0)
     else:
         arguments = (torch.arange(100),)
         wanted = torch.tensor([4950])

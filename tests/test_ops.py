@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speq import native, ops, reference
 from speq.int4 import Int4Arena, Int4Layout, group_size_of
+from speq.layers.streamed_linear import StreamedLinear, stream_linears
 from speq.native import Backend
 from speq.ops import FLOAT_DTYPES, Int4Bank
 
@@ -203,6 +204,14 @@ def test_bank_errors_name_the_part(name: str, tensor: Tensor, message: str) -> N
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "linear": (
+        ops.linear,
+        {
+            "inputs": torch.zeros(3, 64),
+            "weight": torch.zeros(4, 64),
+            "bias": torch.zeros(4),
+        },
+    ),
     "linear_int4": (
         ops.linear_int4,
         {
@@ -287,6 +296,7 @@ def raw_arguments(op: str) -> list[Any]:
     """What the op itself takes, in order."""
     values = list(CALLS[op][1].values())
     return {
+        "linear": [*values, torch.zeros(3, 4)],
         "linear_int4": [*values, torch.zeros(3, 4)],
         "moe_int4": [*values[:4], *BANK.values(), 0, torch.zeros(3, 64)],
         "moe_grouped": [*values[:5], 0, torch.zeros(3, 2, 64)],
@@ -297,6 +307,13 @@ def raw_arguments(op: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("op", "at", "value"),
     [
+        ("linear", 0, torch.zeros(3, 62)),
+        ("linear", 0, torch.zeros(3, 64).half()),
+        ("linear", 1, torch.zeros(5, 64)),
+        ("linear", 1, torch.zeros(64, 4).T),
+        ("linear", 2, torch.zeros(3)),
+        ("linear", 2, torch.zeros(4).half()),
+        ("linear", 3, torch.zeros(4, 4)),
         ("linear_int4", 0, torch.zeros(3, 62)),
         ("linear_int4", 0, torch.zeros(2, 64)),
         ("linear_int4", 0, torch.zeros(3, 64).long()),
@@ -367,6 +384,36 @@ def test_no_rows_are_no_error() -> None:
     del empty["topk_weights"]
     _, arguments = CALLS["moe_grouped"]
     ops.moe_grouped(**(arguments | empty | {"out": torch.zeros(0, 2, 64)}))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 96), (1, 5, 96), (2, 4, 96), (1, 40, 96), (96,), (0, 96)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_is_torchs(dtype: torch.dtype, shape: tuple[int, ...], biased: bool) -> None:
+    """Few rows and many, of all shapes: whole numbers, on which there is nothing to round."""
+    generator = torch.Generator().manual_seed(16)
+    layer = torch.nn.Linear(96, 40, bias=biased, dtype=dtype)
+    with torch.no_grad():
+        for weights in layer.parameters():
+            weights.copy_(torch.randint(-2, 3, weights.shape, generator=generator))
+    inputs = torch.randint(-1, 2, shape, generator=generator).to(dtype)
+    with torch.no_grad():
+        ours, wanted = ops.linear(inputs, layer.weight, layer.bias), layer(inputs)
+    assert ours.shape == wanted.shape
+    assert torch.equal(ours, wanted)
+
+
+def test_plain_linears_of_a_model_are_streamed() -> None:
+    class Special(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Special(8, 8), torch.nn.ReLU())
+    inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(17))
+    with torch.no_grad():
+        before = model(inputs)
+        stream_linears(model)
+        assert [type(layer) for layer in model] == [StreamedLinear, Special, torch.nn.ReLU]
+        torch.testing.assert_close(model(inputs), before)
 
 
 def test_sum_of_words() -> None:

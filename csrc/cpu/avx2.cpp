@@ -35,16 +35,7 @@ template <int kPerStep> struct Int4Tile {
   const Int8Step *const *inputs;
   float *const *outs;
 
-  template <int R> void over(std::int64_t rows, std::int64_t input) const {
-    constexpr int N = R == 1 ? 1 : 2; // one row is one stream
-    std::int64_t row = 0;
-    for (; row + N <= rows; row += N) {
-      tile<N, R>(row, input);
-    }
-    for (; row < rows; ++row) {
-      tile<1, R>(row, input);
-    }
-  }
+  template <int R> static constexpr int rows_at_once = R == 1 ? 1 : 2; // one row is one stream
 
   // The first scale of a half step in a row of them.
   std::int64_t scale_at(std::int64_t half) const {
@@ -55,7 +46,7 @@ template <int kPerStep> struct Int4Tile {
     }
   }
 
-  template <int N, int R> void tile(std::int64_t row, std::int64_t input) const {
+  template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
     const std::int64_t row_bytes = matrix.row_bytes(), row_groups = matrix.row_groups();
     const std::uint8_t *codes = matrix.qweight + (begin + row) * row_bytes;
     const Float16 *scales = matrix.scales + (begin + row) * row_groups;
@@ -128,13 +119,13 @@ template <int kPerStep> struct Int4Tile {
 
 void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
               const Int8Step *const *inputs, std::int64_t count, float *const *outs) {
-  const auto run = [&](const auto &tile) { in_tiles(end - begin, count, tile); };
+  const auto product = [&](const auto &tile) { in_tiles(end - begin, count, tile); };
   if (matrix.group_size == matrix.columns || matrix.group_size % kStepColumns == 0) {
-    run(Int4Tile<1>{matrix, begin, inputs, outs});
+    product(Int4Tile<1>{matrix, begin, inputs, outs});
   } else if (matrix.group_size == 64) {
-    run(Int4Tile<2>{matrix, begin, inputs, outs});
+    product(Int4Tile<2>{matrix, begin, inputs, outs});
   } else {
-    run(Int4Tile<4>{matrix, begin, inputs, outs});
+    product(Int4Tile<4>{matrix, begin, inputs, outs});
   }
 }
 
@@ -155,18 +146,9 @@ template <typename Word> struct ExactTile {
   const float *const *inputs;
   float *const *outs;
 
-  template <int R> void over(std::int64_t rows, std::int64_t input) const {
-    constexpr int N = R == 1 ? 4 : 2;
-    std::int64_t row = 0;
-    for (; row + N <= rows; row += N) {
-      tile<N, R>(row, input);
-    }
-    for (; row < rows; ++row) {
-      tile<1, R>(row, input);
-    }
-  }
+  template <int R> static constexpr int rows_at_once = R == 1 ? 4 : 2;
 
-  template <int N, int R> void tile(std::int64_t row, std::int64_t input) const {
+  template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
     const Word *first = weights + row * columns;
     __m256 sums[N][R];
     SPEQ_UNROLL

@@ -11,6 +11,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "cpu/linear.h"
 #include "cpu/moe_grouped.h"
 #include "cpu/moe_int4.h"
 
@@ -23,7 +24,7 @@ using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
 // Bytes of weights a thread should have before it is worth waking another.
-constexpr std::int64_t kGrainBytes = 64 << 10;
+constexpr std::int64_t kGrainBytes = 128 << 10;
 
 std::int64_t grain(std::int64_t bytes_per_item) {
   return 1 + kGrainBytes / std::max<std::int64_t>(bytes_per_item, 1);
@@ -252,6 +253,36 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
                [&](std::int64_t begin, std::int64_t end) { moe.down(begin, end); });
 }
 
+void linear_out(Tensor inputs, Tensor weight, std::optional<Tensor> bias, Tensor out) {
+  const ScalarType type = inputs.scalar_type();
+  check(inputs, "inputs", 2, type);
+  check(weight, "weight", 2, type);
+  check(out, "out", 2, type);
+  const std::int64_t rows = inputs.size(0), columns = inputs.size(1), outputs = weight.size(0);
+  STD_TORCH_CHECK(weight.size(1) == columns && out.size(0) == rows && out.size(1) == outputs,
+                  "inputs [R, K], weight [N, K] and out [R, N] do not fit together");
+  if (bias.has_value()) {
+    check(*bias, "bias", 1, type);
+    STD_TORCH_CHECK(bias->size(0) == outputs, "bias must have an element for each output");
+  }
+  const Word word = word_of(inputs, "inputs");
+  if (out.numel() == 0) {
+    return;
+  }
+  const Linear linear({
+      rows,
+      columns,
+      outputs,
+      word,
+      inputs.const_data_ptr(),
+      weight.const_data_ptr(),
+      bias.has_value() ? bias->const_data_ptr() : nullptr,
+      out.mutable_data_ptr(),
+  });
+  parallel_for(0, outputs, grain(columns * bytes_of(word)),
+               [&](std::int64_t begin, std::int64_t end) { linear.run(begin, end); });
+}
+
 void read_sum_out(Tensor words, Tensor out) {
   check(words, "words", 1, ScalarType::Long);
   check(out, "out", 1, ScalarType::Long);
@@ -267,6 +298,7 @@ void read_sum_out(Tensor words, Tensor out) {
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
+  m.impl("linear_out", TORCH_BOX(&linear_out));
   m.impl("linear_int4_out", TORCH_BOX(&linear_int4_out));
   m.impl("moe_int4_out", TORCH_BOX(&moe_int4_out));
   m.impl("moe_grouped_out", TORCH_BOX(&moe_grouped_out));

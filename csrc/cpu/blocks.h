@@ -61,21 +61,44 @@ constexpr std::int64_t kAheadBytes = 8192;
 
 static inline void fetch_ahead(const void *address) { __builtin_prefetch(address, 0, 2); }
 
-// Calls tile<N, R> over rows and inputs: up to four inputs at a time, so that a
-// register file holds the sums and each weight is loaded from memory once.
+// Calls tile.template run<N, R>(row, input) for rows [first, last) and R inputs from `input` on; N
+// is the rows that the tile takes at once with so many inputs.
+template <int R, typename Tile>
+static inline void over_rows(const Tile &tile, std::int64_t first, std::int64_t last,
+                             std::int64_t input) {
+  constexpr int N = Tile::template rows_at_once<R>;
+  for (; first + N <= last; first += N) {
+    tile.template run<N, R>(first, input);
+  }
+  for (; first < last; ++first) {
+    tile.template run<1, R>(first, input);
+  }
+}
+
+// Weight rows that all inputs pass over before the next: they stay in the cache meanwhile.
+constexpr std::int64_t kTileRows = 32;
+
+// Runs a tile over all rows and inputs, up to four inputs at a time, so that a register file holds
+// the sums, and each weight comes from memory once.
 template <typename Tile>
 static inline void in_tiles(std::int64_t rows, std::int64_t count, const Tile &tile) {
-  std::int64_t input = 0;
-  for (; input + 4 <= count; input += 4) {
-    tile.template over<4>(rows, input);
-  }
-  switch (count - input) {
-  case 3:
-    return tile.template over<3>(rows, input);
-  case 2:
-    return tile.template over<2>(rows, input);
-  case 1:
-    return tile.template over<1>(rows, input);
+  for (std::int64_t first = 0; first < rows; first += kTileRows) {
+    const std::int64_t last = first + kTileRows < rows ? first + kTileRows : rows;
+    std::int64_t input = 0;
+    for (; input + 4 <= count; input += 4) {
+      over_rows<4>(tile, first, last, input);
+    }
+    switch (count - input) {
+    case 3:
+      over_rows<3>(tile, first, last, input);
+      break;
+    case 2:
+      over_rows<2>(tile, first, last, input);
+      break;
+    case 1:
+      over_rows<1>(tile, first, last, input);
+      break;
+    }
   }
 }
 

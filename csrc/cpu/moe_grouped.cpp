@@ -1,7 +1,5 @@
 #include "cpu/moe_grouped.h"
 
-#include <algorithm>
-
 namespace speq::cpu {
 namespace {
 
@@ -14,32 +12,6 @@ std::int64_t tile_of(const ExactSlots &matrix) {
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
 
-std::int64_t padded(std::int64_t columns) { return tiles(columns, kExactColumns) * kExactColumns; }
-
-DotExact dot_for(Word word) {
-  const MicroKernels &kernels = micro_kernels();
-  switch (word) {
-  case Word::bfloat16:
-    return kernels.dot_bfloat16;
-  case Word::float16:
-    return kernels.dot_float16;
-  default:
-    return kernels.dot_float32;
-  }
-}
-
-// Calls body with a value of the type that a word is stored in.
-template <typename Body> void with_type(Word word, const Body &body) {
-  switch (word) {
-  case Word::bfloat16:
-    return body(BFloat16{});
-  case Word::float16:
-    return body(Float16{});
-  default:
-    return body(float{});
-  }
-}
-
 } // namespace
 
 MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
@@ -48,17 +20,9 @@ MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
       width_tile_(tile_of(problem.gate_up)), hidden_tile_(tile_of(problem.down)),
       hidden_stride_(padded(problem.hidden_size())), width_stride_(padded(problem.expert_width())),
       inputs_(problem.rows * hidden_stride_), inner_(problem.ids.size() * width_stride_) {
-  const std::int64_t hidden_size = problem_.hidden_size(), width = problem_.expert_width();
-  with_type(problem_.dtype, [&](auto type) {
-    const auto *words = static_cast<const decltype(type) *>(problem_.hidden_states);
-    for (std::int64_t row = 0; row < problem_.rows; ++row) {
-      float *values = &inputs_[row * hidden_stride_];
-      for (std::int64_t i = 0; i < hidden_size; ++i) {
-        values[i] = to_float(words[row * hidden_size + i]);
-      }
-      std::fill(values + hidden_size, values + hidden_stride_, 0.0f);
-    }
-  });
+  const std::int64_t width = problem_.expert_width();
+  widen_rows(problem_.hidden_states, problem_.dtype, problem_.rows, problem_.hidden_size(),
+             inputs_.data());
   for (std::size_t place = 0; place < problem_.ids.size(); ++place) {
     float *values = &inner_[place * width_stride_];
     std::fill(values + width, values + width_stride_, 0.0f);

@@ -7,14 +7,10 @@
 
 #include "activation.h"
 #include "cpu/buffer.h"
-#include "cpu/isa.h"
 #include "cpu/routing.h"
+#include "cpu/words.h"
 
 namespace speq::cpu {
-
-enum class Word { float32, bfloat16, float16 };
-
-constexpr std::int64_t bytes_of(Word word) { return word == Word::float32 ? 4 : 2; }
 
 // Matrices [rows, columns] in slots that lie slot_bytes apart.
 struct ExactSlots {

@@ -57,3 +57,57 @@ def tpot(
         json_file=json_file,
         force=force,
     ).print(bench_tpot.COLUMNS)
+
+
+@bench_app.command("kernels")
+def kernels(
+    shapes: Annotated[
+        str, typer.Option(help="Layers of models, separated by commas, or all.")
+    ] = "all",
+    rows: Annotated[str, typer.Option(help="Rows of a call, separated by commas.")] = "1,2,4,8,16",
+    kernels: Annotated[
+        str, typer.Option(help="Kernels, separated by commas.")
+    ] = "moe_int4,moe_int4_unfused,moe_grouped,torch",
+    group_size: Annotated[int, typer.Option(help="INT4 weights to one scale.")] = 128,
+    dtype: Annotated[
+        str, typer.Option(help="Of the rows: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    device: opt.Device = "auto",
+    rounds: Annotated[int, typer.Option(help="Times each kernel is measured.")] = 15,
+    isa: Annotated[
+        str | None, typer.Option(help="Best instructions that CPU kernels may use, such as avx2.")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help="For a layer's experts; of a larger layer fewer are held.")
+    ] = "6GiB",
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Time the slow reference where need be.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+) -> None:
+    """Expert kernels on layers of real shapes, beside a plain read of memory."""
+    from speq.bench import kernels as bench_kernels
+
+    names = [part.strip() for part in shapes.split(",")]
+    report = bench_kernels.run(
+        bench_kernels.Settings(
+            shapes=list(bench_kernels.SHAPES) if names == ["all"] else names,
+            rows=bench_kernels.parse_rows(rows),
+            kernels=[part.strip() for part in kernels.split(",")],
+            group_size=group_size,
+            dtype=dtype,
+            device=device,
+            rounds=rounds,
+            isa=isa,
+            memory=memory,
+            reference=reference,
+        ),
+        json_file=json_file,
+        force=force,
+    )
+    report.print(bench_kernels.COLUMNS)
+    for note in bench_kernels.notes(report):
+        typer.echo(note)

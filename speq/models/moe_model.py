@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 from speq.config import checked_token_ids
 from speq.errors import SpeqError
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank, OffloadedExperts
+from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask
 from speq.store.checkpoint import Checkpoint
@@ -189,4 +190,6 @@ def load(
             len(unexpected),
             sorted(unexpected)[0],
         )
+    if device.type == "cpu":
+        stream_linears(model)
     return MoEModel(model.eval().to(device), family, device)
