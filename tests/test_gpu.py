@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from speq import Generator, ops
+from speq import Generator, native, ops
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 pytestmark = [
@@ -45,11 +46,51 @@ def test_bundled_model_stays_within_its_budget(bundled: Path) -> None:
     generator.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_unpacking_is_the_same_on_both_devices(dtype: torch.dtype) -> None:
-    qweight, scales = ops.quantize_int4(torch.randn(24, 256), 64)
-    out = torch.empty(24, 256, dtype=dtype)
-    ops.unpack_int4(qweight, scales, out)
-    on_device = torch.empty_like(out, device="cuda")
-    ops.unpack_int4(qweight.cuda(), scales.cuda(), on_device)
-    assert torch.equal(on_device.cpu(), out)
+@pytest.mark.parametrize("op", ["moe_int4", "moe_grouped"])
+def test_kernels_are_captured_in_a_graph(op: str) -> None:
+    """Replayed with other inputs and other ids than were there when it was captured."""
+    assert native.backend_of(op, "cuda").name == "cuda"
+    generator = torch.Generator().manual_seed(1)
+    arena = torch.randn(6, 3 * 64 * 256, generator=generator).mul(0.1).bfloat16()
+    gate_up = arena[:, : 2 * 64 * 256].unflatten(1, (128, 256))
+    down = arena[:, 2 * 64 * 256 :].unflatten(1, (256, 64))
+    codes = [quantised(matrices) for matrices in (gate_up, down)]
+    bank = ops.Int4Bank(codes[0], codes[1])
+    on_device = ops.Int4Bank(
+        (codes[0][0].cuda(), codes[0][1].cuda()), (codes[1][0].cuda(), codes[1][1].cuda())
+    )
+
+    def run(hidden: Tensor, ids: Tensor, chances: Tensor) -> Tensor:
+        table = torch.arange(6, device=hidden.device)
+        if op == "moe_int4":
+            held = on_device if hidden.is_cuda else bank
+            return ops.moe_int4(hidden, ids, chances, table, held, "silu")
+        out = hidden.new_empty(*ids.shape, 256)
+        words = (gate_up.to(hidden.device), down.to(hidden.device))
+        ops.moe_grouped(hidden, ids, table, *words, "silu", out)
+        return out
+
+    def problem() -> tuple[Tensor, Tensor, Tensor]:
+        ids = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(4)])
+        hidden = torch.randn(4, 256, generator=generator).bfloat16()
+        return hidden, ids, torch.rand(4, 3, generator=generator)
+
+    static = tuple(tensor.cuda() for tensor in problem())
+    run(*static)  # what is set up at the first call is no part of a graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(*static)
+    for _ in range(2):
+        arguments = problem()
+        for target, source in zip(static, arguments, strict=True):
+            target.copy_(source)
+        graph.replay()
+        wanted = run(*arguments)
+        error = (out.cpu().float() - wanted.float()).abs().max() / wanted.float().std()
+        assert error < 0.05
+
+
+def quantised(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    pairs = [ops.quantize_int4(matrix, 64) for matrix in matrices]
+    return torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])

@@ -22,6 +22,21 @@ EOF
 
 status=0
 "$python" -m pytest -q -p no:cacheprovider -m gpu --junitxml="$out/tests.xml" || status=$?
+# Small shapes: the sanitizer makes kernels some hundred times slower.
+if command -v compute-sanitizer > /dev/null; then
+  for tool in memcheck racecheck; do
+    timeout 120 compute-sanitizer --tool "$tool" --error-exitcode 3 --log-file "$out/$tool.txt" \
+      "$python" -m pytest -q -p no:cacheprovider -m gpu tests/test_kernels.py \
+      -k "all_rows_on_one_expert or permuted or absent or read_sum" || status=$?
+  done
+else
+  echo "make gpu: compute-sanitizer is not on the PATH; kernels were not run under it" >&2
+fi
+"$python" -m speq doctor --device cuda --json "$out/doctor.json" || status=$?
+"$python" -m speq bench kernels --device cuda --shapes qwen1.5-moe,qwen3-30b-a3b,mixtral-8x7b \
+  --rows 1,4,16 --json "$out/kernels.json" --force || status=$?
+"$python" -m speq bench step models/tiny-moe --device cuda --memory-budget 48MiB \
+  --json "$out/step-tiny-moe.json" --force || status=$?
 # Experts from pinned host memory, two budgets; nothing here is shaped to look well.
 "$python" -m speq check models/tiny-moe --device cuda --dtype float32 --memory-budget 40MiB \
   --json "$out/check-tiny-moe.json" --force || status=$?

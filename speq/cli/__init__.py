@@ -9,6 +9,7 @@ import typer
 from speq.cli.bench import bench_app
 from speq.cli.chat import chat
 from speq.cli.check import check
+from speq.cli.doctor import doctor
 from speq.cli.generate import generate
 from speq.errors import SpeqError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(check)
+app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 
 

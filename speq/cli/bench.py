@@ -111,3 +111,41 @@ def kernels(
     report.print(bench_kernels.COLUMNS)
     for note in bench_kernels.notes(report):
         typer.echo(note)
+
+
+@bench_app.command("step")
+def step(
+    model: opt.ModelArgument,
+    memory_budget: opt.MemoryBudget,
+    draft_length: opt.DraftLength = "auto",
+    draft_kernel: opt.DraftKernel = "fused",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+) -> None:
+    """Where the time of a draft token and of a verification goes, part by part."""
+    from speq.bench import step as bench_step
+
+    bench_step.run(
+        model,
+        bench_step.Settings(
+            memory_budget=memory_budget,
+            draft_length=draft_length,
+            draft_kernel=draft_kernel,
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            dtype=dtype,
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_step.COLUMNS)

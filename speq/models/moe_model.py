@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
@@ -19,6 +19,10 @@ from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import is_expert_tensor
+
+# Parts of a pass: the routed experts, and what no module below the model is charged with.
+EXPERTS = "routed experts"
+WHOLE = "between modules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,28 @@ class MoEModel:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
         return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def bank(self) -> ExpertBank | None:
+        """The experts of the pass under way."""
+        return self._switch.bank
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """Modules by what they do, for measurements; each holds those of other parts inside it."""
+        body = self._hf_model.model
+        found: dict[str, list[nn.Module]] = {WHOLE: [body], "head": []}
+        found["head"].append(self._hf_model.get_output_embeddings())
+        for layer in body.layers:
+            routed = isinstance(getattr(layer.mlp, "experts", None), OffloadedExperts)
+            found.setdefault("attention", []).append(layer.self_attn)
+            found.setdefault("shared experts" if routed else "dense layers", []).append(layer.mlp)
+            if routed:
+                found.setdefault(EXPERTS, []).append(layer.mlp.experts)
+                found.setdefault("router", []).append(getattr(layer.mlp, self._family.router))
+        for parent in (body, *body.layers):
+            norms = [m for m in parent.children() if "Norm" in type(m).__name__]
+            found.setdefault("norms", []).extend(norms)
+        return found
 
     @torch.inference_mode()
     def forward(

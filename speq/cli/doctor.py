@@ -1,0 +1,130 @@
+"""`speq doctor`: what runs on this machine, how fast its memory is, and what is missing."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speq.cli import options as opt
+from speq.config import DEVICES, checked_choice, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from speq.bench.report import Column, Report
+
+# Read to measure the memory; less where a quarter of what is free is less.
+READ_BYTES = 1 << 30
+READS = 5
+REFERENCE = "slower reference"
+COLUMNS: "dict[str, Column]" = {
+    "op": ("op", "{}"),
+    "runs on": ("runs_on", "{}"),
+    "why": ("why", "{}"),
+}
+ADVICE = {
+    "cpu": "install a C++ compiler and run `make setup`, which builds them",
+    "cuda": "install nvcc and a CUDA build of torch, and run `make setup`, which builds them",
+}
+
+
+def doctor(
+    device: opt.Device = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the findings to this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+) -> None:
+    """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
+    from speq.bench.report import check_target
+    from speq.runtime import resolve_device
+
+    check_target(json_file, force)
+    checked_choice("device", device, DEVICES)
+    report = examine(resolve_device(device), time.perf_counter)
+    report.print(COLUMNS)
+    for line in findings(report):
+        typer.echo(line)
+    if json_file is not None:
+        report.write(json_file)
+
+
+def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
+    """What runs each op on `device`, with the speed of its memory among the settings."""
+    from speq import native
+    from speq.bench.bandwidth import MemoryRead, read_gb_per_s
+    from speq.bench.report import Report
+
+    backends = {op: native.backend_of(op, device.type) for op in native.ops_of(device.type)}
+    rows = [
+        {
+            "op": op,
+            "runs_on": REFERENCE if backend.name == "reference" else backend.name,
+            "why": backend.reason,
+        }
+        for op, backend in backends.items()
+    ]
+    built = native.MISSING["cpu"] is None
+    read = MemoryRead(min(READ_BYTES, free_bytes(device) // 4) // 8 * 8, device)
+    settings = {
+        "device": device.type,
+        "isa": native.isa() if built else None,
+        "supported_isas": list(native.supported_isas()) if built else [],
+        "missing": dict(native.MISSING),
+        "read_bytes": read.nbytes,
+        "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
+    }
+    return Report("doctor", device.type, settings, rows)
+
+
+def free_bytes(device: "torch.device") -> int:
+    """Memory that is left where `device` has its tensors."""
+    import torch
+
+    from speq.store.host_tier import available_bytes
+
+    return available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+def findings(report: "Report") -> list[str]:
+    """Lines under the table: the machine, its memory, its libraries, and what to do."""
+    found, machine = report.settings, report.machine
+    missing: dict[str, str | None] = found["missing"]
+    slow = [row["op"] for row in report.rows if row["runs_on"] == REFERENCE]
+    by = f", by the {REFERENCE}" if "read_sum" in slow else ""
+    lines = [
+        f"processor:     {machine['processor']}, {machine['cores']} cores, "
+        f"{format_bytes(machine['memory_bytes'])} of memory",
+        f"GPU:           {machine['gpu'] or 'none that torch sees'}",
+        f"torch:         {machine['torch']}, {machine['torch_threads']} threads; "
+        f"Python {machine['python']}, {machine['system']}",
+        f"memory speed:  {found['read_gb_per_s']:.1f} GB/s: a plain read of "
+        f"{format_bytes(found['read_bytes'])} on {found['device']}, median of {READS}{by}",
+        f"instructions:  {_instructions(found)}",
+        f"CPU library:   {_library(missing['cpu'])}",
+        f"CUDA library:  {_library(missing['cuda'])}",
+    ]
+    if slow:
+        lines.append(
+            f"{', '.join(slow)} on {found['device']}: the {REFERENCE}, exact but no measure of "
+            f"speed.{_advice(found['device'], missing)}"
+        )
+    return lines
+
+
+def _instructions(found: dict[str, Any]) -> str:
+    if found["isa"] is None:
+        return "torch's own, without our CPU library"
+    supported = ", ".join(found["supported_isas"])
+    return f"{found['isa']} in use; this processor and build run {supported}"
+
+
+def _library(missing: str | None) -> str:
+    return "built, and loads" if missing is None else f"not in use: {missing}"
+
+
+def _advice(device: str, missing: dict[str, str | None]) -> str:
+    """What to do about ops on the reference; nothing where a library has no such op."""
+    return "" if missing[device] is None else f" To have them fast, {ADVICE[device]}."
