@@ -101,8 +101,8 @@ class Generator:
         """Load a model folder or hub id.
 
         memory_budget  for everything on the device, such as "8GiB"
-        options        device, dtype, context_length, draft, draft_length, cache_policy, prefetch;
-                       see RunConfig
+        options        device, dtype, context_length, draft, draft_length, draft_kernel,
+                       cache_policy, prefetch; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
 

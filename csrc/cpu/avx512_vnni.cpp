@@ -1,9 +1,7 @@
-#include "cpu/avx512_kernels.h"
+#include "cpu/avx512_vectors.h"
 
 namespace speq::cpu {
 
-const MicroKernels avx512_vnni_kernels = {
-    dot_int4, dot_exact<float>, dot_exact<BFloat16>, dot_exact<Float16>, round_block, read_sum,
-};
+const MicroKernels avx512_vnni_kernels = kernels_over<Avx512>;
 
 } // namespace speq::cpu

@@ -46,20 +46,32 @@ static inline void round_block(const float *values, std::int64_t columns, Int8St
   }
 }
 
-static inline std::int64_t read_sum(const std::int64_t *words, std::int64_t count) {
-  std::uint64_t sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    sum += std::uint64_t(words[i]);
-  }
-  return std::int64_t(sum);
-}
-
 // Bytes ahead of an INT4 row that its codes are asked for. Rows are too short for the processor to
 // see a stream in them: without asking, half the bandwidth is lost; asking for less than some
 // kilobytes, or into the first cache, gains less.
 constexpr std::int64_t kAheadBytes = 8192;
 
 static inline void fetch_ahead(const void *address) { __builtin_prefetch(address, 0, 2); }
+
+static inline std::int64_t read_sum(const std::int64_t *words, std::int64_t count) {
+  constexpr std::int64_t kLine = 8;
+  std::uint64_t sums[kLine] = {};
+  std::int64_t i = 0;
+  for (; i + kLine <= count; i += kLine) {
+    fetch_ahead(reinterpret_cast<const char *>(words + i) + kAheadBytes);
+    for (std::int64_t j = 0; j < kLine; ++j) {
+      sums[j] += std::uint64_t(words[i + j]);
+    }
+  }
+  for (; i < count; ++i) {
+    sums[0] += std::uint64_t(words[i]);
+  }
+  std::uint64_t sum = 0;
+  for (const std::uint64_t part : sums) {
+    sum += part;
+  }
+  return std::int64_t(sum);
+}
 
 // Calls tile.template run<N, R>(row, input) for rows [first, last) and R inputs from `input` on; N
 // is the rows that the tile takes at once with so many inputs.

@@ -67,8 +67,9 @@ class ModelShape:
         context  tokens attended over
 
         The widest moments, added up although they do not coincide: attention with its mask and
-        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs, one
-        expert dequantised or converted to the compute dtype, and logits turned into distributions.
+        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs, what
+        their kernel holds (native: float32 rows; reference: an expert converted to the compute
+        dtype), and logits turned into distributions.
         """
         size = dtype.itemsize
         experts = self.experts
@@ -80,7 +81,9 @@ class ModelShape:
             scores += self.attention_width // 2 * context * 4  # keys and values, widened
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         one_expert = 3 * experts.hidden_size * experts.expert_width
-        activations = (rows * per_row + attention + one_expert) * size
+        float32_rows = rows * (self.top_k * experts.expert_width + experts.hidden_size)
+        kernel = max(one_expert * size, float32_rows * 4)
+        activations = (rows * per_row + attention) * size + kernel
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
         masks = 3 * rows * context
         logits = scored * self.vocab_size * (size + LOGIT_TRANSIENT_BYTES)

@@ -1,0 +1,178 @@
+// The products of weight rows by rows of inputs, over the vectors of an instruction set. Each file
+// of inner loops brings its own vectors and compiles its own copy.
+//
+// A set of vectors V has
+//   Floats        kLanes floats; zero(), load(const float *), fmadd(a, b, sum), mul(a, b), sum(v)
+//   widen         load(const Word *) of kLanes words as floats; load_part of fewer, zeros after
+//   them Bytes         kBytes codes; load_bytes(const uint8_t *), unaligned dot           Floats of
+//   (start + low nibbles . even + high nibbles . odd) in each lane spread<n>     weight scales over
+//   lanes: n = 1, one scale for all; 2 or 4, that many to a step
+#pragma once
+
+#include "cpu/blocks.h"
+
+namespace speq::cpu {
+
+template <typename V, int kPerStep> struct Int4Tile {
+  const Int4Matrix &matrix;
+  std::int64_t begin;
+  const Int8Step *const *inputs;
+  float *const *outs;
+
+  template <int R> static constexpr int rows_at_once = R == 1 ? 1 : 2; // one row is one stream
+
+  // The scale that a load of codes, the part-th of its row, begins with.
+  std::int64_t scale_at(std::int64_t part) const {
+    constexpr std::int64_t kParts = kStepColumns / 2 / V::kBytes; // loads of a step
+    return kPerStep == 1 ? part * 2 * V::kBytes / matrix.group_size : part * kPerStep / kParts;
+  }
+
+  template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
+    const std::int64_t row_bytes = matrix.row_bytes(), row_groups = matrix.row_groups();
+    const std::uint8_t *codes = matrix.qweight + (begin + row) * row_bytes;
+    const Float16 *scales = matrix.scales + (begin + row) * row_groups;
+    const std::int64_t whole = row_bytes / V::kBytes;
+    typename V::Floats sums[N][R];
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        sums[n][r] = V::zero();
+      }
+    }
+    for (std::int64_t part = 0; part < whole; ++part) {
+      const Float16 *at = scales + scale_at(part);
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        const std::uint8_t *bytes = codes + n * row_bytes + part * V::kBytes;
+        fetch_ahead(bytes + kAheadBytes);
+        add<R>(sums[n], V::load_bytes(bytes), V::template spread<kPerStep>(at + n * row_groups),
+               input, part);
+      }
+    }
+    if (const std::int64_t rest = row_bytes % V::kBytes; rest != 0) {
+      const std::int64_t first = scale_at(whole);
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        // A copy that may be read whole: what lies behind the row may not.
+        alignas(64) std::uint8_t bytes[V::kBytes] = {};
+        Float16 last[4] = {};
+        std::memcpy(bytes, codes + n * row_bytes + whole * V::kBytes, rest);
+        const std::int64_t left = row_groups - first;
+        std::memcpy(last, scales + n * row_groups + first, (left < 4 ? left : 4) * sizeof last[0]);
+        add<R>(sums[n], V::load_bytes(bytes), V::template spread<kPerStep>(last), input, whole);
+      }
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        outs[input + r][row + n] = V::sum(sums[n][r]);
+      }
+    }
+  }
+
+  template <int R>
+  void add(typename V::Floats *sums, typename V::Bytes bytes, typename V::Floats weight_scales,
+           std::int64_t input, std::int64_t part) const {
+    const typename V::Nibbles nibbles(bytes);
+    const std::int64_t at = part * V::kBytes % (kStepColumns / 2);
+    SPEQ_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Int8Step &x = inputs[input + r][part * V::kBytes / (kStepColumns / 2)];
+      const auto sum = nibbles.dot(x.even + at, x.odd + at, x.start + at / 4);
+      const auto scale = V::mul(weight_scales, V::load(x.scale + at / 4));
+      sums[r] = V::fmadd(sum, scale, sums[r]);
+    }
+  }
+};
+
+template <typename V>
+static inline void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
+                            const Int8Step *const *inputs, std::int64_t count, float *const *outs) {
+  const auto product = [&](const auto &tile) { in_tiles(end - begin, count, tile); };
+  if (matrix.group_size == matrix.columns || matrix.group_size % kStepColumns == 0) {
+    product(Int4Tile<V, 1>{matrix, begin, inputs, outs});
+  } else if (matrix.group_size == 64) {
+    product(Int4Tile<V, 2>{matrix, begin, inputs, outs});
+  } else {
+    product(Int4Tile<V, 4>{matrix, begin, inputs, outs});
+  }
+}
+
+template <typename V, typename Word> struct ExactTile {
+  const Word *weights;
+  std::int64_t columns;
+  const float *const *inputs;
+  float *const *outs;
+
+  template <int R> static constexpr int rows_at_once = R == 1 || V::kRegisters >= 32 ? 4 : 2;
+
+  template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
+    const Word *first = weights + row * columns;
+    typename V::Floats sums[N][R];
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        sums[n][r] = V::zero();
+      }
+    }
+    const auto add = [&](std::int64_t k, const auto &load) {
+      typename V::Floats words[N];
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        words[n] = load(first + n * columns + k);
+      }
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto x = V::load(inputs[input + r] + k);
+        SPEQ_UNROLL
+        for (int n = 0; n < N; ++n) {
+          sums[n][r] = V::fmadd(words[n], x, sums[n][r]);
+        }
+      }
+    };
+    const auto load = [](const Word *words) { return V::load(words); };
+    constexpr std::int64_t kLine = 64 / sizeof(Word);
+    std::int64_t k = 0;
+    for (; k + kLine <= columns; k += kLine) {
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        fetch_ahead(first + (N + n) * columns + k);
+      }
+      SPEQ_UNROLL
+      for (std::int64_t at = 0; at < kLine; at += V::kLanes) {
+        add(k + at, load);
+      }
+    }
+    for (; k + V::kLanes <= columns; k += V::kLanes) {
+      add(k, load);
+    }
+    if (k < columns) {
+      add(k, [&](const Word *words) { return V::load_part(words, columns - k); });
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        outs[input + r][row + n] = V::sum(sums[n][r]);
+      }
+    }
+  }
+};
+
+template <typename V, typename Word>
+static inline void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
+                             const float *const *inputs, std::int64_t count, float *const *outs) {
+  in_tiles(rows, count,
+           ExactTile<V, Word>{static_cast<const Word *>(weights), columns, inputs, outs});
+}
+
+template <typename V>
+constexpr MicroKernels kernels_over = {
+    dot_int4<V>,           dot_exact<V, float>, dot_exact<V, BFloat16>,
+    dot_exact<V, Float16>, round_block,         read_sum,
+};
+
+} // namespace speq::cpu
