@@ -129,7 +129,7 @@ def report_backends(device: str) -> None:
 
 
 # Instruction sets that the CPU kernels are compiled for, best first.
-ISAS = ("avx512_vnni", "avx512", "avx2", "portable")
+ISAS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 def isa() -> str:

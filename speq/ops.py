@@ -30,7 +30,7 @@ EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows a CUDA kernel takes at a time: they all stay in registers while weights stream by.
 MAX_CUDA_ROWS = 16
 # Rows up to which the native dense product is faster than torch's, which is made for many.
-MAX_LINEAR_ROWS = 8
+MAX_LINEAR_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)

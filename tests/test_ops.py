@@ -97,6 +97,7 @@ def test_processor_says_the_same() -> None:
         wanted = "avx2"
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
             wanted = "avx512_vnni" if "avx512_vnni" in flags else "avx512"
+            wanted = "avx512_bf16" if {"avx512_vnni", "avx512_bf16"} <= flags else wanted
     assert native.supported_isas()[0] == wanted
 
 

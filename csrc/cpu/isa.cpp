@@ -15,7 +15,10 @@ Isa detect() {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
   if (avx512) {
-    return __builtin_cpu_supports("avx512vnni") ? Isa::avx512_vnni : Isa::avx512;
+    if (!__builtin_cpu_supports("avx512vnni")) {
+      return Isa::avx512;
+    }
+    return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512_vnni;
   }
   if (avx2) {
     return Isa::avx2;
@@ -24,7 +27,7 @@ Isa detect() {
   return Isa::portable;
 }
 
-std::atomic<Isa> limit{Isa::avx512_vnni};
+std::atomic<Isa> limit{Isa::avx512_bf16};
 
 } // namespace
 
@@ -38,6 +41,8 @@ Isa current_isa() { return std::max(best_isa(), limit.load(std::memory_order_rel
 const MicroKernels &micro_kernels() {
   switch (current_isa()) {
 #ifdef SPEQ_X86
+  case Isa::avx512_bf16:
+    return avx512_bf16_kernels;
   case Isa::avx512_vnni:
     return avx512_vnni_kernels;
   case Isa::avx512:

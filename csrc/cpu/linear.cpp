@@ -5,22 +5,26 @@
 namespace speq::cpu {
 
 Linear::Linear(const LinearProblem &problem)
-    : problem_(problem), stride_(padded(problem.columns)), inputs_(problem.rows * stride_) {
-  widen_rows(problem_.inputs, problem_.word, problem_.rows, problem_.columns, inputs_.data());
+    : problem_(problem), inputs_(problem.rows, problem.columns, problem.word, problem.word) {
+  with_type(problem_.word, [&](auto type) {
+    const auto *words = static_cast<const decltype(type) *>(problem_.inputs);
+    for (std::int64_t r = 0; r < problem_.rows; ++r) {
+      inputs_.fill(r, words + r * problem_.columns);
+    }
+  });
 }
 
 void Linear::run(std::int64_t begin, std::int64_t end) const {
   const std::int64_t outputs = end - begin, row_bytes = problem_.columns * bytes_of(problem_.word);
   std::vector<float> values(problem_.rows * outputs);
-  std::vector<const float *> inputs(problem_.rows);
+  std::vector<const void *> inputs(problem_.rows);
   std::vector<float *> value_rows(problem_.rows);
   for (std::int64_t r = 0; r < problem_.rows; ++r) {
-    inputs[r] = inputs_.data() + r * stride_;
+    inputs[r] = inputs_.row(r);
     value_rows[r] = &values[r * outputs];
   }
-  dot_for(problem_.word)(static_cast<const std::byte *>(problem_.weight) + begin * row_bytes,
-                         problem_.columns, outputs, inputs.data(), problem_.rows,
-                         value_rows.data());
+  inputs_.dot()(static_cast<const std::byte *>(problem_.weight) + begin * row_bytes,
+                problem_.columns, outputs, inputs.data(), problem_.rows, value_rows.data());
   with_type(problem_.word, [&](auto type) {
     using Type = decltype(type);
     const auto *bias = static_cast<const Type *>(problem_.bias);

@@ -2,8 +2,7 @@
 // token, bound by the reading of the weights.
 #pragma once
 
-#include "cpu/buffer.h"
-#include "cpu/words.h"
+#include "cpu/exact_rows.h"
 
 namespace speq::cpu {
 
@@ -25,8 +24,7 @@ public:
 
 private:
   LinearProblem problem_;
-  std::int64_t stride_;
-  Buffer<float> inputs_; // [rows, stride]
+  ExactRows inputs_;
 };
 
 } // namespace speq::cpu

@@ -14,7 +14,7 @@ constexpr std::int64_t kStepColumns = 128;
 constexpr std::int64_t kLaneColumns = 8;
 constexpr std::int64_t kStepLanes = kStepColumns / kLaneColumns;
 // Columns that inputs of the exact product are padded to, with zeros.
-constexpr std::int64_t kExactColumns = 16;
+constexpr std::int64_t kExactColumns = 32;
 
 // INT8 inputs of one step, ordered as the nibbles of the codes fall out: low ones are even columns.
 struct alignas(64) Int8Step {
@@ -43,14 +43,15 @@ struct Int4Matrix {
 using DotInt4 = void (*)(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
                          const Int8Step *const *inputs, std::int64_t count, float *const *outs);
 
-// The same of `rows` rows of words, whose first lies at `weights`. Accumulated in float32, in an
-// order that depends on the columns alone.
+// The same of `rows` rows of words, whose first lies at `weights`, by inputs in float32 (`pairs`:
+// in bfloat16). Accumulated in float32, in an order that depends on the columns alone.
 using DotExact = void (*)(const void *weights, std::int64_t columns, std::int64_t rows,
-                          const float *const *inputs, std::int64_t count, float *const *outs);
+                          const void *const *inputs, std::int64_t count, float *const *outs);
 
 struct MicroKernels {
   DotInt4 dot_int4; // group sizes for which `takes_group` holds
   DotExact dot_float32, dot_bfloat16, dot_float16;
+  DotExact dot_bfloat16_pairs; // null where the processor has no such product
   // Round block `block` of a row, `columns` (at most 32) values, to INT8 in place in its steps.
   void (*round_block)(const float *values, std::int64_t columns, Int8Step *steps,
                       std::int64_t block);
@@ -68,6 +69,7 @@ extern const MicroKernels portable_kernels;
 extern const MicroKernels avx2_kernels;
 extern const MicroKernels avx512_kernels;
 extern const MicroKernels avx512_vnni_kernels;
+extern const MicroKernels avx512_bf16_kernels;
 #endif
 
 } // namespace speq::cpu

@@ -18,15 +18,15 @@ MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
     : problem_(problem),
       groups_(group_by_expert(problem.ids, problem.slots, problem.num_slots, true, "slot_table")),
       width_tile_(tile_of(problem.gate_up)), hidden_tile_(tile_of(problem.down)),
-      hidden_stride_(padded(problem.hidden_size())), width_stride_(padded(problem.expert_width())),
-      inputs_(problem.rows * hidden_stride_), inner_(problem.ids.size() * width_stride_) {
-  const std::int64_t width = problem_.expert_width();
-  widen_rows(problem_.hidden_states, problem_.dtype, problem_.rows, problem_.hidden_size(),
-             inputs_.data());
-  for (std::size_t place = 0; place < problem_.ids.size(); ++place) {
-    float *values = &inner_[place * width_stride_];
-    std::fill(values + width, values + width_stride_, 0.0f);
-  }
+      inputs_(problem.rows, problem.hidden_size(), problem.gate_up.word, problem.dtype),
+      inner_(std::int64_t(problem.ids.size()), problem.expert_width(), problem.down.word,
+             problem.dtype) {
+  with_type(problem_.dtype, [&](auto type) {
+    const auto *words = static_cast<const decltype(type) *>(problem_.hidden_states);
+    for (std::int64_t row = 0; row < problem_.rows; ++row) {
+      inputs_.fill(row, words + row * problem_.hidden_size());
+    }
+  });
 }
 
 std::int64_t MoeGrouped::inner_tiles() const {
@@ -40,9 +40,9 @@ std::int64_t MoeGrouped::out_tiles() const {
 void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
   const std::int64_t width = problem_.expert_width(), columns = problem_.hidden_size();
   const std::int64_t per_group = tiles(width, width_tile_);
-  const DotExact dot = dot_for(problem_.gate_up.word);
-  std::vector<const float *> inputs;
-  std::vector<float> ups;
+  const DotExact dot = inputs_.dot();
+  std::vector<const void *> inputs;
+  std::vector<float> gates, ups;
   std::vector<float *> gate_rows, up_rows;
   for (std::int64_t item = begin; item < end; ++item) {
     const ExpertRows &group = groups_[item / per_group];
@@ -50,10 +50,10 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
     const std::int64_t rows = std::min(width_tile_, width - first);
     const std::int64_t count = std::int64_t(group.places.size());
     inputs.resize(count), gate_rows.resize(count), up_rows.resize(count);
-    ups.resize(count * width_tile_);
+    gates.resize(count * width_tile_), ups.resize(count * width_tile_);
     for (std::int64_t r = 0; r < count; ++r) {
-      inputs[r] = &inputs_[group.places[r] / problem_.top_k * hidden_stride_];
-      gate_rows[r] = &inner_[group.places[r] * width_stride_ + first];
+      inputs[r] = inputs_.row(group.places[r] / problem_.top_k);
+      gate_rows[r] = &gates[r * width_tile_];
       up_rows[r] = &ups[r * width_tile_];
     }
     dot(problem_.gate_up.row(group.slot, first), columns, rows, inputs.data(), count,
@@ -67,6 +67,7 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
           const float gate = round(activate(problem_.activation, round(gate_rows[r][i])));
           gate_rows[r][i] = round(gate * round(up_rows[r][i]));
         }
+        inner_.fill(group.places[r], first, rows, gate_rows[r]);
       }
     });
   }
@@ -75,8 +76,8 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
 void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
   const std::int64_t width = problem_.expert_width(), hidden_size = problem_.hidden_size();
   const std::int64_t per_group = tiles(hidden_size, hidden_tile_);
-  const DotExact dot = dot_for(problem_.down.word);
-  std::vector<const float *> inputs;
+  const DotExact dot = inner_.dot();
+  std::vector<const void *> inputs;
   std::vector<float> values;
   std::vector<float *> value_rows;
   for (std::int64_t item = begin; item < end; ++item) {
@@ -86,7 +87,7 @@ void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
     const std::int64_t count = std::int64_t(group.places.size());
     inputs.resize(count), value_rows.resize(count), values.resize(count * hidden_tile_);
     for (std::int64_t r = 0; r < count; ++r) {
-      inputs[r] = &inner_[group.places[r] * width_stride_];
+      inputs[r] = inner_.row(group.places[r]);
       value_rows[r] = &values[r * hidden_tile_];
     }
     dot(problem_.down.row(group.slot, first), width, rows, inputs.data(), count, value_rows.data());

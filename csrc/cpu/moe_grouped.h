@@ -6,9 +6,8 @@
 #include <vector>
 
 #include "activation.h"
-#include "cpu/buffer.h"
+#include "cpu/exact_rows.h"
 #include "cpu/routing.h"
-#include "cpu/words.h"
 
 namespace speq::cpu {
 
@@ -59,9 +58,9 @@ public:
 private:
   MoeGroupedProblem problem_;
   std::vector<ExpertRows> groups_;
-  std::int64_t width_tile_, hidden_tile_, hidden_stride_, width_stride_;
-  Buffer<float> inputs_; // [rows, hidden_stride]
-  Buffer<float> inner_;  // [places, width_stride]
+  std::int64_t width_tile_, hidden_tile_;
+  ExactRows inputs_; // of hidden_size, a row each
+  ExactRows inner_;  // of expert_width, a place each
 };
 
 } // namespace speq::cpu

@@ -64,21 +64,25 @@ void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
   }
 }
 
+// Sums side by side.
+constexpr std::int64_t kLanes = 16;
+
 template <typename Word>
 void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
-               const float *const *inputs, std::int64_t count, float *const *outs) {
+               const void *const *inputs, std::int64_t count, float *const *outs) {
   const Word *row = static_cast<const Word *>(weights);
   for (std::int64_t n = 0; n < rows; ++n, row += columns) {
     for (std::int64_t r = 0; r < count; ++r) {
-      float lanes[kExactColumns] = {}; // sums side by side, which a compiler can vectorise
+      const auto *values = static_cast<const float *>(inputs[r]);
+      float lanes[kLanes] = {};
       std::int64_t k = 0;
-      for (; k + kExactColumns <= columns; k += kExactColumns) {
-        for (std::int64_t i = 0; i < kExactColumns; ++i) {
-          lanes[i] += to_float(row[k + i]) * inputs[r][k + i];
+      for (; k + kLanes <= columns; k += kLanes) {
+        for (std::int64_t i = 0; i < kLanes; ++i) {
+          lanes[i] += to_float(row[k + i]) * values[k + i];
         }
       }
       for (std::int64_t i = 0; k + i < columns; ++i) {
-        lanes[i] += to_float(row[k + i]) * inputs[r][k + i];
+        lanes[i] += to_float(row[k + i]) * values[k + i];
       }
       float sum = 0.0f;
       for (const float lane : lanes) {
@@ -92,7 +96,8 @@ void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
 } // namespace
 
 const MicroKernels portable_kernels = {
-    dot_int4, dot_exact<float>, dot_exact<BFloat16>, dot_exact<Float16>, round_block, read_sum,
+    dot_int4,    dot_exact<float>, dot_exact<BFloat16>, dot_exact<Float16>, nullptr,
+    round_block, read_sum,
 };
 
 } // namespace speq::cpu

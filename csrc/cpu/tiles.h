@@ -19,12 +19,12 @@ template <typename V, int kPerStep> struct Int4Tile {
   const Int8Step *const *inputs;
   float *const *outs;
 
-  template <int R> static constexpr int rows_at_once = R == 1 ? 1 : 2; // one row is one stream
+  template <int R> static constexpr int rows_at_once = R == 1 ? 4 : 2;
 
-  // The scale that a load of codes, the part-th of its row, begins with.
-  std::int64_t scale_at(std::int64_t part) const {
-    constexpr std::int64_t kParts = kStepColumns / 2 / V::kBytes; // loads of a step
-    return kPerStep == 1 ? part * 2 * V::kBytes / matrix.group_size : part * kPerStep / kParts;
+  // Loads of codes that share a scale, where a step has one: a row of one scale never ends.
+  std::int64_t loads_per_scale() const {
+    return matrix.group_size == matrix.columns ? matrix.columns
+                                               : matrix.group_size / (2 * V::kBytes);
   }
 
   template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
@@ -40,8 +40,20 @@ template <typename V, int kPerStep> struct Int4Tile {
         sums[n][r] = V::zero();
       }
     }
-    for (std::int64_t part = 0; part < whole; ++part) {
-      const Float16 *at = scales + scale_at(part);
+    // Counted and not divided for: a division takes as long as all else here.
+    const std::int64_t per_scale = loads_per_scale();
+    constexpr std::int64_t kParts = kStepColumns / 2 / V::kBytes; // loads of a step
+    std::int64_t scale = 0, left = per_scale;
+    const auto advance = [&](std::int64_t part) {
+      if constexpr (kPerStep > 1) {
+        scale = (part + 1) * kPerStep / kParts;
+      } else if (--left == 0) {
+        ++scale;
+        left = per_scale;
+      }
+    };
+    for (std::int64_t part = 0; part < whole; advance(part++)) {
+      const Float16 *at = scales + scale;
       SPEQ_UNROLL
       for (int n = 0; n < N; ++n) {
         const std::uint8_t *bytes = codes + n * row_bytes + part * V::kBytes;
@@ -51,15 +63,14 @@ template <typename V, int kPerStep> struct Int4Tile {
       }
     }
     if (const std::int64_t rest = row_bytes % V::kBytes; rest != 0) {
-      const std::int64_t first = scale_at(whole);
       SPEQ_UNROLL
       for (int n = 0; n < N; ++n) {
         // A copy that may be read whole: what lies behind the row may not.
         alignas(64) std::uint8_t bytes[V::kBytes] = {};
         Float16 last[4] = {};
         std::memcpy(bytes, codes + n * row_bytes + whole * V::kBytes, rest);
-        const std::int64_t left = row_groups - first;
-        std::memcpy(last, scales + n * row_groups + first, (left < 4 ? left : 4) * sizeof last[0]);
+        const std::int64_t present = row_groups - scale < 4 ? row_groups - scale : 4;
+        std::memcpy(last, scales + n * row_groups + scale, present * sizeof last[0]);
         add<R>(sums[n], V::load_bytes(bytes), V::template spread<kPerStep>(last), input, whole);
       }
     }
@@ -103,7 +114,7 @@ static inline void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::i
 template <typename V, typename Word> struct ExactTile {
   const Word *weights;
   std::int64_t columns;
-  const float *const *inputs;
+  const void *const *inputs;
   float *const *outs;
 
   template <int R> static constexpr int rows_at_once = R == 1 || V::kRegisters >= 32 ? 4 : 2;
@@ -126,7 +137,7 @@ template <typename V, typename Word> struct ExactTile {
       }
       SPEQ_UNROLL
       for (int r = 0; r < R; ++r) {
-        const auto x = V::load(inputs[input + r] + k);
+        const auto x = V::load(static_cast<const float *>(inputs[input + r]) + k);
         SPEQ_UNROLL
         for (int n = 0; n < N; ++n) {
           sums[n][r] = V::fmadd(words[n], x, sums[n][r]);
@@ -164,15 +175,20 @@ template <typename V, typename Word> struct ExactTile {
 
 template <typename V, typename Word>
 static inline void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
-                             const float *const *inputs, std::int64_t count, float *const *outs) {
+                             const void *const *inputs, std::int64_t count, float *const *outs) {
   in_tiles(rows, count,
            ExactTile<V, Word>{static_cast<const Word *>(weights), columns, inputs, outs});
 }
 
 template <typename V>
 constexpr MicroKernels kernels_over = {
-    dot_int4<V>,           dot_exact<V, float>, dot_exact<V, BFloat16>,
-    dot_exact<V, Float16>, round_block,         read_sum,
+    dot_int4<V>,
+    dot_exact<V, float>,
+    dot_exact<V, BFloat16>,
+    dot_exact<V, Float16>,
+    nullptr,
+    round_block,
+    read_sum,
 };
 
 } // namespace speq::cpu

@@ -1,0 +1,81 @@
+// AVX-512 with VNNI, and with products of pairs of bfloat16.
+#include "cpu/avx512_vectors.h"
+
+namespace speq::cpu {
+namespace {
+
+// Weights and inputs in bfloat16, 32 of each to a product, accumulated in float32.
+struct PairTile {
+  const BFloat16 *weights;
+  std::int64_t columns;
+  const void *const *inputs;
+  float *const *outs;
+
+  template <int R> static constexpr int rows_at_once = 4;
+  static constexpr std::int64_t kPairColumns = 32;
+
+  template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
+    const BFloat16 *first = weights + row * columns;
+    __m512 sums[N][R];
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        sums[n][r] = _mm512_setzero_ps();
+      }
+    }
+    const auto add = [&](std::int64_t k, const auto &load) {
+      __m512bh words[N];
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        words[n] = (__m512bh)load(first + n * columns + k);
+      }
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto *values = static_cast<const BFloat16 *>(inputs[input + r]) + k;
+        const __m512bh x = (__m512bh)_mm512_loadu_si512(values);
+        SPEQ_UNROLL
+        for (int n = 0; n < N; ++n) {
+          sums[n][r] = _mm512_dpbf16_ps(sums[n][r], words[n], x);
+        }
+      }
+    };
+    std::int64_t k = 0;
+    for (; k + kPairColumns <= columns; k += kPairColumns) {
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        fetch_ahead(first + (N + n) * columns + k);
+      }
+      add(k, [](const BFloat16 *words) { return _mm512_loadu_si512(words); });
+    }
+    if (k < columns) {
+      const __mmask32 present = (1u << (columns - k)) - 1;
+      add(k, [&](const BFloat16 *words) { return _mm512_maskz_loadu_epi16(present, words); });
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        outs[input + r][row + n] = _mm512_reduce_add_ps(sums[n][r]);
+      }
+    }
+  }
+};
+static_assert(kExactColumns % PairTile::kPairColumns == 0);
+
+void dot_pairs(const void *weights, std::int64_t columns, std::int64_t rows,
+               const void *const *inputs, std::int64_t count, float *const *outs) {
+  in_tiles(rows, count, PairTile{static_cast<const BFloat16 *>(weights), columns, inputs, outs});
+}
+
+constexpr MicroKernels with_pairs() {
+  MicroKernels kernels = kernels_over<Avx512>;
+  kernels.dot_bfloat16_pairs = dot_pairs;
+  return kernels;
+}
+
+} // namespace
+
+const MicroKernels avx512_bf16_kernels = with_pairs();
+
+} // namespace speq::cpu
