@@ -225,3 +225,19 @@ def test_sixteen_bit_output_does_not_depend_on_what_lies_in_slots(bundled: Path)
         texts.add(json.dumps(result.token_ids))
         generator.close()
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) -> None:
+    expected = greedy_tokens(load_plain(tiny(family)), PROMPTS[0], 60)
+    recalled = {}
+    for kernel in ("fused", "unfused"):
+        generator = Generator.from_pretrained(
+            tiny(family), "64MiB", draft_length=3, draft_kernel=kernel, dtype="float32"
+        )
+        result = generator.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+        generator.close()
+        assert result.token_ids == expected
+        recalled[kernel] = result.stats["route_recall"]
+    # One arithmetic, two ways to call it: the drafts differ by no more than a near-tie.
+    assert recalled["fused"] == pytest.approx(recalled["unfused"], abs=0.02)

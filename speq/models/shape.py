@@ -67,8 +67,8 @@ class ModelShape:
         context  tokens attended over
 
         The widest moments, added up although they do not coincide: attention with its mask and
-        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs, what
-        their kernel holds (native: float32 rows; reference: an expert converted to the compute
+        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs,
+        what their kernel holds (native: float32 rows; reference: an expert converted to the compute
         dtype), and logits turned into distributions.
         """
         size = dtype.itemsize
