@@ -149,3 +149,29 @@ def step(
         json_file=json_file,
         force=force,
     ).print(bench_step.COLUMNS)
+
+
+@bench_app.command("widen")
+def widen(
+    source: opt.ModelArgument,
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 2048,
+    expert_width: Annotated[int, typer.Option(help="Width of an expert.")] = 1408,
+    noise: Annotated[
+        float, typer.Option(help="Between the copies of a weight, relative to the matrix; 0: none.")
+    ] = 1.0,
+    heads: Annotated[str, typer.Option(help="Attention heads: copy or keep.")] = "copy",
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+) -> None:
+    """Write a model of real size that computes what a small trained one does, to measure on."""
+    from speq.bench import widen as bench_widen
+    from speq.config import format_bytes
+
+    with opt.progress_bar() as progress:
+        made = bench_widen.run(
+            source,
+            target,
+            bench_widen.Settings(hidden, expert_width, noise, heads, seed),
+            progress,
+        )
+    typer.echo(f"{made['path']}: {format_bytes(made['bytes'])}")

@@ -1,0 +1,270 @@
+"""A model of real size with a real function: a small trained one, widened.
+
+Every hidden unit is copied r times and every expert neuron m times (attention heads too, unless
+they are kept); a weight that reads copies is divided by their number, so that the wide model
+computes what the small one does. Noise that sums to zero over the copies makes its weights look
+trained: without it INT4 would round all copies alike, as well or badly as it rounds the source.
+
+Routing, acceptance and text are then a trained model's, while bytes and kernels are of real size.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speq.config import checked_choice, checked_int, format_bytes
+from speq.errors import SpeqError
+from speq.store.checkpoint import Checkpoint, locate
+
+FAMILY = "qwen2_moe"
+HEADS = ("copy", "keep")
+# Passes that put what rounding took from a sum back into its finest copy.
+MENDING_PASSES = 3
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """hidden_size and expert_width are multiples of the source's.
+
+    noise  of the copies of a weight, as a share of the matrix' root mean square; 0: equal copies
+    heads  "copy": attention grows with the hidden size; "keep": it stays as large as it was
+    """
+
+    hidden_size: int = 2048
+    expert_width: int = 1408
+    noise: float = 1.0
+    heads: str = "copy"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How often outputs and inputs of a matrix are copied; (n, 1) for a vector of n copies."""
+
+    outputs: int
+    inputs: int
+
+
+def run(
+    source: str, target: Path, settings: Settings, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the widened checkpoint; return what it is. Raises SpeqError for what cannot be."""
+    checkpoint = Checkpoint(locate(source))
+    try:
+        config = widened_config(checkpoint.config, settings, checkpoint.path)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise SpeqError(
+                f"{target} exists already; give a folder that is empty or not there yet"
+            )
+        needed = wide_bytes(checkpoint, config, settings)
+        free = shutil.disk_usage(existing_parent(target)).free
+        if needed > free:
+            raise SpeqError(
+                f"the widened model takes {format_bytes(needed)} and {format_bytes(free)} of disk "
+                f"are left at {target}; free some, or give a smaller hidden size or expert width"
+            )
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            total = write_shards(checkpoint, config, settings, target, progress)
+            write_rest(checkpoint.path, config, settings, target)
+        except OSError as error:
+            raise SpeqError(f"{target} cannot be written: {error.strerror}") from error
+    finally:
+        checkpoint.close()
+    return {"path": str(target), "bytes": total, "settings": asdict(settings)}
+
+
+def widened_config(config: dict[str, Any], settings: Settings, where: Path) -> dict[str, Any]:
+    """config.json of the wide model. Raises SpeqError for nonsense."""
+    if config.get("model_type") != FAMILY:
+        raise SpeqError(f"{where} is of family {config.get('model_type')!r}; only {FAMILY} widens")
+    checked_choice("heads", settings.heads, HEADS)
+    checked_int("seed", settings.seed, 0)
+    if not 0 <= settings.noise < float("inf"):
+        raise SpeqError(f"noise is {settings.noise}; it must be 0 or more")
+    for name, given, size in (
+        ("hidden_size", settings.hidden_size, config["hidden_size"]),
+        ("expert_width", settings.expert_width, config["moe_intermediate_size"]),
+    ):
+        checked_int(name, given, size)
+        if given % size:
+            raise SpeqError(f"{name} is {given}; it must be a multiple of the source's {size}")
+    hidden, neurons = copies(config, settings)
+    heads = hidden if settings.heads == "copy" else 1
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return config | {
+        "hidden_size": settings.hidden_size,
+        "moe_intermediate_size": settings.expert_width,
+        "shared_expert_intermediate_size": config["shared_expert_intermediate_size"] * neurons,
+        "intermediate_size": config["intermediate_size"] * neurons,
+        "num_attention_heads": config["num_attention_heads"] * heads,
+        "num_key_value_heads": config["num_key_value_heads"] * heads,
+        "head_dim": head_dim,
+    }
+
+
+def copies(config: dict[str, Any], settings: Settings) -> tuple[int, int]:
+    """Copies of a hidden unit and of a neuron, of the source's config."""
+    return (
+        settings.hidden_size // config["hidden_size"],
+        settings.expert_width // config["moe_intermediate_size"],
+    )
+
+
+def copies_of(name: str, hidden: int, neurons: int, heads: int) -> Copies:
+    """How a tensor of the source grows, by its name."""
+    kind = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name
+    grows = {
+        "embed_tokens": Copies(1, hidden),
+        "lm_head": Copies(1, hidden),
+        "q_proj": Copies(heads, hidden),
+        "k_proj": Copies(heads, hidden),
+        "v_proj": Copies(heads, hidden),
+        "o_proj": Copies(hidden, heads),
+        "gate": Copies(1, hidden),
+        "shared_expert_gate": Copies(1, hidden),
+        "gate_proj": Copies(neurons, hidden),
+        "up_proj": Copies(neurons, hidden),
+        "down_proj": Copies(hidden, neurons),
+        "input_layernorm": Copies(hidden, 1),
+        "post_attention_layernorm": Copies(hidden, 1),
+        "norm": Copies(hidden, 1),
+    }
+    if kind not in grows:
+        raise SpeqError(f"tensor {name} is none that a {FAMILY} model has; it cannot be widened")
+    return grows[kind]
+
+
+def widen(name: str, weight: Tensor, copy: Copies, settings: Settings, head_dim: int) -> Tensor:
+    """One tensor of the wide model, in the dtype of the source's."""
+    if weight.dim() == 1:
+        # A bias goes with whole heads, a norm with units.
+        if name.endswith(".bias"):
+            return weight.view(-1, head_dim).repeat_interleave(copy.outputs, 0).flatten()
+        return weight.repeat_interleave(copy.outputs)
+    if name.endswith("embed_tokens.weight"):
+        return weight.repeat_interleave(copy.inputs, 1)  # what is read is the unit itself
+    by_head = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+    if by_head:
+        rows = weight.unflatten(0, (-1, head_dim)).repeat_interleave(copy.outputs, 0).flatten(0, 1)
+    else:
+        rows = weight.repeat_interleave(copy.outputs, 0)
+    if copy.inputs == 1:
+        return rows
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + stable_hash(name))
+    parts = shared_out(rows, copy.inputs, settings.noise, generator)
+    if name.endswith("o_proj.weight"):  # inputs are whole heads, too
+        heads = parts.unflatten(1, (-1, head_dim))
+        return heads.transpose(2, 3).flatten(1).contiguous()
+    return parts.flatten(1)
+
+
+def shared_out(weight: Tensor, count: int, noise: float, generator: torch.Generator) -> Tensor:
+    """Each weight [N, K] as `count` copies [N, K, count] that sum to it, as nearly as words can."""
+    exact = weight.float()
+    parts = (exact / count).unsqueeze(2).expand(-1, -1, count)
+    if noise:
+        scale = noise * exact.square().mean().sqrt() / count
+        drawn = torch.randn(*exact.shape, count, generator=generator).mul_(scale)
+        parts = drawn.sub_(drawn.mean(dim=2, keepdim=True)).add_(parts)
+    words = parts.to(weight.dtype).contiguous()
+    for _ in range(MENDING_PASSES):
+        missing = exact - words.sum(dim=2, dtype=torch.float32)
+        finest = words.abs().argmin(dim=2, keepdim=True)
+        mended = words.gather(2, finest).float() + missing.unsqueeze(2)
+        words.scatter_(2, finest, mended.to(weight.dtype))
+    return words
+
+
+def stable_hash(name: str) -> int:
+    """A number for a name that is the same in every process."""
+    number = 0
+    for character in name.encode():
+        number = (number * 131 + character) % 1_000_003
+    return number
+
+
+def groups(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Tensor names by the shard they go to: one for each layer, and one for the rest."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(checkpoint.tensors):
+        parts = name.split(".")
+        layer = f"{int(parts[2]):05d}" if parts[1] == "layers" else "rest"
+        found.setdefault(layer, []).append(name)
+    return found
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    settings: Settings,
+    target: Path,
+    progress: Progress | None,
+) -> int:
+    """Write one shard at a time, and the index; return the bytes of all tensors."""
+    hidden, neurons = copies(checkpoint.config, settings)
+    heads = hidden if settings.heads == "copy" else 1
+    weight_map, total = {}, 0
+    shards = groups(checkpoint)
+    for done, (label, names) in enumerate(shards.items()):
+        if progress is not None:
+            progress("widening", done, len(shards))
+        tensors = {}
+        for name in names:
+            copy = copies_of(name, hidden, neurons, heads)
+            weight = read(checkpoint, name)
+            if name == "model.norm.weight" and config.get("tie_word_embeddings"):
+                weight = weight / hidden  # the head, which reads every copy, is the embedding
+            tensors[name] = widen(name, weight, copy, settings, config["head_dim"])
+            total += tensors[name].nbytes
+        file = f"model-{label}.safetensors"
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if progress is not None:
+        progress("widening", len(shards), len(shards))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return total
+
+
+def read(checkpoint: Checkpoint, name: str) -> Tensor:
+    file, _ = checkpoint.tensors[name]
+    with safe_open(file.path, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def wide_bytes(checkpoint: Checkpoint, config: dict[str, Any], settings: Settings) -> int:
+    """Bytes of the widened tensors."""
+    hidden, neurons = copies(checkpoint.config, settings)
+    heads = hidden if settings.heads == "copy" else 1
+    total = 0
+    for name, (_, info) in checkpoint.tensors.items():
+        copy = copies_of(name, hidden, neurons, heads)
+        total += info.nbytes * copy.outputs * (copy.inputs if len(info.shape) > 1 else 1)
+    return total
+
+
+def write_rest(source: Path, config: dict[str, Any], settings: Settings, target: Path) -> None:
+    """config.json, and whatever else lies beside the weights."""
+    for file in source.iterdir():
+        weights = file.suffix == ".safetensors" or file.name.endswith(".index.json")
+        if file.is_file() and not weights and file.name not in ("config.json", "README.md"):
+            shutil.copy(file, target / file.name)
+    origin = {"source": source.name, **asdict(settings)}
+    (target / "widened.json").write_text(json.dumps(origin, indent=1) + "\n")
+    # Last: a folder without it is no model.
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def existing_parent(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
