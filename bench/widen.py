@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -214,7 +213,8 @@ def write_shards(
     """Write one shard at a time, and the index; return the bytes of all tensors."""
     hidden, neurons = copies(checkpoint.config, settings)
     heads = hidden if settings.heads == "copy" else 1
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     shards = groups(checkpoint)
     for done, (label, names) in enumerate(shards.items()):
         if progress is not None:
@@ -222,7 +222,7 @@ def write_shards(
         tensors = {}
         for name in names:
             copy = copies_of(name, hidden, neurons, heads)
-            weight = read(checkpoint, name)
+            weight = checkpoint.tensors[name][0].tensor(name)
             if name == "model.norm.weight" and config.get("tie_word_embeddings"):
                 weight = weight / hidden  # the head, which reads every copy, is the embedding
             tensors[name] = widen(name, weight, copy, settings, config["head_dim"])
@@ -235,12 +235,6 @@ def write_shards(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return total
-
-
-def read(checkpoint: Checkpoint, name: str) -> Tensor:
-    file, _ = checkpoint.tensors[name]
-    with safe_open(file.path, "pt") as tensors:
-        return tensors.get_tensor(name)
 
 
 def wide_bytes(checkpoint: Checkpoint, config: dict[str, Any], settings: Settings) -> int:
