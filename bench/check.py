@@ -20,6 +20,7 @@ from speq.models.moe_model import quiet_transformers
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.store.checkpoint import Checkpoint
 from speq.store.host_tier import available_bytes
+from speq.store.packed_store import PackedExpertStore
 
 # Tokens verified at a time: the shape of a verification with four drafted tokens.
 VERIFY_ROWS = 5
@@ -79,6 +80,11 @@ def run(
     dtype, device = generator.runtime.dtype, generator.runtime.device
     path = generator.runtime.opened.checkpoint.path
     try:
+        if isinstance(generator.runtime.opened.store, PackedExpertStore):
+            raise SpeqError(
+                f"{path} is packed, and plain transformers, to compare with, reads models as "
+                "published only; check the one it was packed from"
+            )
         check_memory(path, dtype, device)
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]

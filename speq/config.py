@@ -91,6 +91,7 @@ class RunConfig:
     draft_length    tokens drafted per step; None: chosen by the governor
     draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
                     for each expert and projection
+    verify_reads    compare a packed model's experts with their checksums whenever they are read
     """
 
     memory_budget: int
@@ -102,6 +103,7 @@ class RunConfig:
     cache_policy: str = "lru"
     prefetch: str = "none"
     draft_kernel: str = "fused"
+    verify_reads: bool = False
 
     @classmethod
     def of(

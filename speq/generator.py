@@ -102,14 +102,14 @@ class Generator:
 
         memory_budget  for everything on the device, such as "8GiB"
         options        device, dtype, context_length, draft, draft_length, draft_kernel,
-                       cache_policy, prefetch; see RunConfig
+                       cache_policy, prefetch, verify_reads; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
 
         Raises SpeqError for anything that is missing, damaged, unknown or too large.
         """
         config = RunConfig.of(memory_budget, **options)
-        opened = open_model(model)
+        opened = open_model(model, config.verify_reads)
         try:
             tokenizer = load_tokenizer(opened.checkpoint.path)
             context = CONTEXT_STEP
@@ -118,7 +118,7 @@ class Generator:
                 context = len(tokens_of(tokenizer, prompt)) + max_new_tokens
             return cls(Runtime(opened, config, progress, context), tokenizer)
         except BaseException:
-            opened.checkpoint.close()
+            opened.close()
             raise
 
     @property

@@ -35,8 +35,9 @@ from speq.scheduler.transfer import SynchronousTransfer
 from speq.stats import Recorder
 from speq.store import draft_file
 from speq.store.checkpoint import Checkpoint, is_quantised, locate, read_json
-from speq.store.expert_store import ExpertStore, SafetensorsExpertStore, is_expert_tensor
+from speq.store.expert_store import ExpertStore, is_expert_tensor
 from speq.store.host_tier import HostTier, available_bytes
+from speq.store.packed_store import PackedExpertStore, open_experts
 
 logger = logging.getLogger("speq")
 
@@ -53,16 +54,30 @@ class Opened:
     checkpoint: Checkpoint
     family: Family
     shape: ModelShape
-    store: SafetensorsExpertStore
+    store: ExpertStore
+
+    def close(self) -> None:
+        self.store.close()
+        self.checkpoint.close()
 
 
-def open_model(model: str | Path) -> Opened:
-    """Check a model folder and read its sizes, without loading weights."""
+def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
+    """Check a model folder and read its sizes, without loading weights.
+
+    verify_reads  compare experts with their checksums whenever they are read; packed models only
+    """
     path = locate(model)
     family = family_of(read_json(path / "config.json"), path)
     checkpoint = Checkpoint(path)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
-    return Opened(checkpoint, family, shape, SafetensorsExpertStore(checkpoint, shape.experts))
+    store = open_experts(checkpoint, shape.experts)
+    if isinstance(store, PackedExpertStore):
+        store.verify_reads = verify_reads
+    elif verify_reads:
+        raise SpeqError(
+            f"{path} has no checksums to verify reads by; `speq pack` writes a model that has"
+        )
+    return Opened(checkpoint, family, shape, store)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -232,7 +247,7 @@ class Runtime:
             )
         checkpoint = Checkpoint(path)
         try:
-            return checkpoint, SafetensorsExpertStore(checkpoint, self.shape.experts)
+            return checkpoint, open_experts(checkpoint, self.shape.experts)
         except SpeqError as error:
             checkpoint.close()
             raise SpeqError(f"draft {path} does not fit the model: {error}") from error
@@ -294,7 +309,7 @@ class Runtime:
         self.engine.close()
         if self._host_tier is not None:
             self._host_tier.close()
-        self.opened.checkpoint.close()
+        self.opened.close()
 
 
 def _labelled(progress: Progress, label: str) -> Callable[[int, int], None]:

@@ -11,6 +11,7 @@ from speq.cli.chat import chat
 from speq.cli.check import check
 from speq.cli.doctor import doctor
 from speq.cli.generate import generate
+from speq.cli.pack import pack
 from speq.errors import SpeqError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(check)
+app.command()(pack)
 app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 

@@ -23,6 +23,7 @@ def generate(
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
     draft_kernel: opt.DraftKernel = "fused",
+    verify_reads: opt.VerifyReads = False,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -60,6 +61,7 @@ def generate(
         cache_policy=cache_policy,
         prefetch=prefetch,
         draft_kernel=draft_kernel,
+        verify_reads=verify_reads,
     )
     try:
         if as_json:

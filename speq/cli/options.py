@@ -37,6 +37,9 @@ DraftKernel = Annotated[
     str,
     typer.Option(help=f"How the draft runs, {' or '.join(DRAFT_KERNELS)}; unfused is a baseline."),
 ]
+VerifyReads = Annotated[
+    bool, typer.Option("--verify-reads", help="Compare experts with the checksums of a pack.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens up to this mass.")]

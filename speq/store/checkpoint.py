@@ -13,6 +13,9 @@ from speq.store.safetensors_file import SafetensorsFile, TensorInfo
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Of a packed model: what its experts' records are, and what is written until there is a model.
+EXPERTS_MANIFEST = "experts.json"
+EXPERTS_JOURNAL = "experts.journal"
 WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What a run needs of a hub repository: no pickles, no code.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -23,6 +26,11 @@ def locate(model: str | Path) -> Path:
     name = str(model)
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
+        if os.path.exists(path / EXPERTS_JOURNAL):
+            raise SpeqError(
+                f"model {name!r} was not packed to the end; run the same `speq pack` again, which "
+                "goes on from there"
+            )
         return path
     if name and os.path.exists(path):
         raise SpeqError(f"model {name!r} is a file; give the folder that holds config.json")
@@ -150,6 +158,8 @@ class Checkpoint:
             digest.update(file.header)
             for block in file.samples(64):
                 digest.update(block)
+        if (self.path / EXPERTS_MANIFEST).exists():
+            digest.update((self.path / EXPERTS_MANIFEST).read_bytes())
         return digest.hexdigest()[:32]
 
     def close(self) -> None:

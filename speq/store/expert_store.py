@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.store.checkpoint import Checkpoint
-from speq.store.codec import ExpertCodec, ExpertShape, RawCodec
+from speq.store.codec import ExpertShape, RawCodec
 from speq.store.safetensors_file import SafetensorsFile
 
 # Checkpoints keep experts one by one, under the names of `transformers` or of their authors.
@@ -35,10 +35,13 @@ class ExpertStore(Protocol):
     num_experts: int
 
     @property
-    def codec(self) -> ExpertCodec: ...
+    def codec(self) -> RawCodec: ...
 
     def read(self, layer: int, expert: int, record: Tensor) -> None:
         """Fill `record` [record_bytes] uint8 on the CPU with one expert."""
+
+    def close(self) -> None:
+        """Give back files that are the store's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,9 @@ class SafetensorsExpertStore:
         for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
             file.read_into(offset, record[at : at + nbytes])
             at += nbytes
+
+    def close(self) -> None:
+        pass  # the shards are the checkpoint's
 
 
 def expert_record(store: ExpertStore) -> Tensor:

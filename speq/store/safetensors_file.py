@@ -6,20 +6,17 @@ Ranges are read with `pread`, and the pages are dropped again, so that a file is
 memory nor quietly cached by the operating system.
 """
 
-import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.store.range_file import RangeFile
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -37,7 +34,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
-SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,69 +46,15 @@ class TensorInfo:
     nbytes: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(RangeFile):
     """An open file: `tensors` by name, `metadata`, and `read_into` for byte ranges.
 
     Raises SpeqError, naming the file, where it is missing, unreadable, truncated or inconsistent.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = -1
-        try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            self.size = os.fstat(self._fd).st_size
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
-            self.header = self._read_header()
-            self.metadata, self.tensors = self._parse(self.header)
-        except OSError as error:
-            self.close()
-            raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def read_into(self, offset: int, out: Tensor) -> None:
-        """Fill `out`, a contiguous uint8 CPU tensor, with the bytes from `offset` on."""
-        assert out.dtype == torch.uint8 and out.is_contiguous() and out.device.type == "cpu"
-        # Not out.numpy(), which would for ever keep the storage from being given back.
-        view = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise SpeqError(
-                    f"reading {len(view)} bytes at {offset} of {self.path} failed: {error.strerror}"
-                ) from error
-            if count == 0:
-                raise SpeqError(
-                    f"{self.path} ended at byte {offset + done} while it was read; it held "
-                    f"{self.size} bytes when it was opened"
-                )
-            done += count
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+    def _check(self) -> None:
+        self.header = self._read_header()
+        self.metadata, self.tensors = self._parse(self.header)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the file, read into memory."""
@@ -120,12 +62,6 @@ class SafetensorsFile:
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         self.read_into(info.offset, data)
         return data.view(info.dtype).view(info.shape)
-
-    def samples(self, count: int) -> Iterator[bytes]:
-        """Up to `count` blocks of 4 KiB spread evenly over the file."""
-        last = max(self.size - SAMPLE_BYTES, 0)
-        for offset in sorted({last * i // max(count - 1, 1) for i in range(count)}):
-            yield os.pread(self._fd, SAMPLE_BYTES, offset)
 
     def _read_header(self) -> bytes:
         prefix = os.pread(self._fd, 8, 0)

@@ -1,0 +1,240 @@
+"""Writes a packed model: its experts as records, all else as it was.
+
+A folder becomes a model with its last file, config.json. Whatever is interrupted before that leaves
+a folder that no run opens, and that the same command goes on with: records are journalled once they
+are on the disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from speq.config import format_bytes
+from speq.errors import SpeqError
+from speq.store.atomic_file import replacing
+from speq.store.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, INDEX, SINGLE, Checkpoint
+from speq.store.expert_store import SafetensorsExpertStore, expert_record, is_expert_tensor
+from speq.store.packed_store import (
+    RECORDS_FILE,
+    Manifest,
+    Record,
+    aligned,
+    crc32_of,
+    dtype_name,
+)
+from speq.store.range_file import bytes_of
+from speq.store.safetensors_file import DTYPE_NAMES, SafetensorsFile, TensorInfo
+
+# Written between two syncs: what an interruption costs at most.
+BATCH_BYTES = 256 << 20
+COPY_BYTES = 16 << 20
+Progress = Callable[[int, int], None]
+
+
+def pack(
+    checkpoint: Checkpoint,
+    store: SafetensorsExpertStore,
+    out: Path,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write `out`, or finish what an earlier run began there. progress: told (experts, of all).
+
+    Raises SpeqError where the folder is taken, the disk is full or cannot be written.
+    """
+    begun = (out / EXPERTS_JOURNAL).exists()
+    if (out / "config.json").exists() and not begun:
+        raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
+    # What `replacing` leaves behind where it is killed.
+    stale = list(out.glob("*.partial")) if out.is_dir() else []
+    if out.exists() and not begun and set(out.iterdir()) != set(stale):
+        raise SpeqError(f"{out} exists and holds other files; give a folder that is not there yet")
+    source = checkpoint.fingerprint()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for partial in stale:
+            partial.unlink()
+        done = journalled(out, source)
+        check_room(checkpoint, store, out, done)
+        records = write_records(store, out, done, progress)
+        write_non_experts(checkpoint, out)
+        manifest = Manifest(
+            codec="raw",
+            dtype=dtype_name(store.codec.shape.dtype),
+            hidden_size=store.codec.shape.hidden_size,
+            expert_width=store.codec.shape.expert_width,
+            num_layers=store.num_layers,
+            num_experts=store.num_experts,
+            source=source,
+            records=tuple(records),
+        )
+        with replacing(out / EXPERTS_MANIFEST) as file:
+            file.write(manifest.to_json().encode())
+        copy_rest(checkpoint.path, out)
+    except OSError as error:
+        raise SpeqError(
+            f"{out} cannot be written: {error.strerror}; what was packed is kept, the same command "
+            "goes on from there"
+        ) from error
+    return manifest
+
+
+def journalled(out: Path, source: str) -> list[Record]:
+    """Records that an earlier run is known to have written, after beginning a journal if need be.
+
+    A line that is cut off ends what is known.
+    """
+    path = out / EXPERTS_JOURNAL
+    if not path.exists():
+        with replacing(path) as file:
+            file.write(json.dumps({"source": source}).encode() + b"\n")
+        return []
+    lines = path.read_bytes().split(b"\n")
+    try:
+        begun = json.loads(lines[0])["source"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SpeqError(f"{path} is damaged; remove {out} and pack again") from error
+    if begun != source:
+        raise SpeqError(f"{out} holds an unfinished pack of another model; remove it")
+    records = []
+    for line in lines[1:-1]:
+        try:
+            records.append(Record(*json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return records
+
+
+def check_room(
+    checkpoint: Checkpoint, store: SafetensorsExpertStore, out: Path, done: list[Record]
+) -> None:
+    count = store.num_layers * store.num_experts - len(done)
+    tensors = checkpoint.tensors.items()
+    others = sum(info.nbytes for name, (_, info) in tensors if not is_expert_tensor(name))
+    needed = count * aligned(store.codec.record_bytes) + others
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise SpeqError(
+            f"packing takes {format_bytes(needed)} and {format_bytes(free)} of disk are left at "
+            f"{out}; free some, or pack to another disk"
+        )
+
+
+def write_records(
+    store: SafetensorsExpertStore, out: Path, done: list[Record], progress: Progress | None
+) -> list[Record]:
+    """Write the records that are not done yet, in batches: data to the disk, then the journal."""
+    records = list(done)
+    total = store.num_layers * store.num_experts
+    buffer = expert_record(store)
+    path = out / RECORDS_FILE
+    with (
+        path.open("r+b" if path.exists() else "w+b") as data,
+        (out / EXPERTS_JOURNAL).open("r+b") as journal,
+    ):
+        # A journal's cut-off end is written over.
+        journal.truncate(sum(map(len, journal.readlines()[: 1 + len(done)])))
+        journal.seek(0, os.SEEK_END)
+        end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
+        data.truncate(end)
+        data.seek(end)
+        batch: list[Record] = []
+        for at in range(len(records), total):
+            store.read(*divmod(at, store.num_experts), buffer)
+            data.write(bytes_of(buffer))
+            record = Record(end, buffer.nbytes, crc32_of(buffer))
+            end = aligned(end + buffer.nbytes)
+            data.write(bytes(end - record.offset - record.nbytes))
+            batch.append(record)
+            if sum(each.nbytes for each in batch) >= BATCH_BYTES or at + 1 == total:
+                sync(data)
+                for each in batch:
+                    line = json.dumps([each.offset, each.nbytes, each.crc32])
+                    journal.write(line.encode() + b"\n")
+                sync(journal)
+                records += batch
+                batch = []
+            if progress is not None:
+                progress(at + 1, total)
+    return records
+
+
+def sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_non_experts(checkpoint: Checkpoint, out: Path) -> None:
+    """Shards with what is left of them, under their old names, and an index of it."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file_name, file in checkpoint.files.items():
+        tensors = {
+            name: info
+            for name, (holder, info) in checkpoint.tensors.items()
+            if holder is file and not is_expert_tensor(name)
+        }
+        if not tensors:
+            continue
+        weight_map |= dict.fromkeys(tensors, file_name)
+        total += sum(info.nbytes for info in tensors.values())
+        if not (out / file_name).exists():
+            with replacing(out / file_name) as target:
+                copy_tensors(file, tensors, target)
+    if list(checkpoint.files) == [SINGLE]:
+        return
+    with replacing(out / INDEX) as target:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        target.write(json.dumps(index, indent=1).encode() + b"\n")
+
+
+def copy_tensors(source: SafetensorsFile, tensors: dict[str, TensorInfo], out: BinaryIO) -> None:
+    """A safetensors file of some of another's tensors, in their order, some bytes at a time."""
+    header: dict[str, object] = {"__metadata__": source.metadata} if source.metadata else {}
+    end = 0
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
+    for name, info in in_order:
+        header[name] = {
+            "dtype": DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [end, end + info.nbytes],
+        }
+        end += info.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    out.write(len(text).to_bytes(8, "little") + text)
+    buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
+    for _, info in in_order:
+        for at in range(0, info.nbytes, COPY_BYTES):
+            part = buffer[: min(COPY_BYTES, info.nbytes - at)]
+            source.read_into(info.offset + at, part)
+            out.write(bytes_of(part))
+
+
+def copy_rest(source: Path, out: Path) -> None:
+    """What lies beside the weights, config.json last; then the journal goes."""
+    ours = {"config.json", INDEX}
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in ours:
+            with whole(out / file.name) as target:
+                target.write(file.read_bytes())
+    with whole(out / "config.json") as target:
+        target.write((source / "config.json").read_bytes())
+    (out / EXPERTS_JOURNAL).unlink(missing_ok=True)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """`replacing`, with the folder's own entry on the disk as well."""
+    with replacing(path) as file:
+        yield file
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,198 @@
+"""Experts as `speq pack` writes them: one contiguous, aligned, checksummed record for each.
+
+experts.json  the manifest: what the records are, and where
+experts.bin   the records, layer by layer, each at a multiple of 4,096 bytes
+"""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.store.checkpoint import EXPERTS_MANIFEST, Checkpoint, read_json
+from speq.store.codec import ExpertShape, RawCodec
+from speq.store.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
+from speq.store.range_file import RangeFile, bytes_of
+from speq.store.safetensors_file import DTYPE_NAMES, DTYPES
+
+RECORDS_FILE = "experts.bin"
+FORMAT = "speq-experts-1"
+SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment")
+# What reads past the page cache want offsets and lengths to be multiples of.
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where an expert lies, how many bytes it has, and their CRC-32."""
+
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """experts.json. Layers count MoE layers only; records are in their order, then the experts'.
+
+    source  fingerprint of the checkpoint that was packed
+    """
+
+    codec: str
+    dtype: str
+    hidden_size: int
+    expert_width: int
+    num_layers: int
+    num_experts: int
+    source: str
+    records: tuple[Record, ...]
+    format: str = FORMAT
+    alignment: int = ALIGNMENT
+
+    def to_json(self) -> str:
+        fields = asdict(self) | {
+            "records": [[record.offset, record.nbytes, record.crc32] for record in self.records]
+        }
+        return json.dumps(fields) + "\n"
+
+    @property
+    def end(self) -> int:
+        """Bytes of experts.bin."""
+        return aligned(self.records[-1].offset + self.records[-1].nbytes)
+
+    @classmethod
+    def of(cls, path: Path) -> "Manifest":
+        """Read a manifest. Raises SpeqError where it is damaged or of another version."""
+        entries = read_json(path)
+        if entries.get("format") != FORMAT:
+            raise SpeqError(
+                f"{path} has format {entries.get('format')!r}; this version reads {FORMAT}: pack "
+                "the model again"
+            )
+        try:
+            records = tuple(Record(*_sizes(entry, 3)) for entry in entries["records"])
+            texts = {name: _text(entries[name]) for name in ("codec", "dtype", "source")}
+            sizes = {name: _sizes([entries[name]], 1)[0] for name in SIZES}
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpeqError(f"{path} is damaged ({error!r}); pack the model again") from error
+        manifest = cls(records=records, **texts, **sizes)  # type: ignore[arg-type]
+        manifest.check(path)
+        return manifest
+
+    def check(self, path: Path) -> None:
+        """Raise SpeqError unless records follow one another, aligned, and are all there."""
+        end = 0
+        for record in self.records:
+            if record.offset != end or not record.nbytes:
+                raise SpeqError(
+                    f"{path} puts a record of {record.nbytes} bytes at {record.offset}, where the "
+                    f"one before ends at {end}; pack the model again"
+                )
+            end = aligned(record.offset + record.nbytes)
+        wanted = self.num_layers * self.num_experts
+        if len(self.records) != wanted or not wanted or self.alignment != ALIGNMENT:
+            raise SpeqError(
+                f"{path} has {len(self.records)} records aligned to {self.alignment} bytes; it "
+                f"must have {wanted}, aligned to {ALIGNMENT}: pack the model again"
+            )
+        if self.codec != "raw" or self.dtype not in DTYPES:
+            raise SpeqError(
+                f"{path} has codec {self.codec!r} and dtype {self.dtype!r}; this version reads raw "
+                "words only"
+            )
+
+
+class PackedExpertStore:
+    """Reads records of a packed model, and verifies them where `verify_reads` says so.
+
+    Raises SpeqError where the manifest or the records are damaged or not of the model's shape.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
+        path = checkpoint.path / EXPERTS_MANIFEST
+        self.manifest = Manifest.of(path)
+        self.num_layers = self.manifest.num_layers
+        self.num_experts = self.manifest.num_experts
+        self.verify_reads = False
+        given = [getattr(self.manifest, name) for name in SIZES[:4]]
+        wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
+        if given != wanted:
+            raise SpeqError(
+                f"{path} holds hidden size, expert width, layers and experts {given}; config.json "
+                f"makes them {wanted}: pack the model again"
+            )
+        dtype = DTYPES[self.manifest.dtype]
+        shape = ExpertShape(layout.hidden_size, layout.expert_width, dtype)
+        self._codec = RawCodec(shape)
+        odd = [r.nbytes for r in self.manifest.records if r.nbytes != self._codec.record_bytes]
+        if odd:
+            raise SpeqError(
+                f"{path} has a record of {odd[0]} bytes; experts of {dtype} have "
+                f"{self._codec.record_bytes}: pack the model again"
+            )
+        self._file = RangeFile(checkpoint.path / RECORDS_FILE)
+        if self._file.size != self.manifest.end:
+            self._file.close()
+            raise SpeqError(
+                f"{self._file.path} has {self._file.size} bytes and its manifest says "
+                f"{self.manifest.end}; pack the model again"
+            )
+
+    @property
+    def codec(self) -> RawCodec:
+        return self._codec
+
+    def read(self, layer: int, expert: int, record: Tensor) -> None:
+        wanted = self.manifest.records[layer * self.num_experts + expert]
+        self._file.read_into(wanted.offset, record)
+        if self.verify_reads and crc32_of(record) != wanted.crc32:
+            raise SpeqError(
+                f"{self._file.path}: the record of expert {expert} in MoE layer {layer}, "
+                f"{wanted.nbytes} bytes at {wanted.offset}, is not what was packed; pack the model "
+                "again, and look after the disk"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_experts(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertStore:
+    """The experts of a model folder, packed or as published."""
+    if (checkpoint.path / EXPERTS_MANIFEST).exists():
+        return PackedExpertStore(checkpoint, layout)
+    return SafetensorsExpertStore(checkpoint, layout)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a manifest calls a dtype."""
+    return DTYPE_NAMES[dtype]
+
+
+def crc32_of(record: Tensor) -> int:
+    """Checksum of a contiguous uint8 tensor on the CPU."""
+    return zlib.crc32(bytes_of(record))
+
+
+def aligned(offset: int) -> int:
+    """The next place a record may begin at."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _sizes(values: Any, count: int) -> list[int]:
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"{values!r} is no list of {count} numbers")
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{value!r} is no size")
+    return values
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
