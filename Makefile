@@ -42,10 +42,10 @@ demo: $(READY)
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
 test: lint sanitize
-	$(BIN)/python -m pytest -n auto -m "not full and not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full and not gpu"
 
 test-full: lint sanitize
-	$(BIN)/python -m pytest -n auto -m "not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 # The kernels written for a GPU run here on the processor, which is slow and finds every stray access.
 sanitize: $(READY)
