@@ -219,6 +219,20 @@ def test_what_is_journalled_is_not_read_again(
     assert same(source, out)
 
 
+def test_records_lost_since_they_were_journalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
+    monkeypatch.setattr(packing, "BATCH_BYTES", 1)
+    out = tmp_path / "packed"
+    assert not pack_and_die(source, out, 30)
+    size = (out / "experts.bin").stat().st_size
+    os.truncate(out / "experts.bin", 4096)
+    assert size > 4096
+    with pytest.raises(SpeqError, match=r"is shorter than the .* bytes that were journalled"):
+        pack_to(source, out)
+
+
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     source = write_model(tmp_path / "source", "olmoe")

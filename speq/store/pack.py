@@ -141,6 +141,11 @@ def write_records(
         journal.truncate(sum(map(len, journal.readlines()[: 1 + len(done)])))
         journal.seek(0, os.SEEK_END)
         end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
+        if data.seek(0, os.SEEK_END) < end:
+            raise SpeqError(
+                f"{path} is shorter than the {end} bytes that were journalled; remove {out} and "
+                "pack again"
+            )
         data.truncate(end)
         data.seek(end)
         batch: list[Record] = []
