@@ -224,10 +224,11 @@ def test_generate_ends_when_nobody_reads_on(tiny: Folder) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes and signals as POSIX has them")
-def test_generate_ends_at_an_interrupt(tiny: Folder) -> None:
+def test_generate_ends_at_an_interrupt(bundled: Path) -> None:
+    """In a run of many seconds: a machine that is busy may deliver the signal late."""
     process = start(
-        "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
-        "--max-new-tokens", 500, "--ignore-eos",
+        "generate", "--model", bundled, "--prompt", "hello", "--memory-budget", "48MiB",
+        "--max-new-tokens", 2000, "--ignore-eos",
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.read(1) == b"h"
