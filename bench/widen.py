@@ -65,7 +65,7 @@ def run(
             raise SpeqError(
                 f"{target} exists already; give a folder that is empty or not there yet"
             )
-        needed = wide_bytes(checkpoint, config, settings)
+        needed = wide_bytes(checkpoint, settings)
         free = shutil.disk_usage(existing_parent(target)).free
         if needed > free:
             raise SpeqError(
@@ -98,8 +98,7 @@ def widened_config(config: dict[str, Any], settings: Settings, where: Path) -> d
         checked_int(name, given, size)
         if given % size:
             raise SpeqError(f"{name} is {given}; it must be a multiple of the source's {size}")
-    hidden, neurons = copies(config, settings)
-    heads = hidden if settings.heads == "copy" else 1
+    _, neurons, heads = copies(config, settings)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return config | {
         "hidden_size": settings.hidden_size,
@@ -112,12 +111,11 @@ def widened_config(config: dict[str, Any], settings: Settings, where: Path) -> d
     }
 
 
-def copies(config: dict[str, Any], settings: Settings) -> tuple[int, int]:
-    """Copies of a hidden unit and of a neuron, of the source's config."""
-    return (
-        settings.hidden_size // config["hidden_size"],
-        settings.expert_width // config["moe_intermediate_size"],
-    )
+def copies(config: dict[str, Any], settings: Settings) -> tuple[int, int, int]:
+    """Copies of a hidden unit, of a neuron and of an attention head of the source."""
+    hidden = settings.hidden_size // config["hidden_size"]
+    neurons = settings.expert_width // config["moe_intermediate_size"]
+    return hidden, neurons, hidden if settings.heads == "copy" else 1
 
 
 def copies_of(name: str, hidden: int, neurons: int, heads: int) -> Copies:
@@ -211,8 +209,7 @@ def write_shards(
     progress: Progress | None,
 ) -> int:
     """Write one shard at a time, and the index; return the bytes of all tensors."""
-    hidden, neurons = copies(checkpoint.config, settings)
-    heads = hidden if settings.heads == "copy" else 1
+    hidden, neurons, heads = copies(checkpoint.config, settings)
     weight_map: dict[str, str] = {}
     total = 0
     shards = groups(checkpoint)
@@ -237,10 +234,9 @@ def write_shards(
     return total
 
 
-def wide_bytes(checkpoint: Checkpoint, config: dict[str, Any], settings: Settings) -> int:
+def wide_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
     """Bytes of the widened tensors."""
-    hidden, neurons = copies(checkpoint.config, settings)
-    heads = hidden if settings.heads == "copy" else 1
+    hidden, neurons, heads = copies(checkpoint.config, settings)
     total = 0
     for name, (_, info) in checkpoint.tensors.items():
         copy = copies_of(name, hidden, neurons, heads)
