@@ -21,7 +21,7 @@ from speq.bench import check
 from speq.cli import app
 from speq.runtime import Opened, open_model
 from speq.store import pack as packing
-from speq.store.expert_store import SafetensorsExpertStore, expert_record
+from speq.store.expert_store import SafetensorsExpertStore, expert_slot
 from speq.store.pack import pack
 from speq.store.packed_store import PackedExpertStore
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
@@ -36,8 +36,9 @@ def records_of(model: Path) -> list[Tensor]:
     store = opened.store
     found = []
     for at in range(store.num_layers * store.num_experts):
-        found.append(expert_record(store))
-        store.read(*divmod(at, store.num_experts), found[-1])
+        slot = expert_slot(store)
+        store.read(*divmod(at, store.num_experts), slot)
+        found.append(slot[: store.codec.record_bytes])
     opened.close()
     return found
 
@@ -282,7 +283,7 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for(packed: Path) -> None:
         file.seek(offset + nbytes // 2)
         file.write(bytes([byte ^ 4]))
     opened = open_model(packed, verify_reads=True)
-    record = expert_record(opened.store)
+    record = expert_slot(opened.store)
     opened.store.read(1, 0, record)
     with pytest.raises(SpeqError, match=f"expert 1 in MoE layer 1, {nbytes} bytes at {offset}"):
         opened.store.read(1, 1, record)

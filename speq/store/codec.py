@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speq.store.alignment import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
@@ -36,13 +38,17 @@ class ExpertShape:
 
 
 class ExpertCodec(Protocol):
-    """Bytes of a record, and the matrices in an arena of records."""
+    """Bytes of a record and of the slot it fills, and the matrices in an arena of slots."""
 
     @property
     def record_bytes(self) -> int: ...
 
-    def matrices(self, records: Tensor) -> tuple[Tensor, Tensor]:
-        """gate_up_proj [S, 2F, H] and down_proj [S, H, F] of records [S, record_bytes] uint8."""
+    @property
+    def slot_bytes(self) -> int:
+        """A record's bytes in whole blocks, as reads past the page cache fill them."""
+
+    def matrices(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """gate_up_proj [S, 2F, H] and down_proj [S, H, F] of slots [S, slot_bytes] uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +61,13 @@ class RawCodec:
     def record_bytes(self) -> int:
         return self.shape.nbytes
 
-    def matrices(self, records: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def slot_bytes(self) -> int:
+        return aligned(self.record_bytes)
+
+    def matrices(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape
-        words = records.view(shape.dtype)
+        words = slots.view(shape.dtype)[:, : shape.weights]
         split = 2 * shape.expert_width * shape.hidden_size
         gate_up_proj = words[:, :split].unflatten(1, shape.gate_up_shape)
         return gate_up_proj, words[:, split:].unflatten(1, shape.down_shape)

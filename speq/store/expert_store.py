@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.store.alignment import ALIGNMENT, HUGE_PAGE, aligned, aligned_bytes, bounce_buffer
 from speq.store.checkpoint import Checkpoint
 from speq.store.codec import ExpertShape, RawCodec
 from speq.store.safetensors_file import SafetensorsFile
@@ -21,6 +22,8 @@ PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
 RECORD_ORDER = ("gate_proj", "up_proj", "down_proj")
+# Pieces that ranges are read in: long enough for a disk's full speed.
+BOUNCE_BYTES = HUGE_PAGE
 
 
 def is_expert_tensor(name: str) -> bool:
@@ -37,8 +40,16 @@ class ExpertStore(Protocol):
     @property
     def codec(self) -> RawCodec: ...
 
-    def read(self, layer: int, expert: int, record: Tensor) -> None:
-        """Fill `record` [record_bytes] uint8 on the CPU with one expert."""
+    @property
+    def bounce_bytes(self) -> int:
+        """What each thread that reads takes beside the slot it fills."""
+
+    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+        """Fill `slot` [slot_bytes] uint8, aligned CPU memory, with one expert's record.
+
+        What lies behind record_bytes is undefined. Returns bytes read, which may be more than the
+        record's. Threads may read at the same time, into different slots.
+        """
 
     def close(self) -> None:
         """Give back files that are the store's own."""
@@ -83,6 +94,10 @@ class SafetensorsExpertStore:
             key = (order[int(match[1])], int(match[2]))
             found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
         self._parts = self._complete(found, checkpoint, layout)
+        longest = max(nbytes for parts in self._parts for _, _, nbytes in parts)
+        # Both ends of a range share blocks with its neighbours.
+        self.bounce_bytes = min(aligned(longest) + ALIGNMENT, BOUNCE_BYTES)
+        self._bounces: SimpleQueue[Tensor] = SimpleQueue()
 
     @staticmethod
     def _common_shape(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertShape:
@@ -118,16 +133,24 @@ class SafetensorsExpertStore:
     def codec(self) -> RawCodec:
         return self._codec
 
-    def read(self, layer: int, expert: int, record: Tensor) -> None:
-        at = 0
-        for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
-            file.read_into(offset, record[at : at + nbytes])
-            at += nbytes
+    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+        try:
+            bounce = self._bounces.get_nowait()
+        except Empty:  # as many as threads ever read at a time
+            bounce = bounce_buffer(self.bounce_bytes)
+        at = read_bytes = 0
+        try:
+            for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
+                read_bytes += file.read_through(offset, slot[at : at + nbytes], bounce)
+                at += nbytes
+        finally:
+            self._bounces.put(bounce)
+        return read_bytes
 
     def close(self) -> None:
         pass  # the shards are the checkpoint's
 
 
-def expert_record(store: ExpertStore) -> Tensor:
-    """An empty record on the CPU."""
-    return torch.empty(store.codec.record_bytes, dtype=torch.uint8)
+def expert_slot(store: ExpertStore) -> Tensor:
+    """A slot on the CPU, empty."""
+    return aligned_bytes(1, store.codec.slot_bytes)[0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speq.config import format_bytes
+from speq.store.alignment import aligned_bytes
 from speq.store.codec import ExpertCodec
 from speq.store.expert_store import ExpertStore
 
@@ -47,7 +48,7 @@ class HostTier:
     def __init__(self, store: ExpertStore, host_bytes: int | None = None, pin: bool = True) -> None:
         self._store = store
         count = store.num_layers * store.num_experts
-        needed = count * store.codec.record_bytes
+        needed = count * store.codec.slot_bytes
         limit = int(available_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
         self.resident = needed <= limit
         if not self.resident:
@@ -58,30 +59,33 @@ class HostTier:
                 format_bytes(needed),
             )
         rows = count if self.resident else 1
-        self._records = torch.empty(rows, store.codec.record_bytes, dtype=torch.uint8)
+        self._slots = aligned_bytes(rows, store.codec.slot_bytes)
         self._pinned = pin
         if pin:
             # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
             cudart = torch.cuda.cudart()
             torch.cuda.check_error(
-                cudart.cudaHostRegister(self._records.data_ptr(), self._records.nbytes, 0)
+                cudart.cudaHostRegister(self._slots.data_ptr(), self._slots.nbytes, 0)
             )
         for at in range(count if self.resident else 0):
-            store.read(*divmod(at, store.num_experts), self._records[at])
+            store.read(*divmod(at, store.num_experts), self._slots[at])
 
     @property
     def codec(self) -> ExpertCodec:
         return self._store.codec
 
-    def read(self, layer: int, expert: int, record: Tensor) -> None:
-        """Fill `record` [record_bytes] uint8 on the device; it is there on return."""
+    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+        """Fill `slot` [slot_bytes] uint8 on the device; it is there on return.
+
+        Returns the bytes that this read from the disk.
+        """
         at = layer * self._store.num_experts + expert if self.resident else 0
-        if not self.resident:
-            self._store.read(layer, expert, self._records[at])
-        record.copy_(self._records[at])
+        read_bytes = 0 if self.resident else self._store.read(layer, expert, self._slots[at])
+        slot.copy_(self._slots[at])
+        return read_bytes
 
     def close(self) -> None:
         """Unlock the memory."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._records.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self._slots.data_ptr())
             self._pinned = False

@@ -17,14 +17,14 @@ import torch
 
 from speq.config import format_bytes
 from speq.errors import SpeqError
+from speq.store.alignment import aligned
 from speq.store.atomic_file import replacing
 from speq.store.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, INDEX, SINGLE, Checkpoint
-from speq.store.expert_store import SafetensorsExpertStore, expert_record, is_expert_tensor
+from speq.store.expert_store import SafetensorsExpertStore, expert_slot, is_expert_tensor
 from speq.store.packed_store import (
     RECORDS_FILE,
     Manifest,
     Record,
-    aligned,
     crc32_of,
     dtype_name,
 )
@@ -131,7 +131,8 @@ def write_records(
     """Write the records that are not done yet, in batches: data to the disk, then the journal."""
     records = list(done)
     total = store.num_layers * store.num_experts
-    buffer = expert_record(store)
+    slot = expert_slot(store)
+    buffer = slot[: store.codec.record_bytes]
     path = out / RECORDS_FILE
     with (
         path.open("r+b" if path.exists() else "w+b") as data,
@@ -150,7 +151,7 @@ def write_records(
         data.seek(end)
         batch: list[Record] = []
         for at in range(len(records), total):
-            store.read(*divmod(at, store.num_experts), buffer)
+            store.read(*divmod(at, store.num_experts), slot)
             data.write(bytes_of(buffer))
             record = Record(end, buffer.nbytes, crc32_of(buffer))
             end = aligned(end + buffer.nbytes)
@@ -170,8 +171,11 @@ def write_records(
 
 
 def sync(file: BinaryIO) -> None:
+    """Have what was written on the disk, and not in the page cache, which has better uses."""
     file.flush()
     os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_non_experts(checkpoint: Checkpoint, out: Path) -> None:

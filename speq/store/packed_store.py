@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.store.alignment import ALIGNMENT, aligned
 from speq.store.checkpoint import EXPERTS_MANIFEST, Checkpoint, read_json
 from speq.store.codec import ExpertShape, RawCodec
 from speq.store.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
@@ -23,8 +24,6 @@ from speq.store.safetensors_file import DTYPE_NAMES, DTYPES
 RECORDS_FILE = "experts.bin"
 FORMAT = "speq-experts-1"
 SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment")
-# What reads past the page cache want offsets and lengths to be multiples of.
-ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +118,7 @@ class PackedExpertStore:
         self.num_layers = self.manifest.num_layers
         self.num_experts = self.manifest.num_experts
         self.verify_reads = False
+        self.bounce_bytes = 0
         given = [getattr(self.manifest, name) for name in SIZES[:4]]
         wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
         if given != wanted:
@@ -147,15 +147,16 @@ class PackedExpertStore:
     def codec(self) -> RawCodec:
         return self._codec
 
-    def read(self, layer: int, expert: int, record: Tensor) -> None:
+    def read(self, layer: int, expert: int, slot: Tensor) -> int:
         wanted = self.manifest.records[layer * self.num_experts + expert]
-        self._file.read_into(wanted.offset, record)
-        if self.verify_reads and crc32_of(record) != wanted.crc32:
+        read_bytes = self._file.read_aligned(wanted.offset, wanted.nbytes, slot)
+        if self.verify_reads and crc32_of(slot[: wanted.nbytes]) != wanted.crc32:
             raise SpeqError(
                 f"{self._file.path}: the record of expert {expert} in MoE layer {layer}, "
                 f"{wanted.nbytes} bytes at {wanted.offset}, is not what was packed; pack the model "
                 "again, and look after the disk"
             )
+        return read_bytes
 
     def close(self) -> None:
         self._file.close()
@@ -176,11 +177,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def crc32_of(record: Tensor) -> int:
     """Checksum of a contiguous uint8 tensor on the CPU."""
     return zlib.crc32(bytes_of(record))
-
-
-def aligned(offset: int) -> int:
-    """The next place a record may begin at."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _sizes(values: Any, count: int) -> list[int]:

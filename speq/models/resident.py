@@ -1,0 +1,71 @@
+"""Weights in memory of their own.
+
+The loader leaves weights of the checkpoint's dtype where safetensors mapped their files. There the
+system fetches them at the first pass, a page at a time, and drops them when it likes: a budget that
+says they are in memory would be wrong, and so would every measurement.
+"""
+
+import bisect
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from speq.store.alignment import bounce_buffer
+from speq.store.checkpoint import Checkpoint
+from speq.store.expert_store import BOUNCE_BYTES
+from speq.store.range_file import RangeFile
+
+MAPS = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Addresses at which a file is mapped, from `offset` on."""
+
+    start: int
+    end: int
+    offset: int
+    path: str
+
+
+def mapped_regions() -> list[Region]:
+    """Files mapped into this process, by address; none where the system does not tell."""
+    regions = []
+    try:
+        lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        addresses, _, offset, _, _, *path = line.split(maxsplit=5)
+        if path and path[0].startswith("/"):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            regions.append(Region(start, end, int(offset, 16), path[0]))
+    return regions
+
+
+def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Read every parameter that is mapped from one of the checkpoint's files into memory."""
+    files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
+    regions = [region for region in mapped_regions() if region.path in files]
+    starts = [region.start for region in regions]
+    bounce = bounce_buffer(BOUNCE_BYTES)
+    for parameter in model.parameters():
+        address = parameter.data_ptr()
+        at = bisect.bisect_right(starts, address) - 1
+        if at < 0 or address + parameter.nbytes > regions[at].end:
+            continue
+        assert parameter.is_contiguous()
+        region = regions[at]
+        parameter.data = read(
+            files[region.path], region.offset + address - region.start, parameter.data, bounce
+        )
+
+
+def read(file: RangeFile, offset: int, like: Tensor, bounce: Tensor) -> Tensor:
+    """A tensor like another, whose bytes lie at `offset` of a file."""
+    made = torch.empty_like(like)
+    file.read_through(offset, made.view(-1).view(torch.uint8), bounce)
+    return made

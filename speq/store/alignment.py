@@ -1,0 +1,56 @@
+"""What reads past the page cache ask for: offsets, lengths and addresses in whole blocks."""
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+# A multiple of the logical block of every disk in use, and a page.
+ALIGNMENT = 4096
+HUGE_PAGE = 2 << 20
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT: where a record may begin, or a slot end."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_bytes(rows: int, row_bytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """An empty uint8 tensor [rows, row_bytes] that begins at a multiple of ALIGNMENT.
+
+    It takes ALIGNMENT bytes more than it shows.
+    """
+    whole = torch.empty(rows * row_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -whole.data_ptr() % ALIGNMENT
+    made = whole[start : start + rows * row_bytes].view(rows, row_bytes)
+    if made.device.type == "cpu":
+        prefer_huge_pages(made)
+    return made
+
+
+def bounce_buffer(nbytes: int) -> Tensor:
+    """Zeros [nbytes] uint8 on the CPU, aligned, in huge pages where the system has them.
+
+    From the system and not from malloc, whose memory has been in use: there the pages of a buffer
+    lie all over the memory, and reads into it take twice as long.
+    """
+    # Private: huge pages of shared memory are another setting of the system.
+    pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE
+    made = whole[start : start + nbytes]
+    prefer_huge_pages(made)
+    return made.zero_()
+
+
+def prefer_huge_pages(memory: Tensor) -> None:
+    """Ask the system to back memory nobody has written to yet with huge pages, if it has them.
+
+    A disk writes into a run of contiguous pages at once: reads into huge ones are up to a fifth
+    faster than into what else is fresh.
+    """
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        libc = ctypes.CDLL(None)
+        length = ctypes.c_size_t(aligned(memory.nbytes))
+        libc.madvise(ctypes.c_void_p(memory.data_ptr()), length, mmap.MADV_HUGEPAGE)
