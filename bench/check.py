@@ -126,7 +126,7 @@ def trace(generator: Generator, ids: list[int]) -> Trace:
     """Run a text as verification would, and token by token as the draft would."""
     runtime = generator.runtime
     engine, model = runtime.engine, runtime.model
-    cache, lookahead = engine.cache, engine.prefetcher.lookahead
+    cache, lookahead = engine.cache, engine.offload.prefetcher.lookahead
     exact, drafted = [], []
     named = same = choices = sets = 0
     cache.clear()
@@ -139,7 +139,7 @@ def trace(generator: Generator, ids: list[int]) -> Trace:
                 drafted.append(model.score(runtime.draft_bank, cache, [token]).logits.cpu())
                 cache.advance(1)
             cache.rewind(len(tokens))
-        exact.append(model.score(engine.target, cache, tokens).logits.cpu())
+        exact.append(model.score(engine.offload.target, cache, tokens).logits.cpu())
         cache.advance(len(tokens))
         step_named, step_choices = lookahead.recall(list(range(len(tokens))))
         named, choices = named + step_named, choices + step_choices

@@ -1,8 +1,7 @@
 """Which expert lies in which slot, and which one makes room for the next."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 
@@ -16,6 +15,9 @@ class ExpertKey(NamedTuple):
 class EvictionPolicy(Protocol):
     """Says how many slots a layer may fill, and orders residents by how soon they may go."""
 
+    def divide(self, num_slots: int) -> None:
+        """Share so many slots among the layers from now on."""
+
     def quota(self, layer: int) -> int:
         """Slots the layer may fill at a time, at least one."""
 
@@ -28,8 +30,8 @@ class EvictionPolicy(Protocol):
     def clear(self) -> None:
         """No key is resident."""
 
-    def candidates(self, layer: int) -> Iterable[ExpertKey]:
-        """Residents to evict for an expert of `layer`, the first to go first."""
+    def candidates(self, layer: int | None) -> Iterable[ExpertKey]:
+        """Residents of a layer, or of all (None), in the order in which they may be evicted."""
 
 
 class LruPolicy:
@@ -41,9 +43,12 @@ class LruPolicy:
     """
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
-        self._share, self._rest = divmod(num_slots, num_layers)
         self._num_layers = num_layers
+        self.divide(num_slots)
         self.clear()
+
+    def divide(self, num_slots: int) -> None:
+        self._share, self._rest = divmod(num_slots, self._num_layers)
 
     def clear(self) -> None:
         self._all: OrderedDict[ExpertKey, None] = OrderedDict()
@@ -62,24 +67,30 @@ class LruPolicy:
     def forget(self, key: ExpertKey) -> None:
         del self._all[key], self._own[key.layer][key]
 
-    def candidates(self, layer: int) -> Iterable[ExpertKey]:
-        # With fewer slots than layers a layer may have none of its own to give.
-        own = self._own[layer]
-        return own if len(own) >= self.quota(layer) else self._all
+    def candidates(self, layer: int | None) -> Iterable[ExpertKey]:
+        return self._all if layer is None else self._own[layer]
 
 
 class ExpertCache:
     """One arena of slots, divided among layers by the policy. Bookkeeping only: it moves no bytes.
 
     A slot is free, being filled (claimed, not yet published) or holds an expert; experts in use
-    are pinned and are not evicted.
+    or about to be are pinned and are not evicted.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
         self.policy = policy
+        self._spare = 0
         self.clear()
+
+    def reserve(self, spare: int) -> None:
+        """Keep so many slots out of the layers' shares, for experts that pass through."""
+        self._spare = spare
+        self.policy.divide(self.num_slots - spare)
+        for layer in list(self._filled):
+            self.trim(layer)
 
     def clear(self) -> None:
         """Empty every slot, whatever was in it or under way to it."""
@@ -92,6 +103,10 @@ class ExpertCache:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __contains__(self, key: ExpertKey) -> bool:
+        """Whether a slot holds `key`; asking is no use of it."""
+        return key in self._slots
+
     @property
     def free_slots(self) -> int:
         return len(self._free)
@@ -103,17 +118,37 @@ class ExpertCache:
             self.policy.touch(key)
         return slot
 
-    def claim(self, layer: int) -> int:
-        """A slot for an expert of `layer`, emptied if need be. Publish or release it."""
-        if self._free and self._filled[layer] < self.policy.quota(layer):
+    def claim(self, layer: int, from_others: bool = True) -> int | None:
+        """A slot for an expert of `layer`, emptied if need be; None where none can go now.
+
+        Publish it or release it. from_others: whether, short of its quota with no slot free (there
+        are fewer slots than layers, or they were filled by other layers), the layer may take one
+        of another's.
+        """
+        full = self._filled[layer] >= self.policy.quota(layer)
+        if self._free and (self._spare or not full):
             self._filled[layer] += 1
             return self._free.pop()
-        victim = next((k for k in self.policy.candidates(layer) if k not in self._pins), None)
-        assert victim is not None, "every slot is pinned or being filled"
-        self.policy.forget(victim)
-        self._filled[victim.layer] -= 1
+        if not full and not from_others:
+            return None
+        residents = self.policy.candidates(layer if full else None)
+        victim = next((key for key in residents if key not in self._pins), None)
+        if victim is None:
+            return None
         self._filled[layer] += 1
-        return self._slots.pop(victim)
+        return self._evict(victim)
+
+    def _evict(self, key: ExpertKey) -> int:
+        self.policy.forget(key)
+        self._filled[key.layer] -= 1
+        return self._slots.pop(key)
+
+    def trim(self, layer: int) -> None:
+        """Empty slots that a layer fills beyond its share, as far as they are not pinned."""
+        over = self._filled[layer] - self.policy.quota(layer)
+        if over > 0:
+            unpinned = [key for key in self.policy.candidates(layer) if key not in self._pins]
+            self._free += [self._evict(key) for key in unpinned[:over]]
 
     def publish(self, key: ExpertKey, slot: int) -> None:
         """`slot`, claimed for its layer before, now holds `key`."""
@@ -126,16 +161,14 @@ class ExpertCache:
         self._filled[layer] -= 1
         self._free.append(slot)
 
-    @contextmanager
-    def pinned(self, keys: Iterable[ExpertKey]) -> Iterator[None]:
-        """Keep `keys` from eviction inside the block."""
-        held = list(keys)
-        self._pins.update(held)
-        try:
-            yield
-        finally:
-            for key in held:
-                if self._pins[key] > 1:
-                    self._pins[key] -= 1
-                else:  # or the cache was cleared meanwhile
-                    self._pins.pop(key, None)
+    def pin(self, keys: Iterable[ExpertKey]) -> None:
+        """Keep `keys` from eviction, once for each call, whether they are resident yet or not."""
+        self._pins.update(keys)
+
+    def unpin(self, keys: Iterable[ExpertKey]) -> None:
+        """Take back one `pin`."""
+        for key in keys:
+            if self._pins[key] > 1:
+                self._pins[key] -= 1
+            else:  # or the cache was cleared meanwhile
+                self._pins.pop(key, None)

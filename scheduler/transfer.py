@@ -1,8 +1,8 @@
-"""Moves exact experts from the slow tier into slots."""
+"""Moves exact experts from the slow tier into slots: what is asked of every engine that does."""
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Protocol
 
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from speq.scheduler.expert_cache import ExpertKey
 from speq.stats import Event, Recorder
 
-# Brings one expert's record into the slot given, a [record_bytes] uint8 tensor on the device.
-Fetch = Callable[[ExpertKey, Tensor], None]
+# Brings one expert's record into the slot given, [slot_bytes] uint8 on the device, from any thread;
+# returns bytes read from the disk. It holds on to nothing that holds on to the engine.
+Fetch = Callable[[ExpertKey, Tensor], int]
 
 
 class Priority(IntEnum):
@@ -21,50 +22,136 @@ class Priority(IntEnum):
     PREFETCH = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A transfer that was asked for."""
+class State(Enum):
+    """Of a transfer. The last three are final."""
 
-    key: ExpertKey
-    slot: int
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Ticket:
+    """A transfer that was asked for: `key` into `slot`.
+
+    error           what it raised, once it has failed
+    start_s, end_s  of the transfer itself, by the recorder's clock
+    read_bytes      read from the disk for it
+    """
+
+    __slots__ = (
+        "end_s",
+        "error",
+        "finished",
+        "key",
+        "priority",
+        "read_bytes",
+        "slot",
+        "start_s",
+        "state",
+    )
+
+    def __init__(self, key: ExpertKey, slot: int, priority: Priority) -> None:
+        self.key = key
+        self.slot = slot
+        self.priority = priority
+        self.state = State.QUEUED
+        self.error: BaseException | None = None
+        self.start_s = self.end_s = 0.0
+        self.read_bytes = 0
+        # Held until the transfer ends. A lock and not an Event: those are written in Python, where
+        # an interrupt can strike inside and leave them locked.
+        self.finished = threading.Lock()
+        self.finished.acquire()
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.key}, slot={self.slot}, {self.state.value})"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will be written to the slot any more."""
+        return self.state not in (State.QUEUED, State.RUNNING)
 
 
 class TransferEngine(Protocol):
-    """Carries experts into slots; the slot's contents are undefined until `wait` returns."""
+    """Carries experts into slots. A slot's contents are undefined until its ticket is DONE, and
+    its own until the ticket has ended. Called from one thread.
+    """
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
-        """Ask for `key` in `slot`."""
+        """Ask for `key` in `slot`. Demand goes before prefetch, each in the order asked for."""
+
+    def hasten(self, ticket: Ticket) -> None:
+        """Take a prefetch for a demand from now on."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Return when the slot is filled; raise what the transfer raised."""
+        """Return when the slot is filled, which now comes first; raise what the transfer raised."""
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Withdraw what has not begun; False where it has, whose slot then is not free yet."""
+
+    def report(self) -> None:
+        """Enter in the recorder what ended since it was last asked."""
+
+    def quiesce(self) -> None:
+        """Withdraw all that has not begun and return when nothing is under way."""
 
     def close(self) -> None:
-        """Finish or drop what is under way and release all resources."""
+        """Quiesce and release all resources."""
+
+
+def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
+    """Enter a transfer that is done."""
+    recorder.add(
+        Event(
+            "transfer",
+            ticket.start_s,
+            ticket.end_s,
+            ticket.key.layer,
+            ticket.key.expert,
+            moved_bytes=moved_bytes,
+            read_bytes=ticket.read_bytes,
+        )
+    )
 
 
 class SynchronousTransfer:
     """Moves each expert when it is asked for, while the caller waits: all of it is stall.
 
-    slots [S, record_bytes] uint8 is the arena.
+    slots        [S, slot_bytes] uint8, the arena
+    moved_bytes  of a record
     """
 
-    def __init__(self, fetch: Fetch, slots: Tensor, recorder: Recorder) -> None:
+    def __init__(self, fetch: Fetch, slots: Tensor, moved_bytes: int, recorder: Recorder) -> None:
         self._fetch = fetch
         self._slots = slots
+        self._moved_bytes = moved_bytes
         self._recorder = recorder
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
-        start_s = self._recorder.clock()
-        record = self._slots[slot]
-        self._fetch(key, record)
-        end_s = self._recorder.clock()
-        self._recorder.add(
-            Event("transfer", start_s, end_s, key.layer, key.expert, moved_bytes=record.numel())
-        )
-        self._recorder.add(Event("stall", start_s, end_s, key.layer, key.expert))
-        return Ticket(key, slot)
+        ticket = Ticket(key, slot, priority)
+        ticket.start_s = self._recorder.clock()
+        ticket.read_bytes = self._fetch(key, self._slots[slot])
+        ticket.end_s = self._recorder.clock()
+        ticket.state = State.DONE
+        record(self._recorder, ticket, self._moved_bytes)
+        self._recorder.add(Event("stall", ticket.start_s, ticket.end_s, key.layer, key.expert))
+        return ticket
+
+    def hasten(self, ticket: Ticket) -> None:
+        pass
 
     def wait(self, ticket: Ticket) -> None:
+        pass
+
+    def cancel(self, ticket: Ticket) -> bool:
+        return False
+
+    def report(self) -> None:
+        pass
+
+    def quiesce(self) -> None:
         pass
 
     def close(self) -> None:

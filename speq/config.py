@@ -1,6 +1,7 @@
 """Options of a run, checked where they enter. Imports nothing of ours but the error type."""
 
 import math
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,6 +28,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 CACHE_POLICIES = ("lru",)
 PREFETCH_MODES = ("none",)
 DRAFT_KERNELS = ("fused", "unfused")
+# Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
+DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
+MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
 # The fixed length of `auto`, until a governor chooses it from measurements.
 DEFAULT_DRAFT_LENGTH = 4
@@ -92,6 +96,7 @@ class RunConfig:
     draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
                     for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
+    reader_threads  experts read from disk at a time (device cpu)
     """
 
     memory_budget: int
@@ -104,6 +109,7 @@ class RunConfig:
     prefetch: str = "none"
     draft_kernel: str = "fused"
     verify_reads: bool = False
+    reader_threads: int = DEFAULT_READER_THREADS
 
     @classmethod
     def of(
@@ -127,6 +133,7 @@ class RunConfig:
         )
         if context_length is not None:
             checked_int("context_length", context_length, 1)
+        checked_int("reader_threads", config.reader_threads, 1, MAX_READER_THREADS)
         checked_choice("device", config.device, DEVICES)
         checked_choice("dtype", config.dtype, DTYPES)
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)

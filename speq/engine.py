@@ -18,9 +18,27 @@ from speq.governor.draft_length import Decision, Governor
 from speq.layers.offloaded_experts import ExpertBank
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
+from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.prefetch import OnDemand
+from speq.scheduler.supply import ExpertSupply
 from speq.sequence import Draft, Outcome, Sequence
 from speq.stats import Recorder, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The exact experts, and what brings them into `slots` in time.
+
+    target, prefetcher  the bank of verifications, and what serves it
+    reader, stream      the bank that reads prompts, and what serves that
+    """
+
+    target: ExpertBank
+    prefetcher: OnDemand
+    reader: ExpertBank
+    stream: LayerStream
+    supply: ExpertSupply
+    slots: Tensor
 
 
 @dataclass(slots=True)
@@ -29,13 +47,11 @@ class Engine:
 
     model: MoEModel
     cache: KVCache
-    target: ExpertBank
+    offload: Offload
     drafter: Drafter
     governor: Governor
-    prefetcher: OnDemand
     recorder: Recorder
     chunk: int
-    slots: Tensor
     steps: list[StepStats] = field(default_factory=list)
 
     def start(
@@ -46,12 +62,11 @@ class Engine:
         self.cache.clear()
         self.steps.clear()
         prompt = sequence.prompt_ids
-        with self.mending(), self.recorder.timed("prefill"):
-            for done, last in self.model.prefill(self.target, self.cache, prompt, self.chunk):
-                scored = last
-                if progress is not None:
-                    progress(done, len(prompt))
-        self.prefetcher.lookahead.clear()
+        stream = self.offload.stream.prompt(len(prompt), self.chunk, progress)
+        with self.mending(), self.recorder.timed("prefill"), stream:
+            scored = self.model.prefill(self.offload.reader, self.cache, prompt, self.chunk)
+        if progress is not None:
+            progress(len(prompt), len(prompt))
         outcome = accept(Draft(), scored.logits, sequence)
         stats.emitted = len(sequence.extend(outcome.token_ids))
         return self.recorder.finish()
@@ -60,10 +75,11 @@ class Engine:
         """Run one round of drafting and verification and emit at least one token."""
         stats = self.recorder.begin("decode")
         decision = self.draft_length(sequence)
-        self.prefetcher.lookahead.clear()
+        prefetcher = self.offload.prefetcher
+        prefetcher.lookahead.clear()
         with self.mending(), self.recorder.timed("draft"):
             draft = self.drafter.propose(
-                sequence, decision.draft_length, on_route=self.prefetcher.request
+                sequence, decision.draft_length, on_route=prefetcher.request
             )
         with self.mending(), self.recorder.timed("verify"):
             scored = self.verify(sequence, draft)
@@ -83,7 +99,7 @@ class Engine:
     def verify(self, sequence: Sequence, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
         return self.model.score(
-            self.target,
+            self.offload.target,
             self.cache,
             [sequence.pending_id, *draft.token_ids],
             draft.depths(),
@@ -96,7 +112,7 @@ class Engine:
         stats.draft_length = len(draft.token_ids)
         stats.accepted = outcome.accepted
         stats.emitted = len(sequence.extend(outcome.token_ids))
-        stats.named, stats.choices = self.prefetcher.lookahead.recall(outcome.path)
+        stats.named, stats.choices = self.offload.prefetcher.lookahead.recall(outcome.path)
         self.steps.append(stats)
 
     @contextmanager
@@ -105,11 +121,11 @@ class Engine:
         try:
             yield
         except BaseException:
-            self.prefetcher.forget()
+            self.offload.supply.forget()
             raise
 
     def close(self) -> None:
         """Give back slots and KV cache, even where a traceback still holds this engine."""
-        self.prefetcher.close()
-        for tensor in (self.slots, *self.cache.tensors()):
+        self.offload.supply.close()
+        for tensor in (self.offload.slots, *self.cache.tensors()):
             tensor.untyped_storage().resize_(0)

@@ -102,7 +102,7 @@ class Generator:
 
         memory_budget  for everything on the device, such as "8GiB"
         options        device, dtype, context_length, draft, draft_length, draft_kernel,
-                       cache_policy, prefetch, verify_reads; see RunConfig
+                       cache_policy, prefetch, verify_reads, reader_threads; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
 

@@ -8,7 +8,7 @@ from speq.errors import SpeqError
 
 MIN_SLOTS = 2
 MIN_CHUNK = 16
-MAX_CHUNK = 512
+MAX_CHUNK = 4096
 # Prompts are run in the longest chunks whose activations take no more than this share, or than what
 # all slots would leave, and leave room for the fewest slots.
 WORKSPACE_SHARE = 1 / 16
@@ -20,6 +20,8 @@ class Demand:
 
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
     draft_bytes    0 where no draft is wanted
+    reading_bytes  what transfers take beside the slots they fill
+    slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
     """
 
@@ -27,7 +29,8 @@ class Demand:
     loading_bytes: int
     draft_bytes: int
     kv_bytes_per_token: int
-    record_bytes: int
+    reading_bytes: int
+    slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
 
@@ -67,16 +70,17 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
             "non_expert_weights": demand.non_expert_bytes,
             "draft": draft_bytes,
             "kv_cache": context * demand.kv_bytes_per_token,
+            "read_buffers": demand.reading_bytes,
         }
-        room = budget - sum(items.values()) - fewest * demand.record_bytes
-        spare = room - (demand.num_experts - fewest) * demand.record_bytes
+        room = budget - sum(items.values()) - fewest * demand.slot_bytes
+        spare = room - (demand.num_experts - fewest) * demand.slot_bytes
         chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)
         items["workspace"] = demand.workspace(chunk, context)
-        slots = min((budget - sum(items.values())) // demand.record_bytes, demand.num_experts)
+        slots = min((budget - sum(items.values())) // demand.slot_bytes, demand.num_experts)
         if slots >= fewest and loading <= budget:
-            items["slots"] = slots * demand.record_bytes
+            items["slots"] = slots * demand.slot_bytes
             return MemoryPlan(budget, context, chunk, slots, items)
-    items["slots"] = fewest * demand.record_bytes
+    items["slots"] = fewest * demand.slot_bytes
     needed = max(sum(items.values()), loading)
     listed = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size
@@ -91,7 +95,9 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
 
 
 def _chunk(demand: Demand, room: float, context: int) -> int:
-    chunk = MAX_CHUNK
+    chunk = MIN_CHUNK
+    while chunk < min(context, MAX_CHUNK):
+        chunk *= 2
     while chunk > MIN_CHUNK and demand.workspace(chunk, context) > room:
         chunk //= 2
     return chunk

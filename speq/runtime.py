@@ -18,22 +18,28 @@ from speq import memory, native
 from speq.config import DEFAULT_DRAFT_LENGTH, RunConfig, format_bytes
 from speq.drafters.drafter import Drafter, PlainDecoding
 from speq.drafters.self_draft import SelfDraft
-from speq.engine import Engine
+from speq.engine import Engine, Offload
 from speq.errors import SpeqError
 from speq.governor.draft_length import FixedDraftLength
 from speq.int4 import Int4Arena, Int4Layout
 from speq.layers.draft_experts import DraftExperts
-from speq.layers.exact_experts import ExactExperts
+from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.models import moe_model
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
 from speq.models.shape import DTYPES, ModelShape, hf_config, shape_of
+from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import OnDemand
-from speq.scheduler.transfer import SynchronousTransfer
+from speq.scheduler.reader_threads import ReaderThreads
+from speq.scheduler.route_history import RouteHistory
+from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.transfer import Fetch, SynchronousTransfer, TransferEngine
 from speq.stats import Recorder
 from speq.store import draft_file
+from speq.store.alignment import ALIGNMENT, aligned_bytes
 from speq.store.checkpoint import Checkpoint, is_quantised, locate, read_json
 from speq.store.expert_store import ExpertStore, is_expert_tensor
 from speq.store.host_tier import HostTier, available_bytes
@@ -89,6 +95,15 @@ def resolve_device(name: str) -> torch.device:
             "install a CUDA build of torch"
         )
     return torch.device(name)
+
+
+def fetch_from(source: ExpertStore | HostTier) -> Fetch:
+    """Reads of one source, which holds on to nothing else."""
+
+    def fetch(key: ExpertKey, slot: Tensor) -> int:
+        return source.read(key.layer, key.expert, slot)
+
+    return fetch
 
 
 class Runtime:
@@ -187,7 +202,8 @@ class Runtime:
             loading_bytes=self._loading_bytes(),
             draft_bytes=count * self._layout.nbytes if self.wants_draft else 0,
             kv_bytes_per_token=shape.kv_elements_per_token * self.dtype.itemsize,
-            record_bytes=store.codec.record_bytes,
+            reading_bytes=self._reading_bytes(),
+            slot_bytes=store.codec.slot_bytes,
             num_experts=count,
             workspace=lambda rows, context: shape.workspace_bytes(
                 max(rows, scored), scored, context, self.dtype
@@ -206,6 +222,11 @@ class Runtime:
         if self.device.type != "cpu":
             return 0  # they pass through host memory, which is not what is budgeted
         return sum(info.nbytes for info in stored if info.dtype != self.dtype)
+
+    def _reading_bytes(self) -> int:
+        if self.device.type != "cpu":
+            return ALIGNMENT  # reads pass through host memory
+        return ALIGNMENT + self.config.reader_threads * self.opened.store.bounce_bytes
 
     def _check_room(self) -> None:
         """The budget is a promise about memory that must exist."""
@@ -252,9 +273,6 @@ class Runtime:
             checkpoint.close()
             raise SpeqError(f"draft {path} does not fit the model: {error}") from error
 
-    def _fetch(self, key: ExpertKey, slot: Tensor) -> None:
-        (self._host_tier or self.opened.store).read(key.layer, key.expert, slot)
-
     def _build(self, plan: memory.MemoryPlan) -> Engine:
         """Lay out what is left of the budget as planned, and put an engine over it."""
         if self.draft_bank is not None and not plan.has_draft:
@@ -264,26 +282,10 @@ class Runtime:
                 plan.context,
             )
             self.draft_bank = None
-        shape, store = self.shape, self.opened.store
-        slots = torch.empty(
-            plan.slots, store.codec.record_bytes, dtype=torch.uint8, device=self.device
-        )
+        shape = self.shape
+        slots = aligned_bytes(plan.slots, self.opened.store.codec.slot_bytes, self.device)
+        slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
         cache = KVCache(shape.num_layers, shape.kv_shapes, plan.context, self.dtype, self.device)
-        lookahead = LookaheadBuffer(self.model.num_moe_layers)
-        prefetcher = OnDemand(
-            ExpertCache(plan.slots, LruPolicy(plan.slots, lookahead.num_layers)),
-            SynchronousTransfer(self._fetch, slots, self.recorder),
-            lookahead,
-            self.recorder,
-        )
-        target = ExactExperts(
-            prefetcher,
-            store.codec.matrices(slots),
-            shape.experts.num_experts,
-            shape.activation,
-            self.recorder,
-            lookahead.observe,
-        )
         drafter: Drafter = PlainDecoding()
         governor = FixedDraftLength(0, self._no_draft_reason())
         if self.draft_bank is not None:
@@ -292,14 +294,47 @@ class Runtime:
         return Engine(
             model=self.model,
             cache=cache,
-            target=target,
+            offload=self._offload(slots),
             drafter=drafter,
             governor=governor,
-            prefetcher=prefetcher,
             recorder=self.recorder,
             chunk=plan.chunk,
+        )
+
+    def _offload(self, slots: Tensor) -> Offload:
+        """Two banks of exact experts over one arena of slots."""
+        num_layers, num_experts = self.model.num_moe_layers, self.shape.experts.num_experts
+        transfer, asynchronous = self._transfer(slots)
+        policy = LruPolicy(len(slots), num_layers)
+        supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, self.recorder)
+        lookahead = LookaheadBuffer(num_layers)
+        prefetcher = OnDemand(supply, lookahead)
+        history = RouteHistory(num_layers, num_experts)
+        stream = LayerStream(supply, history, num_layers, ahead=asynchronous)
+        matrices = self.opened.store.codec.matrices(slots)
+
+        def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
+            activation = self.shape.activation
+            return ExactExperts(server, matrices, num_experts, activation, self.recorder, on_route)
+
+        return Offload(
+            target=bank(prefetcher, lookahead.observe),
+            prefetcher=prefetcher,
+            reader=bank(stream, stream.observe),
+            stream=stream,
+            supply=supply,
             slots=slots,
         )
+
+    def _transfer(self, slots: Tensor) -> tuple[TransferEngine, bool]:
+        """What fills the slots, and whether it does so beside the computation."""
+        store, recorder = self.opened.store, self.recorder
+        if self._host_tier is not None:
+            fetch = fetch_from(self._host_tier)
+            return SynchronousTransfer(fetch, slots, store.codec.record_bytes, recorder), False
+        readers = self.config.reader_threads
+        fetch = fetch_from(store)
+        return ReaderThreads(fetch, slots, store.codec.record_bytes, recorder, readers), True
 
     def _no_draft_reason(self) -> str:
         return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"

@@ -20,6 +20,7 @@ class Event:
     layer: int | None = None
     expert: int | None = None
     moved_bytes: int = 0
+    read_bytes: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -34,6 +35,7 @@ class StepStats:
     hits           those that lay in a slot when asked for
     layers         MoE layers passed; covered: the sum over them of hits / requests
     moved_bytes    bytes of experts brought into slots
+    read_bytes     bytes read from the disk for them: whole blocks
     named, choices expert choices of the exact model that the draft's recorded route had named, of
                    those for which it had recorded a route (token by token)
     """
@@ -47,6 +49,7 @@ class StepStats:
     layers: int = 0
     covered: float = 0.0
     moved_bytes: int = 0
+    read_bytes: int = 0
     named: int = 0
     choices: int = 0
     draft_s: float = 0.0
@@ -94,6 +97,7 @@ class Recorder:
         step = self.step
         step.events.append(event)
         step.moved_bytes += event.moved_bytes
+        step.read_bytes += event.read_bytes
         if event.kind in TIMED:
             name = TIMED[event.kind]
             setattr(step, name, getattr(step, name) + event.duration_s)
@@ -152,6 +156,7 @@ class RunStats:
             "hit_rate": ratio(total("hits"), total("requests")),
             "coverage": ratio(total("covered"), total("layers")),
             "moved_bytes": total("moved_bytes"),
+            "read_bytes": total("read_bytes"),
             "moved_bytes_per_token": ratio(total("moved_bytes"), total("emitted")),
             "stall_s": float(total("stall_s")),
             "draft_s": float(total("draft_s")),
@@ -159,6 +164,8 @@ class RunStats:
             "transfer_s": float(total("transfer_s")),
             "prefill_s": float(sum(step.end_s - step.start_s for step in prefill)),
             "prefill_moved_bytes": total("moved_bytes", prefill),
+            "prefill_read_bytes": total("read_bytes", prefill),
+            "prefill_stall_s": float(total("stall_s", prefill)),
             "prefill_hit_rate": ratio(total("hits", prefill), total("requests", prefill)),
             "memory": dict(self.memory),
         }

@@ -174,8 +174,10 @@ def test_generate_prints_one_json_object(command: Command, bundled: Path, oracle
         assert stats[name] > 0
     # The first token comes from the prompt, not from decoding.
     assert stats["moved_bytes_per_token"] == pytest.approx(stats["moved_bytes"] / 15)
-    # Fetched on demand, an expert is waited for as long as it takes.
-    assert stats["stall_s"] == pytest.approx(stats["transfer_s"])
+    # Fetched on demand and read one beside the other, in whole blocks.
+    assert stats["transfer_s"] > 0
+    assert stats["stall_s"] >= 0
+    assert stats["read_bytes"] >= stats["moved_bytes"]
     memory = stats["memory"]
     assert memory.pop("budget") == 40 << 20
     assert set(memory) >= {"non_expert_weights", "draft", "kv_cache", "workspace", "slots"}
@@ -373,7 +375,7 @@ def test_bench_tpot_writes_its_results(
 ) -> None:  # fmt: skip
     target = tmp_path / "results" / "tpot.json"
     arguments = [
-        "bench", "tpot", tiny("qwen2_moe"), "--budgets", "900KiB, 2MiB", "--draft-lengths", "0,2",
+        "bench", "tpot", tiny("qwen2_moe"), "--budgets", "1000KiB, 2MiB", "--draft-lengths", "0,2",
         "--prompts", short_prompts, "--num-prompts", 2, "--max-new-tokens", 4, "--rounds", 2,
         "--json", target,
     ]  # fmt: skip
@@ -389,9 +391,9 @@ def test_bench_tpot_writes_its_results(
     assert report["machine"]["torch"] == torch.__version__
     assert report["machine"]["cores"] == os.cpu_count()
     settings = [(row["budget"], row["draft_length"]) for row in report["rows"]]
-    assert settings == [("900KiB", "0"), ("900KiB", "2"), ("2MiB", "0"), ("2MiB", "2")]
+    assert settings == [("1000KiB", "0"), ("1000KiB", "2"), ("2MiB", "0"), ("2MiB", "2")]
     for row in report["rows"]:
-        assert row["budget_bytes"] == {"900KiB": 900 << 10, "2MiB": 2 << 20}[row["budget"]]
+        assert row["budget_bytes"] == {"1000KiB": 1000 << 10, "2MiB": 2 << 20}[row["budget"]]
         assert row["samples"] == 4
         assert row["tpot_ms"] > 0
         assert (row["draft_bytes"] > 0) == (row["draft_length"] == "2")

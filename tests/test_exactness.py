@@ -1,4 +1,5 @@
-"""The keystone: whatever the draft length, budget and draft, the exact model's own tokens come out.
+"""The keystone: the exact model's own tokens come out, whatever the draft length, budget and draft,
+wherever experts are read from, and in whatever order they arrive.
 
 The oracle is plain transformers' `generate` on the same checkpoint, in float32 and float64, where
 the shape of a pass does not turn near-ties.
@@ -15,8 +16,12 @@ import torch
 
 from speq import Generator
 from speq.bench.report import read_prompts
-from speq.runtime import open_model
+from speq.runtime import fetch_from, open_model
+from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
+from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.store.pack import pack
+from tests.fake_transfer import Reordering
 from tests.pairwise import pairwise
 from tests.smallest import two_slot_budget
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
@@ -27,6 +32,8 @@ NEW_TOKENS = 200
 DRAFT_LENGTHS = (0, 1, 3, 8)
 BUDGETS = ("two slots", "half", "all")
 DRAFTS = ("own", "poor")
+STORES = ("plain", "packed")
+READERS = (1, 2, 4, 8)
 # Two runs of different length, so that prompts end inside and at the end of a chunk.
 PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -37,17 +44,47 @@ class Cell:
     draft_length: int
     budget: str
     draft: str
+    store: str = "plain"
+    readers: int = 2
 
 
-def budget_bytes(name: str, model: Path, context: int, dtype: str, draft_length: int) -> int:
-    if name == "all":
+@pytest.fixture(autouse=True)
+def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts arrive in an order that is not the one they were asked for in."""
+
+    def fetch(store: ExpertStore) -> Fetch:
+        return Reordering(fetch_from(store), seed=3)
+
+    monkeypatch.setattr("speq.runtime.fetch_from", fetch)
+
+
+@pytest.fixture(scope="session")
+def packed(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Folder of the packed small model of a family."""
+    root = tmp_path_factory.mktemp("packed")
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            opened = open_model(tiny(family))
+            assert isinstance(opened.store, SafetensorsExpertStore)
+            pack(opened.checkpoint, opened.store, root / family)
+            opened.close()
+            made[family] = root / family
+        return made[family]
+
+    return folder
+
+
+def budget_bytes(cell: Cell, model: Path, context: int, dtype: str) -> int:
+    if cell.budget == "all":
         return 1 << 30
-    smallest = two_slot_budget(model, context, dtype, draft_length)
-    if name == "two slots":
+    smallest = two_slot_budget(model, context, dtype, cell.draft_length, cell.readers)
+    if cell.budget == "two slots":
         return smallest
     store = open_model(model).store
     experts = store.num_layers * store.num_experts
-    return smallest + (experts // 2 - 2) * store.codec.record_bytes
+    return smallest + (experts // 2 - 2) * store.codec.slot_bytes
 
 
 def outcomes(steps: list[StepStats]) -> set[str]:
@@ -65,7 +102,7 @@ def run_cell(
 ) -> set[str]:
     """Generate in one cell and compare; the outcomes of its drafts."""
     context = len(prompt) + len(expected)
-    budget = budget_bytes(cell.budget, model, context, dtype, cell.draft_length)
+    budget = budget_bytes(cell, model, context, dtype)
     generator = Generator.from_pretrained(
         model,
         budget,
@@ -73,6 +110,7 @@ def run_cell(
         context_length=context,
         draft=draft,
         draft_length=cell.draft_length,
+        reader_threads=cell.readers,
     )
     store = generator.runtime.opened.store
     slots = generator.runtime.plan.slots
@@ -90,46 +128,70 @@ def run_cell(
     return outcomes(steps)
 
 
-def check_family(
-    family: str, cells: list[Cell], tiny: Folder, poor_draft: Folder, dtype: str
-) -> None:
-    model = tiny(family)
-    plain = load_plain(model, DTYPES[dtype])
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where a family's small model lies, in all the forms it is read from."""
+
+    plain: Folder
+    packed: Folder
+    poor_draft: Folder
+
+
+@pytest.fixture
+def folders(tiny: Folder, packed: Folder, poor_draft: Folder) -> Folders:
+    return Folders(tiny, packed, poor_draft)
+
+
+def check_family(family: str, cells: list[Cell], folders: Folders, dtype: str) -> None:
+    plain = load_plain(folders.plain(family), DTYPES[dtype])
     expected = [greedy_tokens(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
     seen: set[str] = set()
     for at, cell in enumerate(cells):
-        draft = "auto" if cell.draft == "own" else str(poor_draft(family))
+        model = (folders.packed if cell.store == "packed" else folders.plain)(family)
+        draft = "auto" if cell.draft == "own" else str(folders.poor_draft(family))
         which = at % len(PROMPTS)
         seen |= run_cell(cell, model, draft, dtype, PROMPTS[which], expected[which])
     assert seen == {"full", "partial", "rejected"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_the_exact_models(family: str, tiny: Folder, poor_draft: Folder) -> None:
-    cells = [Cell(*values) for values in pairwise(DRAFT_LENGTHS, BUDGETS, DRAFTS)]  # type: ignore[arg-type]
-    check_family(family, cells, tiny, poor_draft, "float32")
+def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
+    factors = (DRAFT_LENGTHS, BUDGETS, DRAFTS, STORES, READERS)
+    check_family(family, [Cell(*values) for values in pairwise(*factors)], folders, "float32")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
-def test_greedy_tokens_in_float64(family: str, tiny: Folder, poor_draft: Folder) -> None:
+def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
     cells = [
-        Cell(1, "half", "own"),
+        Cell(1, "half", "own", "packed", 4),
         Cell(3, "two slots", "poor"),
         Cell(8, "all", "own"),
-        Cell(0, "two slots", "own"),
+        Cell(0, "two slots", "own", "packed", 1),
         Cell(3, "half", "own"),
     ]
-    check_family(family, cells, tiny, poor_draft, "float64")
+    check_family(family, cells, folders, "float64")
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("readers", range(1, 9))
+def test_any_number_of_readers_gives_the_exact_tokens(
+    readers: int, store: str, folders: Folders
+) -> None:
+    model = (folders.packed if store == "packed" else folders.plain)("qwen3_moe")
+    expected = greedy_tokens(load_plain(folders.plain("qwen3_moe")), PROMPTS[1], 60)
+    for draft_length in (0, 3):
+        cell = Cell(draft_length, "half", "own", store, readers)
+        run_cell(cell, model, "auto", "float32", PROMPTS[1], expected)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_full_product(
-    family: str, dtype: str, tiny: Folder, poor_draft: Folder
-) -> None:
-    cells = [Cell(*values) for values in product(DRAFT_LENGTHS, BUDGETS, DRAFTS)]
-    check_family(family, cells, tiny, poor_draft, dtype)
+def test_greedy_tokens_full_product(family: str, dtype: str, folders: Folders) -> None:
+    cells = []
+    for at, values in enumerate(product(DRAFT_LENGTHS, BUDGETS, DRAFTS, STORES)):
+        cells.append(Cell(*values, readers=1 + at * 5 % 8))
+    check_family(family, cells, folders, dtype)
 
 
 VARIANTS = {

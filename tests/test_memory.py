@@ -9,7 +9,8 @@ import pytest
 from speq.errors import SpeqError
 from speq.memory import Demand, MemoryPlan, plan
 
-ITEMS = ("non_expert_weights", "draft", "kv_cache", "workspace", "slots")
+ITEMS = ("non_expert_weights", "draft", "kv_cache", "read_buffers", "workspace", "slots")
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def workspace(rows: int, context: int) -> int:
@@ -21,7 +22,8 @@ DEMAND = Demand(
     loading_bytes=0,
     draft_bytes=80_000,
     kv_bytes_per_token=50,
-    record_bytes=9_000,
+    reading_bytes=700,
+    slot_bytes=9_000,
     num_experts=24,
     workspace=workspace,
 )
@@ -44,7 +46,8 @@ def demands(count: int) -> list[tuple[Demand, int]]:
             loading_bytes=0,
             draft_bytes=rng.choice([0, rng.randint(1, 1_000_000)]),
             kv_bytes_per_token=rng.randint(1, 300),
-            record_bytes=rng.randint(1, 50_000),
+            reading_bytes=rng.choice([0, rng.randint(1, 20_000)]),
+            slot_bytes=rng.randint(1, 50_000),
             num_experts=rng.randint(2, 64),
             workspace=random_workspace,
         )
@@ -61,6 +64,11 @@ def smallest(demand: Demand, context: int) -> int:
     return int(named[1])
 
 
+def chunks(context: int) -> list[int]:
+    """Lengths to choose from: none is twice as long as a prompt can be."""
+    return [chunk for chunk in CHUNKS if chunk == 16 or chunk < 2 * context]
+
+
 def check(made: MemoryPlan, demand: Demand, budget: int, context: int) -> None:
     """What holds of any plan."""
     assert tuple(made.items) == ITEMS
@@ -69,14 +77,15 @@ def check(made: MemoryPlan, demand: Demand, budget: int, context: int) -> None:
     assert made.items["non_expert_weights"] == demand.non_expert_bytes
     assert made.items["draft"] in (demand.draft_bytes, 0)
     assert made.items["kv_cache"] == context * demand.kv_bytes_per_token
+    assert made.items["read_buffers"] == demand.reading_bytes
     assert made.items["workspace"] == demand.workspace(made.chunk, context)
-    assert made.items["slots"] == made.slots * demand.record_bytes
+    assert made.items["slots"] == made.slots * demand.slot_bytes
     assert 2 <= made.slots <= demand.num_experts
-    assert made.chunk in (16, 32, 64, 128, 256, 512)
+    assert made.chunk in chunks(context)
     spent = sum(made.items.values())
     assert spent <= budget
     # Nothing that another slot could be made of is left over.
-    assert made.slots == demand.num_experts or budget - spent < demand.record_bytes
+    assert made.slots == demand.num_experts or budget - spent < demand.slot_bytes
 
 
 def test_items_add_up_to_at_most_the_budget() -> None:
@@ -109,13 +118,13 @@ def test_slots_stop_at_the_number_of_experts() -> None:
     made = plan(DEMAND, 10**9, 128)
     assert made.slots == 24
     assert made.items["slots"] == 24 * 9_000
-    spent = 100_000 + 80_000 + 128 * 50 + workspace(512, 128) + 24 * 9_000
+    spent = 100_000 + 80_000 + 128 * 50 + 700 + workspace(128, 128) + 24 * 9_000
     assert made.report() == {"budget": 10**9, **made.items, "unused": 10**9 - spent}
 
 
 def test_model_of_one_expert_needs_one_slot() -> None:
     only = replace(DEMAND, num_experts=1, draft_bytes=0)
-    least = 100_000 + 64 * 50 + workspace(16, 64) + 9_000
+    least = 100_000 + 64 * 50 + 700 + workspace(16, 64) + 9_000
     assert plan(only, least, 64).slots == 1
     with pytest.raises(SpeqError, match=f"the smallest workable budget is {least} bytes"):
         plan(only, least - 1, 64)
@@ -138,16 +147,21 @@ def test_draft_goes_exactly_where_it_leaves_fewer_than_two_slots() -> None:
 
 
 def test_chunk_shrinks_with_the_budget() -> None:
-    least = smallest(DEMAND, 128)
+    least = smallest(DEMAND, 600)
     budgets = [least + 2_000 * n for n in range(1000)]
-    chunks = [plan(DEMAND, budget, 128).chunk for budget in budgets]
+    found = [plan(DEMAND, budget, 600).chunk for budget in budgets]
     # Growing in general; a draft that just fits may take a step back.
-    assert chunks[0] == 16
-    assert chunks[-1] == 512
-    assert set(chunks) == {16, 32, 64, 128, 256, 512}
+    assert found[0] == 16
+    assert found[-1] == 1024
+    assert set(found) == {16, 32, 64, 128, 256, 512, 1024}
     no_draft = replace(DEMAND, draft_bytes=0)
-    chunks = [plan(no_draft, budget, 128).chunk for budget in budgets]
-    assert chunks == sorted(chunks)
+    found = [plan(no_draft, budget, 600).chunk for budget in budgets]
+    assert found == sorted(found)
+
+
+def test_chunks_are_no_longer_than_prompts_can_be() -> None:
+    longest = {context: plan(DEMAND, 10**12, context).chunk for context in (1, 16, 17, 128, 10**6)}
+    assert longest == {1: 16, 16: 16, 17: 32, 128: 128, 10**6: 4096}
 
 
 def test_chunk_is_the_longest_that_leaves_room() -> None:
@@ -157,23 +171,24 @@ def test_chunk_is_the_longest_that_leaves_room() -> None:
     for demand, context in demands(200):
         budget = smallest(demand, context) + rng.choice([0, 3_000, 30_000, 3_000_000])
         made = plan(demand, budget, context)
-        fixed = sum(made.items[name] for name in ("non_expert_weights", "draft", "kv_cache"))
-        spare = budget - fixed - demand.num_experts * demand.record_bytes
-        limit = min(max(budget / 16, spare), budget - fixed - 2 * demand.record_bytes)
-        fitting = [c for c in (32, 64, 128, 256, 512) if demand.workspace(c, context) <= limit]
+        fixed = sum(made.items[name] for name in ITEMS[:4])
+        spare = budget - fixed - demand.num_experts * demand.slot_bytes
+        limit = min(max(budget / 16, spare), budget - fixed - 2 * demand.slot_bytes)
+        fitting = [c for c in chunks(context) if demand.workspace(c, context) <= limit]
         assert made.chunk == max(fitting, default=16)
         met.add(made.chunk)
-    assert met == {16, 32, 64, 128, 256, 512}
+    assert met == set(CHUNKS[:7])
 
 
 def test_error_names_the_items() -> None:
     with pytest.raises(SpeqError) as caught:
         plan(DEMAND, 1024, 100)
-    needed = 100_000 + 100 * 50 + workspace(16, 100) + 2 * 9_000
+    needed = 100_000 + 100 * 50 + 700 + workspace(16, 100) + 2 * 9_000
     assert str(caught.value) == (
         "memory budget 1 KiB is too small for a context of 100 tokens: it takes non expert "
-        "weights 97.7 KiB, kv cache 4.88 KiB, workspace 2.95 KiB, slots 17.6 KiB (at the least); "
-        f"the smallest workable budget is {needed} bytes (123 KiB), or less with a shorter context"
+        "weights 97.7 KiB, kv cache 4.88 KiB, read buffers 700 B, workspace 2.95 KiB, slots 17.6 "
+        f"KiB (at the least); the smallest workable budget is {needed} bytes (124 KiB), or less "
+        "with a shorter context"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from speq.cli import options as opt
+from speq.config import DEFAULT_READER_THREADS
 
 bench_app = typer.Typer(
     help="Measure. Every bench prints a table; --json FILE keeps it.", no_args_is_help=True
@@ -149,6 +150,74 @@ def step(
         json_file=json_file,
         force=force,
     ).print(bench_step.COLUMNS)
+
+
+@bench_app.command("transfer")
+def transfer(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Model folders, packed or plain.")
+    ],
+    readers: Annotated[
+        str, typer.Option(help="Reads at a time, numbers separated by commas.")
+    ] = "1,2,4,8",
+    sizes: Annotated[
+        str, typer.Option(help="Sizes of plain reads, separated by commas; the largest counts.")
+    ] = "256KiB,16MiB",
+    volume: Annotated[str, typer.Option(help="Read for each measurement.")] = "256MiB",
+    rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 9,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+) -> None:
+    """Experts from disk into slots, beside plain reads of the same files past the page cache."""
+    from speq.bench import transfer as bench_transfer
+
+    bench_transfer.run(
+        models,
+        bench_transfer.Settings(
+            readers=bench_transfer.parse_readers(readers),
+            sizes=[part.strip() for part in sizes.split(",")],
+            volume=volume,
+            rounds=rounds,
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_transfer.COLUMNS)
+
+
+@bench_app.command("prefill")
+def prefill(
+    model: opt.ModelArgument,
+    budgets: Annotated[str, typer.Option(help="Memory budgets, separated by commas.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 1000,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Times each budget is measured.")] = 3,
+    dtype: opt.Dtype = "auto",
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+) -> None:
+    """Time to first token of a long prompt, beside the floor that link and arithmetic set."""
+    from speq.bench import prefill as bench_prefill
+
+    bench_prefill.run(
+        model,
+        bench_prefill.Settings(
+            budgets=[part.strip() for part in budgets.split(",")],
+            prompt_tokens=prompt_tokens,
+            prompts=prompts,
+            rounds=rounds,
+            dtype=dtype,
+            reader_threads=reader_threads,
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_prefill.COLUMNS)
 
 
 @bench_app.command("widen")

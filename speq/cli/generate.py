@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from speq.cli import options as opt
-from speq.config import format_bytes
+from speq.config import DEFAULT_READER_THREADS, format_bytes
 
 
 def generate(
@@ -24,6 +24,7 @@ def generate(
     prefetch: opt.Prefetch = "none",
     draft_kernel: opt.DraftKernel = "fused",
     verify_reads: opt.VerifyReads = False,
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
     max_new_tokens: opt.MaxNewTokens = 128,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -62,6 +63,7 @@ def generate(
         prefetch=prefetch,
         draft_kernel=draft_kernel,
         verify_reads=verify_reads,
+        reader_threads=reader_threads,
     )
     try:
         if as_json:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speq.config import CACHE_POLICIES, DEVICES, DRAFT_KERNELS, DTYPES, PREFETCH_MODES
+from speq.config import (
+    CACHE_POLICIES,
+    DEVICES,
+    DRAFT_KERNELS,
+    DTYPES,
+    PREFETCH_MODES,
+)
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -39,6 +45,9 @@ DraftKernel = Annotated[
 ]
 VerifyReads = Annotated[
     bool, typer.Option("--verify-reads", help="Compare experts with the checksums of a pack.")
+]
+ReaderThreads = Annotated[
+    int, typer.Option(help="Experts read from disk at a time, on the device cpu.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

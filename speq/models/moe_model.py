@@ -17,6 +17,7 @@ from speq.layers.offloaded_experts import BankSwitch, ExpertBank, OffloadedExper
 from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask
+from speq.models.resident import make_resident
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import is_expert_tensor
 
@@ -133,18 +134,13 @@ class MoEModel:
         hidden = self.forward(bank, cache, torch.tensor([token_ids]), depths, ancestors)[0]
         return Scored(self.logits(hidden), hidden)
 
-    def prefill(
-        self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int
-    ) -> Iterator[tuple[int, Scored]]:
-        """Run a prompt, `chunk` tokens at a time, keeping its entries.
-
-        Yields how many tokens are done and, of the last of them, logits [1, V] and hidden states.
-        """
+    def prefill(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int) -> Scored:
+        """Run a prompt, `chunk` tokens at a time, keeping its entries; score its last token."""
         for start in range(0, len(token_ids), chunk):
             tokens = token_ids[start : start + chunk]
             last = self.forward(bank, cache, torch.tensor([tokens]))[0, -1:]
             cache.advance(len(tokens))
-            yield start + len(tokens), Scored(self.logits(last), last)
+        return Scored(self.logits(last), last)
 
     def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Any:
         def mask(window: int | None) -> Tensor:
@@ -217,5 +213,6 @@ def load(
             sorted(unexpected)[0],
         )
     if device.type == "cpu":
+        make_resident(model, checkpoint)
         stream_linears(model)
     return MoEModel(model.eval().to(device), family, device)

@@ -1,0 +1,83 @@
+"""Has a prompt's experts in slots: each is loaded once for a chunk, layer after layer.
+
+A chunk wants most experts of every layer, all of them where it is long. While one layer computes,
+the readers are busy with what it still lacks, and then with the next layer's likely experts; behind
+the last layer comes the first one again, for the next chunk.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+
+from speq.routing import Route
+from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.route_history import RouteHistory
+from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.transfer import Priority
+
+# Of the slots, one in so many is no layer's own while a prompt is run: there the next layer's
+# experts wait, while the others keep what the next chunk will want again.
+SPARE_SHARE = 4
+# From so many tokens on: shorter chunks compute too briefly for many reads to hide behind.
+LONG_CHUNK = 128
+# Experts computed at a time: their slots are then free for those still to come.
+WAVE = 4
+# Told (tokens done, tokens) of a prompt; tokens are done when all layers have passed.
+Progress = Callable[[int, int], None]
+
+
+class LayerStream:
+    """Serves the layers of a prompt's passes.
+
+    ahead  whether to load for the next layer: pointless where transfers are waited for anyway
+    """
+
+    def __init__(
+        self, supply: ExpertSupply, history: RouteHistory, num_layers: int, ahead: bool
+    ) -> None:
+        self._supply = supply
+        self.history = history
+        self._num_layers = num_layers
+        self._num_experts = num_layers * history.num_experts
+        self._ahead = ahead
+        self._tokens = self._chunk = self._done = self._rows = 0
+        self._progress: Progress | None = None
+
+    @contextmanager
+    def prompt(self, tokens: int, chunk: int, progress: Progress | None) -> Iterator[None]:
+        """A prompt of so many tokens is run inside the block, in chunks."""
+        self._tokens, self._chunk, self._progress = tokens, chunk, progress
+        self._done = self._rows = 0
+        cache = self._supply.cache
+        try:
+            if min(tokens, chunk) >= LONG_CHUNK:
+                others = max(self._num_experts - cache.num_slots, 0)
+                cache.reserve(min(cache.num_slots // SPARE_SHARE, others))
+            yield
+        finally:
+            cache.reserve(0)
+            self._progress = None
+
+    def observe(self, layer: int, route: Route) -> None:
+        """A layer's exact route, just before the layer is served."""
+        self._rows = route.topk_ids.shape[0]
+        if self._ahead:
+            self.history.observe(layer, route)
+        if self._progress is not None:
+            self._progress(self._done + self._rows * layer // self._num_layers, self._tokens)
+
+    def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
+        """Yield {expert: slot} in waves that together name each of `experts` once."""
+        following, rows = layer + 1, self._rows
+        if following == self._num_layers:
+            self._done += self._rows
+            following, rows = 0, min(self._chunk, self._tokens - self._done)
+        if not self._ahead or rows <= 0:
+            return self._supply.serve(layer, experts, wave=WAVE)
+        wanted = [ExpertKey(following, e) for e in self.history.likely(following, rows)]
+        return self._supply.serve(layer, experts, lambda: self._load(wanted), WAVE)
+
+    def _load(self, wanted: list[ExpertKey]) -> None:
+        with self._supply.keeping(wanted):
+            for key in wanted:
+                if not self._supply.load(key, Priority.PREFETCH):
+                    break

@@ -1,0 +1,44 @@
+"""How often each expert was chosen so far, and so which ones the next rows are likely to want."""
+
+import torch
+
+from speq.routing import Route
+
+# Rows that the assumption of equal experts counts as, until real ones outweigh it.
+PRIOR_ROWS = 8
+# An expert is likely if at least one of the rows wants it with this probability.
+LIKELY = 0.5
+
+
+class RouteHistory:
+    """Counts of (layer, expert) choices."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float64)
+        self._rows = [0] * num_layers
+        self._top_k = 0
+        self.num_experts = num_experts
+
+    def observe(self, layer: int, route: Route) -> None:
+        """Count what the rows of a pass chose."""
+        rows, self._top_k = route.topk_ids.shape
+        chosen = route.topk_ids.flatten().cpu()
+        self._counts[layer] += torch.bincount(chosen, minlength=self.num_experts)
+        self._rows[layer] += rows
+
+    @property
+    def chosen(self) -> int:
+        """How many experts, of all layers, any row chose."""
+        return int((self._counts > 0).sum())
+
+    def likely(self, layer: int, rows: int) -> list[int]:
+        """Experts that `rows` more rows are likely to want, the likeliest first.
+
+        Rows are taken for independent: an expert that a share p of them chose is wanted by one of
+        n with probability 1 - (1 - p)^n (MoESD's N(t), expert by expert).
+        """
+        prior = PRIOR_ROWS * self._top_k / self.num_experts
+        share = (self._counts[layer] + prior) / (self._rows[layer] + PRIOR_ROWS)
+        wanted = 1 - (1 - share.clamp(max=1)) ** rows
+        order = share.argsort(descending=True, stable=True)
+        return [expert for expert in order.tolist() if wanted[expert] >= LIKELY]

@@ -1,0 +1,150 @@
+"""Experts in slots and on their way there: the cache and the transfers, kept in step."""
+
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.transfer import Priority, State, Ticket, TransferEngine
+from speq.stats import Recorder
+
+
+class ExpertSupply:
+    """Serves layers out of slots and loads what is missing.
+
+    An expert is resident, under way (its slot claimed, its ticket open) or neither.
+    """
+
+    def __init__(self, cache: ExpertCache, transfer: TransferEngine, recorder: Recorder) -> None:
+        self.cache = cache
+        self._transfer = transfer
+        self._recorder = recorder
+        self._under_way: dict[ExpertKey, Ticket] = {}
+        # After an interrupt, slots that are taken for free may still be written to.
+        self._unsettled = False
+
+    def serve(
+        self,
+        layer: int,
+        experts: list[int],
+        meanwhile: Callable[[], None] = lambda: None,
+        wave: int | None = None,
+    ) -> Generator[dict[int, int], None, None]:
+        """Yield {expert: slot} in waves that together name each of `experts` once.
+
+        A wave's slots stay valid until the next wave is asked for. Experts already in slots come
+        first, while the others are read; these follow as they arrive. Slots of past waves are used
+        again, so that a layer may ask for more experts than there are slots. `meanwhile` is called
+        whenever the layer has asked for what it can, to look further ahead. A wave has at most
+        `wave` experts: smaller ones give their slots back sooner.
+        """
+        if self._unsettled:
+            self.forget()
+        waiting = [ExpertKey(layer, expert) for expert in experts]
+        self.cache.pin(waiting)
+        try:
+            self.land(waiting)
+            ready = self._resident(waiting)
+            self._recorder.served(requests=len(waiting), hits=len(ready))
+            while waiting:
+                for key in waiting:
+                    if key not in ready and not self.load(key, Priority.DEMAND):
+                        break
+                meanwhile()
+                if not ready:
+                    self._await_any(waiting)
+                    ready = self._resident(waiting)
+                    continue
+                passing = dict(islice(ready.items(), wave))
+                waiting = [key for key in waiting if key not in passing]
+                try:
+                    yield {key.expert: slot for key, slot in passing.items()}
+                finally:
+                    self.cache.unpin(passing)
+                self.cache.trim(layer)
+                self.land(waiting)
+                ready = self._resident(waiting)
+        finally:
+            self.cache.unpin(waiting)
+        meanwhile()
+
+    def load(self, key: ExpertKey, priority: Priority) -> bool:
+        """See that `key` is there or under way; False where no slot can be had for it now.
+
+        A prefetch takes no other layer's slots.
+        """
+        if key in self._under_way:
+            if priority is Priority.DEMAND:
+                self._transfer.hasten(self._under_way[key])
+            return True
+        if key in self.cache:
+            return True
+        slot = self.cache.claim(key.layer, from_others=priority is Priority.DEMAND)
+        if slot is None:
+            return False
+        try:
+            self._under_way[key] = self._transfer.submit(key, slot, priority)
+        except Exception:
+            self.cache.release(key.layer, slot)
+            raise
+        except BaseException:  # it may have begun
+            self._unsettled = True
+            raise
+        return True
+
+    @property
+    def under_way(self) -> int:
+        """Experts on their way."""
+        return len(self._under_way)
+
+    def land(self, wanted: Collection[ExpertKey] = ()) -> None:
+        """Take in what has arrived. Raises what the transfer of one that is `wanted` raised.
+
+        Others that failed are asked for again when they are needed.
+        """
+        ended = [item for item in self._under_way.items() if item[1].ended]
+        self._transfer.report()
+        for key, ticket in ended:
+            self._close(key, ticket)
+            if ticket.error is not None and key in wanted:
+                raise ticket.error
+
+    @contextmanager
+    def keeping(self, keys: Iterable[ExpertKey]) -> Iterator[None]:
+        """Evict none of `keys` inside the block."""
+        held = list(keys)
+        self.cache.pin(held)
+        try:
+            yield
+        finally:
+            self.cache.unpin(held)
+
+    def _resident(self, keys: list[ExpertKey]) -> dict[ExpertKey, int]:
+        slots = ((key, self.cache.lookup(key)) for key in keys)
+        return {key: slot for key, slot in slots if slot is not None}
+
+    def _await_any(self, waiting: list[ExpertKey]) -> None:
+        """Wait for one of `waiting`, or else for what holds the slots that they need."""
+        own = [key for key in waiting if key in self._under_way]
+        key = (own or list(self._under_way))[0]
+        with suppress(Exception):  # which `land` raises, where it is wanted
+            self._transfer.wait(self._under_way[key])
+        self.land(waiting)
+
+    def _close(self, key: ExpertKey, ticket: Ticket) -> None:
+        del self._under_way[key]
+        if ticket.state is State.DONE:
+            self.cache.publish(key, ticket.slot)
+        else:
+            self.cache.release(key.layer, ticket.slot)
+
+    def forget(self) -> None:
+        """Take every slot for empty, once nothing is written to any."""
+        self._unsettled = True  # an interrupt may strike here as well
+        self._transfer.quiesce()
+        self._under_way.clear()
+        self.cache.clear()
+        self._unsettled = False
+
+    def close(self) -> None:
+        self._transfer.close()
