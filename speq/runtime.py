@@ -226,7 +226,7 @@ class Runtime:
     def _reading_bytes(self) -> int:
         if self.device.type != "cpu":
             return ALIGNMENT  # reads pass through host memory
-        return ALIGNMENT + self.config.reader_threads * self.opened.store.bounce_bytes
+        return ALIGNMENT + self.config.reader_threads * self.opened.store.reading_bytes
 
     def _check_room(self) -> None:
         """The budget is a promise about memory that must exist."""

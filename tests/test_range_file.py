@@ -15,8 +15,8 @@ from torch import Tensor
 from speq import SpeqError
 from speq.bench.page_cache import cached_bytes, drop
 from speq.store import range_file
-from speq.store.alignment import ALIGNMENT, HUGE_PAGE, aligned, aligned_bytes, bounce_buffer
-from speq.store.range_file import RangeFile
+from speq.store.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.store.range_file import ENDS_BYTES, RangeFile
 
 SIZE = 13 * ALIGNMENT + 77
 
@@ -76,30 +76,37 @@ def random_ranges(count: int) -> list[tuple[int, int]]:
     return [*ranges, (0, ALIGNMENT), (ALIGNMENT, 1), (ALIGNMENT - 1, 2), (SIZE - 1, 1), (0, SIZE)]
 
 
+def ends_buffer() -> Tensor:
+    return aligned_bytes(1, ENDS_BYTES)[0]
+
+
 def uint8(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("way", ["direct", "open", "read"])
+@pytest.mark.parametrize("way", ["direct", "blocks", "open", "read"])
 @pytest.mark.parametrize("cut", ["whole", "cut"])
 def test_ranges_are_the_files_bytes(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, way: str, cut: str
 ) -> None:
-    if way != "direct":
+    if way in ("open", "read"):
         refuse_direct(monkeypatch, way)
     rng = random.Random(7)
     with RangeFile(path) as file:
+        if way == "blocks":  # a disk that writes to whole blocks of memory only
+            file._address_alignment = ALIGNMENT
         if cut == "cut":
             # Only the end of a file is shorter than a block.
             cut_reads(monkeypatch, lambda n: max(rng.randint(1, n), min(n, ALIGNMENT)))
-        bounce = bounce_buffer(3 * ALIGNMENT)
+        ends = ends_buffer()
         for offset, length in random_ranges(60):
             wanted = uint8(content[offset : offset + length])
             # Anywhere: neither end of what is filled is aligned, nor may its neighbours change.
-            around = torch.full((length + 9,), 171, dtype=torch.uint8)
-            assert file.read_through(offset, around[5 : 5 + length], bounce) >= length
-            assert torch.equal(around[5 : 5 + length], wanted)
-            assert (around[:5] == 171).all() and (around[5 + length :] == 171).all()
+            at = rng.choice([0, 8, 512, 4096, rng.randrange(1, 9000)])
+            around = torch.full((at + length + 9,), 171, dtype=torch.uint8)
+            assert file.read_scattered(offset, around[at : at + length], ends) >= length
+            assert torch.equal(around[at : at + length], wanted)
+            assert (around[:at] == 171).all() and (around[at + length :] == 171).all()
 
             start = offset // ALIGNMENT * ALIGNMENT
             length = min(length, SIZE - start)
@@ -132,7 +139,7 @@ def test_bytes_read_are_whole_blocks(path: Path) -> None:
             first, last = offset // ALIGNMENT, -(-(offset + length) // ALIGNMENT)
             blocks = min(last * ALIGNMENT, SIZE) - first * ALIGNMENT
             out = torch.empty(length, dtype=torch.uint8)
-            assert file.read_through(offset, out, bounce_buffer(HUGE_PAGE)) == blocks
+            assert file.read_scattered(offset, out, ends_buffer()) == blocks
 
 
 @pytest.mark.parametrize("way", ["direct", "open", "read"])
@@ -154,7 +161,7 @@ def test_the_page_cache_holds_nothing_afterwards(
         refuse_direct(monkeypatch, way)
     with RangeFile(path) as ranges:
         out = torch.empty(size // 2, dtype=torch.uint8)
-        ranges.read_through(size // 4 + 11, out, bounce_buffer(1 << 20))
+        ranges.read_scattered(size // 4 + 11, out, ends_buffer())
     # Through the cache, the blocks that a range shares with its neighbours may stay.
     assert cached_bytes(path) <= (0 if way == "direct" else 2 * ALIGNMENT)
 
@@ -221,7 +228,7 @@ def test_a_file_that_ends_early_names_the_byte(
             file.read_aligned(ALIGNMENT, 3 * ALIGNMENT, aligned_bytes(1, 3 * ALIGNMENT)[0])
         out = torch.empty(100, dtype=torch.uint8)
         with pytest.raises(SpeqError, match=message):
-            file.read_through(2 * ALIGNMENT, out, bounce_buffer(2 * ALIGNMENT))
+            file.read_scattered(2 * ALIGNMENT, out, ends_buffer())
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (3, 4096), (2, 5 << 20)])
@@ -231,7 +238,3 @@ def test_aligned_memory(rows: tuple[int, int]) -> None:
     assert made.is_contiguous()
     assert made.data_ptr() % ALIGNMENT == 0
     made.fill_(7)
-    bounce = bounce_buffer(rows[1])
-    assert bounce.shape == (rows[1],)
-    assert bounce.data_ptr() % HUGE_PAGE == 0
-    assert not bounce.any()

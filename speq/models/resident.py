@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speq.store.alignment import bounce_buffer
+from speq.store.alignment import aligned_bytes
 from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import BOUNCE_BYTES
-from speq.store.range_file import RangeFile
+from speq.store.range_file import ENDS_BYTES, RangeFile
 
 MAPS = Path("/proc/self/maps")
 
@@ -51,7 +50,7 @@ def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
     files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
     regions = [region for region in mapped_regions() if region.path in files]
     starts = [region.start for region in regions]
-    bounce = bounce_buffer(BOUNCE_BYTES)
+    ends = aligned_bytes(1, ENDS_BYTES)[0]
     for parameter in model.parameters():
         address = parameter.data_ptr()
         at = bisect.bisect_right(starts, address) - 1
@@ -60,12 +59,12 @@ def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
         assert parameter.is_contiguous()
         region = regions[at]
         parameter.data = read(
-            files[region.path], region.offset + address - region.start, parameter.data, bounce
+            files[region.path], region.offset + address - region.start, parameter.data, ends
         )
 
 
-def read(file: RangeFile, offset: int, like: Tensor, bounce: Tensor) -> Tensor:
+def read(file: RangeFile, offset: int, like: Tensor, ends: Tensor) -> Tensor:
     """A tensor like another, whose bytes lie at `offset` of a file."""
     made = torch.empty_like(like)
-    file.read_through(offset, made.view(-1).view(torch.uint8), bounce)
+    file.read_scattered(offset, made.view(-1).view(torch.uint8), ends)
     return made

@@ -8,7 +8,6 @@ from torch import Tensor
 
 # A multiple of the logical block of every disk in use, and a page.
 ALIGNMENT = 4096
-HUGE_PAGE = 2 << 20
 
 
 def aligned(nbytes: int) -> int:
@@ -27,21 +26,6 @@ def aligned_bytes(rows: int, row_bytes: int, device: torch.device | str = "cpu")
     if made.device.type == "cpu":
         prefer_huge_pages(made)
     return made
-
-
-def bounce_buffer(nbytes: int) -> Tensor:
-    """Zeros [nbytes] uint8 on the CPU, aligned, in huge pages where the system has them.
-
-    From the system and not from malloc, whose memory has been in use: there the pages of a buffer
-    lie all over the memory, and reads into it take twice as long.
-    """
-    # Private: huge pages of shared memory are another setting of the system.
-    pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE
-    made = whole[start : start + nbytes]
-    prefer_huge_pages(made)
-    return made.zero_()
 
 
 def prefer_huge_pages(memory: Tensor) -> None:

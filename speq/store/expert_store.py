@@ -8,9 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.store.alignment import ALIGNMENT, HUGE_PAGE, aligned, aligned_bytes, bounce_buffer
+from speq.store.alignment import ALIGNMENT, aligned_bytes
 from speq.store.checkpoint import Checkpoint
 from speq.store.codec import ExpertShape, RawCodec
+from speq.store.range_file import ENDS_BYTES
 from speq.store.safetensors_file import SafetensorsFile
 
 # Checkpoints keep experts one by one, under the names of `transformers` or of their authors.
@@ -22,8 +23,6 @@ PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
 RECORD_ORDER = ("gate_proj", "up_proj", "down_proj")
-# Pieces that ranges are read in: long enough for a disk's full speed.
-BOUNCE_BYTES = HUGE_PAGE
 
 
 def is_expert_tensor(name: str) -> bool:
@@ -41,7 +40,7 @@ class ExpertStore(Protocol):
     def codec(self) -> RawCodec: ...
 
     @property
-    def bounce_bytes(self) -> int:
+    def reading_bytes(self) -> int:
         """What each thread that reads takes beside the slot it fills."""
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
@@ -94,10 +93,8 @@ class SafetensorsExpertStore:
             key = (order[int(match[1])], int(match[2]))
             found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
         self._parts = self._complete(found, checkpoint, layout)
-        longest = max(nbytes for parts in self._parts for _, _, nbytes in parts)
-        # Both ends of a range share blocks with its neighbours.
-        self.bounce_bytes = min(aligned(longest) + ALIGNMENT, BOUNCE_BYTES)
-        self._bounces: SimpleQueue[Tensor] = SimpleQueue()
+        self.reading_bytes = ENDS_BYTES + ALIGNMENT
+        self._ends: SimpleQueue[Tensor] = SimpleQueue()
 
     @staticmethod
     def _common_shape(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertShape:
@@ -135,16 +132,16 @@ class SafetensorsExpertStore:
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         try:
-            bounce = self._bounces.get_nowait()
+            ends = self._ends.get_nowait()
         except Empty:  # as many as threads ever read at a time
-            bounce = bounce_buffer(self.bounce_bytes)
+            ends = aligned_bytes(1, ENDS_BYTES)[0]
         at = read_bytes = 0
         try:
             for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
-                read_bytes += file.read_through(offset, slot[at : at + nbytes], bounce)
+                read_bytes += file.read_scattered(offset, slot[at : at + nbytes], ends)
                 at += nbytes
         finally:
-            self._bounces.put(bounce)
+            self._ends.put(ends)
         return read_bytes
 
     def close(self) -> None:

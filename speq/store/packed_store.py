@@ -118,7 +118,7 @@ class PackedExpertStore:
         self.num_layers = self.manifest.num_layers
         self.num_experts = self.manifest.num_experts
         self.verify_reads = False
-        self.bounce_bytes = 0
+        self.reading_bytes = 0
         given = [getattr(self.manifest, name) for name in SIZES[:4]]
         wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
         if given != wanted:

@@ -23,6 +23,8 @@ from speq.store.alignment import ALIGNMENT, aligned, aligned_bytes
 logger = logging.getLogger("speq")
 
 SAMPLE_BYTES = 4096
+# For the blocks at a range's ends: one before it, and behind it one more than its last.
+ENDS_BYTES = 3 * ALIGNMENT
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -30,6 +32,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     assert tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.device.type == "cpu"
     # Not tensor.numpy(), which would for ever keep the storage from being given back.
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def behind(views: list[memoryview], start: int) -> list[memoryview]:
+    """What follows the first `start` bytes of some views, one behind the other."""
+    rest = []
+    for view in views:
+        if len(view) > start:
+            rest.append(view[start:])
+        start = max(start - len(view), 0)
+    return rest
 
 
 @cache
@@ -51,6 +63,7 @@ class RangeFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = self._direct_fd = -1
+        self._address_alignment = 0
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self.size = os.fstat(self._fd).st_size
@@ -68,18 +81,24 @@ class RangeFile:
     def _open_direct(self) -> int:
         """A descriptor for reads past the page cache, or -1 where there are none.
 
-        Some file systems refuse the flag, others only the first read.
+        Some file systems refuse the flag, others only the first read. What disks ask of addresses
+        differs: few bytes (NVMe), a sector (most virtual ones), or a block.
         """
         if not hasattr(os, "O_DIRECT"):
             return -1
-        descriptor, block = -1, aligned_bytes(1, ALIGNMENT)[0]
+        descriptor, blocks = -1, aligned_bytes(2, ALIGNMENT).view(-1)
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-            os.preadv(descriptor, [bytes_of(block)], 0)
+            for alignment in (ALIGNMENT, 512, 8):
+                os.preadv(descriptor, [bytes_of(blocks)[alignment % ALIGNMENT :][:ALIGNMENT]], 0)
+                self._address_alignment = alignment
         except OSError as error:
+            refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+            if refused and self._address_alignment:
+                return descriptor
             if descriptor >= 0:
                 os.close(descriptor)
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if not refused:
                 raise
             return -1
         return descriptor
@@ -110,7 +129,7 @@ class RangeFile:
 
     def read_into(self, offset: int, out: Tensor) -> None:
         """Fill `out`, a contiguous uint8 CPU tensor, through the page cache; drop the pages."""
-        self._fill(self._fd, offset, out, out.nbytes)
+        self._fill(self._fd, offset, [bytes_of(out)], out.nbytes)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -124,26 +143,39 @@ class RangeFile:
         assert out.data_ptr() % ALIGNMENT == 0
         if self._direct_fd < 0:
             return self._read_buffered(offset, out[:nbytes])
-        return self._fill(self._direct_fd, offset, out[: aligned(nbytes)], nbytes)
+        return self._fill(self._direct_fd, offset, [bytes_of(out)[: aligned(nbytes)]], nbytes)
 
-    def read_through(self, offset: int, out: Tensor, bounce: Tensor) -> int:
-        """Fill `out`, which lies anywhere, past the page cache by way of `bounce`.
+    def read_scattered(self, offset: int, out: Tensor, ends: Tensor) -> int:
+        """Fill `out`, which lies anywhere, past the page cache; return bytes read.
 
-        bounce, of the alignment and whole blocks that `read_aligned` wants, takes a piece at a
-        time. Returns bytes read, which are more than out's by what its ends share blocks with.
+        Blocks that lie wholly inside the range are read to where they belong, or as near as the
+        disk can write, and moved there; the others, at both ends, go through `ends`, ENDS_BYTES of
+        aligned memory. They are shared with the neighbours: more is read than `out` takes.
         """
         if self._direct_fd < 0:
             return self._read_buffered(offset, out)
-        read_bytes = done = 0
-        while done < out.nbytes:
-            before = (offset + done) % ALIGNMENT
-            payload = min(out.nbytes - done, bounce.nbytes - before)
-            block = bounce[: aligned(before + payload)]
-            read_bytes += self.read_aligned(offset + done - before, before + payload, block)
-            # Neither torch's copy, which would start threads of its own beside the one that reads,
-            # nor a memoryview's, which would hold Python's lock while it lasts.
-            ctypes.memmove(out.data_ptr() + done, bounce.data_ptr() + before, payload)
-            done += payload
+        end = offset + out.nbytes
+        first = min(aligned(offset), end)
+        place = out.data_ptr() + first - offset
+        shift = -place % self._address_alignment
+        # What is read may not reach behind `out`, whose neighbours are not ours.
+        inside = max(end - first - shift, 0) // ALIGNMENT * ALIGNMENT
+        before = -(-(first - offset) // ALIGNMENT) * ALIGNMENT
+        start = offset // ALIGNMENT * ALIGNMENT
+        after = aligned(end) - (start + before + inside)
+        sides = bytes_of(ends)
+        views = [
+            sides[:before],
+            bytes_of(out)[first - offset + shift :][:inside],
+            sides[before : before + after],
+        ]
+        read_bytes = self._fill(self._direct_fd, start, [v for v in views if v], end - start)
+        # Not torch's copy, which would start threads of its own beside the one that reads, nor a
+        # memoryview's, which would hold Python's lock while it lasts.
+        if shift:
+            ctypes.memmove(place, place + shift, inside)
+        ctypes.memmove(out.data_ptr(), ends.data_ptr() + offset - start, first - offset)
+        ctypes.memmove(place + inside, ends.data_ptr() + before, end - first - inside)
         return read_bytes
 
     def _read_buffered(self, offset: int, out: Tensor) -> int:
@@ -151,13 +183,12 @@ class RangeFile:
         self.read_into(offset, out)
         return out.nbytes
 
-    def _fill(self, descriptor: int, offset: int, out: Tensor, wanted: int) -> int:
-        """Read until `out` holds `wanted` bytes or more, no further than its end; return them."""
-        view = bytes_of(out)
+    def _fill(self, descriptor: int, offset: int, views: list[memoryview], wanted: int) -> int:
+        """Read into one view after the other until they hold `wanted` bytes or more."""
         done = start = 0
         while done < wanted:
             try:
-                count = os.preadv(descriptor, [view[start:]], offset + start)
+                count = os.preadv(descriptor, behind(views, start), offset + start)
             except OSError as error:
                 raise SpeqError(
                     f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}"
