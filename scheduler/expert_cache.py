@@ -30,8 +30,17 @@ class EvictionPolicy(Protocol):
     def clear(self) -> None:
         """No key is resident."""
 
-    def candidates(self, layer: int | None) -> Iterable[ExpertKey]:
-        """Residents of a layer, or of all (None), in the order in which they may be evicted."""
+    def visit(self, layer: int, experts: list[int]) -> None:
+        """The exact model is at `layer` and wants these."""
+
+    def foretell(self, layer: int, experts: Iterable[int]) -> None:
+        """These are wanted at the next visit to `layer`, as far as is known."""
+
+    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
+        """Residents of a layer, or of all (None), in the order in which they may be evicted.
+
+        ahead_for: the layer that a prefetch is for, which evicts nothing that is needed sooner.
+        """
 
 
 class LruPolicy:
@@ -67,8 +76,17 @@ class LruPolicy:
     def forget(self, key: ExpertKey) -> None:
         del self._all[key], self._own[key.layer][key]
 
-    def candidates(self, layer: int | None) -> Iterable[ExpertKey]:
-        return self._all if layer is None else self._own[layer]
+    def visit(self, layer: int, experts: list[int]) -> None:
+        pass
+
+    def foretell(self, layer: int, experts: Iterable[int]) -> None:
+        pass
+
+    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
+        if layer is not None:
+            return self._own[layer]
+        # What another layer needs sooner is not to be told from the past.
+        return self._all if ahead_for is None else ()
 
 
 class ExpertCache:
@@ -83,6 +101,8 @@ class ExpertCache:
         self.num_slots = num_slots
         self.policy = policy
         self._spare = 0
+        # Experts brought ahead of their need and evicted before it came.
+        self.wasted = 0
         self.clear()
 
     def reserve(self, spare: int) -> None:
@@ -99,6 +119,7 @@ class ExpertCache:
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._filled: Counter[int] = Counter()
         self._pins: Counter[ExpertKey] = Counter()
+        self._unused: set[ExpertKey] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -116,22 +137,21 @@ class ExpertCache:
         slot = self._slots.get(key)
         if slot is not None:
             self.policy.touch(key)
+            self._unused.discard(key)
         return slot
 
-    def claim(self, layer: int, from_others: bool = True) -> int | None:
+    def claim(self, layer: int, ahead: bool = False) -> int | None:
         """A slot for an expert of `layer`, emptied if need be; None where none can go now.
 
-        Publish it or release it. from_others: whether, short of its quota with no slot free (there
-        are fewer slots than layers, or they were filled by other layers), the layer may take one
-        of another's.
+        Publish it or release it. Short of its quota with no slot free (there are fewer slots than
+        layers, or they were filled by other layers), the layer may take one of another's. ahead:
+        the expert is not wanted yet, and nobody who is needed sooner makes room.
         """
         full = self._filled[layer] >= self.policy.quota(layer)
         if self._free and (self._spare or not full):
             self._filled[layer] += 1
             return self._free.pop()
-        if not full and not from_others:
-            return None
-        residents = self.policy.candidates(layer if full else None)
+        residents = self.policy.candidates(layer if full else None, layer if ahead else None)
         victim = next((key for key in residents if key not in self._pins), None)
         if victim is None:
             return None
@@ -141,6 +161,8 @@ class ExpertCache:
     def _evict(self, key: ExpertKey) -> int:
         self.policy.forget(key)
         self._filled[key.layer] -= 1
+        self.wasted += key in self._unused
+        self._unused.discard(key)
         return self._slots.pop(key)
 
     def trim(self, layer: int) -> None:
@@ -150,11 +172,13 @@ class ExpertCache:
             unpinned = [key for key in self.policy.candidates(layer) if key not in self._pins]
             self._free += [self._evict(key) for key in unpinned[:over]]
 
-    def publish(self, key: ExpertKey, slot: int) -> None:
-        """`slot`, claimed for its layer before, now holds `key`."""
+    def publish(self, key: ExpertKey, slot: int, ahead: bool = False) -> None:
+        """`slot`, claimed for its layer before, now holds `key`, perhaps ahead of its need."""
         assert key not in self._slots
         self._slots[key] = slot
         self.policy.touch(key)
+        if ahead:
+            self._unused.add(key)
 
     def release(self, layer: int, slot: int) -> None:
         """Give back a slot claimed for `layer` that was not filled."""

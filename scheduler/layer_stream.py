@@ -73,7 +73,9 @@ class LayerStream:
             following, rows = 0, min(self._chunk, self._tokens - self._done)
         if not self._ahead or rows <= 0:
             return self._supply.serve(layer, experts, wave=WAVE)
-        wanted = [ExpertKey(following, e) for e in self.history.likely(following, rows)]
+        likely = self.history.likely(following, rows)
+        self._supply.cache.policy.foretell(following, likely)
+        wanted = [ExpertKey(following, expert) for expert in likely]
         return self._supply.serve(layer, experts, lambda: self._load(wanted), WAVE)
 
     def _load(self, wanted: list[ExpertKey]) -> None:

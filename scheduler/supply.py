@@ -44,8 +44,10 @@ class ExpertSupply:
         self.cache.pin(waiting)
         try:
             self.land(waiting)
+            self.cache.policy.visit(layer, experts)
             ready = self._resident(waiting)
-            self._recorder.served(requests=len(waiting), hits=len(ready))
+            late = sum(key in self._under_way for key in waiting)
+            self._recorder.served(requests=len(waiting), hits=len(ready), late=late)
             while waiting:
                 for key in waiting:
                     if key not in ready and not self.load(key, Priority.DEMAND):
@@ -66,20 +68,19 @@ class ExpertSupply:
                 ready = self._resident(waiting)
         finally:
             self.cache.unpin(waiting)
+            self._recorder.wasted(self.cache.wasted)
+            self.cache.wasted = 0
         meanwhile()
 
     def load(self, key: ExpertKey, priority: Priority) -> bool:
-        """See that `key` is there or under way; False where no slot can be had for it now.
-
-        A prefetch takes no other layer's slots.
-        """
+        """See that `key` is there or under way; False where no slot can be had for it now."""
         if key in self._under_way:
             if priority is Priority.DEMAND:
                 self._transfer.hasten(self._under_way[key])
             return True
         if key in self.cache:
             return True
-        slot = self.cache.claim(key.layer, from_others=priority is Priority.DEMAND)
+        slot = self.cache.claim(key.layer, ahead=priority is Priority.PREFETCH)
         if slot is None:
             return False
         try:
@@ -96,6 +97,12 @@ class ExpertSupply:
     def under_way(self) -> int:
         """Experts on their way."""
         return len(self._under_way)
+
+    def withdraw(self, layer: int) -> None:
+        """Give up prefetches for a layer that have not begun: it has passed without them."""
+        for key, ticket in list(self._under_way.items()):
+            if key.layer == layer and self._transfer.cancel(ticket):
+                self._close(key, ticket)
 
     def land(self, wanted: Collection[ExpertKey] = ()) -> None:
         """Take in what has arrived. Raises what the transfer of one that is `wanted` raised.
@@ -134,7 +141,7 @@ class ExpertSupply:
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
         del self._under_way[key]
         if ticket.state is State.DONE:
-            self.cache.publish(key, ticket.slot)
+            self.cache.publish(key, ticket.slot, ticket.ahead)
         else:
             self.cache.release(key.layer, ticket.slot)
 

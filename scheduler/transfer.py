@@ -35,12 +35,14 @@ class State(Enum):
 class Ticket:
     """A transfer that was asked for: `key` into `slot`.
 
+    ahead           whether it was asked for as a prefetch, whatever became of that
     error           what it raised, once it has failed
     start_s, end_s  of the transfer itself, by the recorder's clock
     read_bytes      read from the disk for it
     """
 
     __slots__ = (
+        "ahead",
         "end_s",
         "error",
         "finished",
@@ -56,6 +58,7 @@ class Ticket:
         self.key = key
         self.slot = slot
         self.priority = priority
+        self.ahead = priority is Priority.PREFETCH
         self.state = State.QUEUED
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0
@@ -112,6 +115,7 @@ def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
             ticket.key.expert,
             moved_bytes=moved_bytes,
             read_bytes=ticket.read_bytes,
+            ahead=ticket.ahead,
         )
     )
 

@@ -25,8 +25,8 @@ UNITS = {
 PROCESS_BYTES = 448 << 20
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-CACHE_POLICIES = ("lru",)
-PREFETCH_MODES = ("none",)
+CACHE_POLICIES = ("lru", "lookahead")
+PREFETCH_MODES = ("none", "single-sooner", "single-later", "three-phase")
 DRAFT_KERNELS = ("fused", "unfused")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))

@@ -19,7 +19,7 @@ from speq.layers.offloaded_experts import ExpertBank
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
 from speq.scheduler.layer_stream import LayerStream
-from speq.scheduler.prefetch import OnDemand
+from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.supply import ExpertSupply
 from speq.sequence import Draft, Outcome, Sequence
 from speq.stats import Recorder, StepStats
@@ -34,7 +34,7 @@ class Offload:
     """
 
     target: ExpertBank
-    prefetcher: OnDemand
+    prefetcher: Prefetcher
     reader: ExpertBank
     stream: LayerStream
     supply: ExpertSupply
@@ -76,7 +76,7 @@ class Engine:
         stats = self.recorder.begin("decode")
         decision = self.draft_length(sequence)
         prefetcher = self.offload.prefetcher
-        prefetcher.lookahead.clear()
+        prefetcher.begin(decision.draft_length)
         with self.mending(), self.recorder.timed("draft"):
             draft = self.drafter.propose(
                 sequence, decision.draft_length, on_route=prefetcher.request

@@ -21,6 +21,7 @@ class Event:
     expert: int | None = None
     moved_bytes: int = 0
     read_bytes: int = 0
+    ahead: bool = False
 
     @property
     def duration_s(self) -> float:
@@ -33,8 +34,11 @@ class StepStats:
 
     requests       distinct (layer, expert) pairs the exact model asked for
     hits           those that lay in a slot when asked for
+    late           those that were under way when asked for
+    wasted         experts brought ahead of their need and evicted before it came
     layers         MoE layers passed; covered: the sum over them of hits / requests
     moved_bytes    bytes of experts brought into slots
+    ahead_bytes    of them, those asked for ahead of their need
     read_bytes     bytes read from the disk for them: whole blocks
     named, choices expert choices of the exact model that the draft's recorded route had named, of
                    those for which it had recorded a route (token by token)
@@ -46,9 +50,12 @@ class StepStats:
     emitted: int = 0
     requests: int = 0
     hits: int = 0
+    late: int = 0
+    wasted: int = 0
     layers: int = 0
     covered: float = 0.0
     moved_bytes: int = 0
+    ahead_bytes: int = 0
     read_bytes: int = 0
     named: int = 0
     choices: int = 0
@@ -98,14 +105,20 @@ class Recorder:
         step.events.append(event)
         step.moved_bytes += event.moved_bytes
         step.read_bytes += event.read_bytes
+        step.ahead_bytes += event.moved_bytes * event.ahead
         if event.kind in TIMED:
             name = TIMED[event.kind]
             setattr(step, name, getattr(step, name) + event.duration_s)
 
-    def served(self, requests: int, hits: int) -> None:
+    def wasted(self, experts: int) -> None:
+        """Count experts evicted before their need came."""
+        self.step.wasted += experts
+
+    def served(self, requests: int, hits: int, late: int = 0) -> None:
         """Count one layer's requests to the slots."""
         self.step.requests += requests
         self.step.hits += hits
+        self.step.late += late
         self.step.layers += 1
         self.step.covered += hits / requests
 
@@ -156,7 +169,10 @@ class RunStats:
             "hit_rate": ratio(total("hits"), total("requests")),
             "coverage": ratio(total("covered"), total("layers")),
             "moved_bytes": total("moved_bytes"),
+            "ahead_bytes": total("ahead_bytes"),
             "read_bytes": total("read_bytes"),
+            "late_rate": ratio(total("late"), total("requests")),
+            "wasted": total("wasted"),
             "moved_bytes_per_token": ratio(total("moved_bytes"), total("emitted")),
             "stall_s": float(total("stall_s")),
             "draft_s": float(total("draft_s")),

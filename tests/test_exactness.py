@@ -1,5 +1,5 @@
 """The keystone: the exact model's own tokens come out, whatever the draft length, budget and draft,
-wherever experts are read from, and in whatever order they arrive.
+wherever experts are read from, in whatever order they arrive, whoever is evicted or prefetched.
 
 The oracle is plain transformers' `generate` on the same checkpoint, in float32 and float64, where
 the shape of a pass does not turn near-ties.
@@ -16,6 +16,7 @@ import torch
 
 from speq import Generator
 from speq.bench.report import read_prompts
+from speq.config import CACHE_POLICIES, PREFETCH_MODES
 from speq.runtime import fetch_from, open_model
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
@@ -46,6 +47,8 @@ class Cell:
     draft: str
     store: str = "plain"
     readers: int = 2
+    cache_policy: str = "lru"
+    prefetch: str = "none"
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +114,8 @@ def run_cell(
         draft=draft,
         draft_length=cell.draft_length,
         reader_threads=cell.readers,
+        cache_policy=cell.cache_policy,
+        prefetch=cell.prefetch,
     )
     store = generator.runtime.opened.store
     slots = generator.runtime.plan.slots
@@ -156,7 +161,15 @@ def check_family(family: str, cells: list[Cell], folders: Folders, dtype: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
-    factors = (DRAFT_LENGTHS, BUDGETS, DRAFTS, STORES, READERS)
+    factors = (
+        DRAFT_LENGTHS,
+        BUDGETS,
+        DRAFTS,
+        STORES,
+        READERS,
+        CACHE_POLICIES,
+        PREFETCH_MODES,
+    )
     check_family(family, [Cell(*values) for values in pairwise(*factors)], folders, "float32")  # type: ignore[arg-type]
 
 
@@ -192,6 +205,18 @@ def test_greedy_tokens_full_product(family: str, dtype: str, folders: Folders) -
     for at, values in enumerate(product(DRAFT_LENGTHS, BUDGETS, DRAFTS, STORES)):
         cells.append(Cell(*values, readers=1 + at * 5 % 8))
     check_family(family, cells, folders, dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None:
+    cells = [
+        Cell(draft_length, budget, DRAFTS[at % 2], STORES[at // 2 % 2], 2, policy, mode)
+        for at, (policy, mode, budget, draft_length) in enumerate(
+            product(CACHE_POLICIES, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
+        )
+    ]
+    check_family(family, cells, folders, "float32")
 
 
 VARIANTS = {

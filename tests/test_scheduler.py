@@ -126,7 +126,7 @@ def test_cache_matches_a_list(slots: int, layers: int, experts: int) -> None:
                 else:
                     from_others = rng.random() < 0.7
                     candidates = model.candidates(key.layer, from_others)
-                    claimed = cache.claim(key.layer, from_others)
+                    claimed = cache.claim(key.layer, ahead=not from_others)
                     if candidates is not None:
                         victim = next((k for k in candidates if k not in pinned), None)
                         assert (claimed is None) == (victim is None)
@@ -161,7 +161,7 @@ def test_no_layer_is_pushed_beyond_its_share(slots: int, layers: int, experts: i
             if key in under_way:
                 cache.publish(key, under_way.pop(key))
             elif key not in cache:
-                slot = cache.claim(key.layer, from_others=rng.random() < 0.7)
+                slot = cache.claim(key.layer, ahead=rng.random() < 0.3)
                 if slot is not None:
                     under_way[key] = slot
             filled = Counter(k.layer for k in [*resident(cache, layers, experts), *under_way])
@@ -202,7 +202,7 @@ def test_slots_of_other_layers_are_taken_only_where_that_is_allowed() -> None:
     cache = ExpertCache(2, LruPolicy(2, 3))
     older, newer = ExpertKey(0, 0), ExpertKey(1, 0)
     slots = {key: fill(cache, key) for key in (older, newer)}
-    assert cache.claim(2, from_others=False) is None
+    assert cache.claim(2, ahead=True) is None
     assert older in cache
     assert newer in cache
     assert cache.claim(2) == slots[older]
@@ -211,7 +211,7 @@ def test_slots_of_other_layers_are_taken_only_where_that_is_allowed() -> None:
     assert cache.claim(2) is None
     assert newer in cache
     # Its own it may always take.
-    assert cache.claim(1, from_others=False) == slots[newer]
+    assert cache.claim(1, ahead=True) == slots[newer]
 
 
 def test_pins_are_counted() -> None:
@@ -370,8 +370,8 @@ def drain(served: Served, layer: int, experts: list[int]) -> list[dict[int, int]
 class NewestFirst(LruPolicy):
     """Would let go of what was just fetched, were it not pinned."""
 
-    def candidates(self, layer: int | None) -> Iterable[ExpertKey]:
-        return reversed(list(super().candidates(layer)))
+    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
+        return reversed(list(super().candidates(layer, ahead_for)))
 
 
 @pytest.mark.parametrize("policy", [LruPolicy, NewestFirst])

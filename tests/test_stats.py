@@ -135,6 +135,9 @@ DECODE = [
         layers=3,
         covered=2.25,
         moved_bytes=500,
+        ahead_bytes=300,
+        late=3,
+        wasted=2,
         read_bytes=600,
         named=22,
         choices=24,
@@ -196,7 +199,10 @@ def test_summary_of_a_run() -> None:
         "hit_rate": (15 + 10 + 2) / (20 + 10 + 6),
         "coverage": (2.25 + 3.0 + 1.0) / 9,
         "moved_bytes": 500 + 400,
+        "ahead_bytes": 300,
         "read_bytes": 600 + 405,
+        "late_rate": 3 / (20 + 10 + 6),
+        "wasted": 2,
         "moved_bytes_per_token": (500 + 400) / decode_tokens,
         "stall_s": 0.125 + 0.5,
         "draft_s": 0.5 + 0.25,
@@ -230,6 +236,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "hit_rate",
         "coverage",
         "moved_bytes_per_token",
+        "late_rate",
         "prefill_hit_rate",
     }
     assert {name for name, value in nothing.items() if value is None} == undefined
