@@ -403,13 +403,3 @@ def summarise(rounds: list[Round]) -> dict[str, float]:
         "gb_per_s": fmean(each.expert_bytes for each in rounds) / time_s / 1e9,
         "bandwidth_share": median(each.share for each in rounds),
     }
-
-
-def parse_rows(text: str) -> list[int]:
-    """Numbers of rows, separated by commas. Raises SpeqError for anything else."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise SpeqError(
-            f"rows is {text!r}; it must be whole numbers separated by commas, such as 1,4"
-        ) from None

@@ -94,6 +94,16 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
     return [prompts[at * len(prompts) // count] for at in range(count)]
 
 
+def parse_numbers(name: str, text: str) -> list[int]:
+    """Numbers separated by commas. Raises SpeqError, naming the option, for anything else."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SpeqError(
+            f"{name} is {text!r}; it must be whole numbers separated by commas, such as 1,4"
+        ) from None
+
+
 def current_commit() -> str | None:
     """The commit this code was checked out at, "-dirty" if it was changed since."""
     try:

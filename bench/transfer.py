@@ -6,7 +6,6 @@ A share compares figures of one round, taken one right after the other, each fir
 that a disk whose speed changes favours none; both are read into the same memory.
 """
 
-import os
 import random
 import threading
 import time
@@ -187,16 +186,6 @@ def expert_reads(
     return Sample(step.moved_bytes, step.read_bytes, seconds)
 
 
-def parse_readers(text: str) -> list[int]:
-    """Numbers separated by commas. Raises SpeqError for anything else."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise SpeqError(
-            f"readers is {text!r}; it must be whole numbers separated by commas, such as 1,4"
-        ) from None
-
-
 def run(models: list[str], settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure every model at every number of readers. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
@@ -272,6 +261,5 @@ def measure(
 def link_bytes_per_s(opened: Opened, readers: int, volume: int) -> float:
     """What the disk gives: plain reads of an expert's size from the files that hold them."""
     size = opened.store.codec.slot_bytes
-    paths = [path for path in expert_files(opened) if os.path.getsize(path) >= size]
-    sample = plain_reads(paths, size, arena_for(readers, size), readers, volume)
+    sample = plain_reads(expert_files(opened), size, arena_for(readers, size), readers, volume)
     return sample.payload_bytes / sample.seconds

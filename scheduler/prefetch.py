@@ -20,9 +20,6 @@ from speq.scheduler.transfer import Priority
 QUEUE = 8
 # Of the tokens a draft is to have, the first third primes, the second is guided (MoE-SpeQ 3.3.2).
 PHASES = 3
-# An expert that one token alone names is likely to be used if it has at least its even share of the
-# token's weight.
-EVEN_SHARE = 1.0
 
 
 class Prefetcher(Protocol):
@@ -99,7 +96,8 @@ class DraftGuided:
             phase = PHASES * token // max(self._draft_length, 1)
             if phase == 1:
                 weights = route.topk_weights.flatten()
-                even = EVEN_SHARE * float(weights.sum()) / len(experts)
+                # One token's choice is likely to be used if it has its even share of the weight.
+                even = float(weights.sum()) / len(experts)
                 named = zip(experts, weights.tolist(), strict=True)
                 self._likely[layer] |= {e for e, weight in named if weight >= even}
             if phase:

@@ -312,7 +312,14 @@ class Runtime:
         supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, self.recorder)
         lookahead = LookaheadBuffer(num_layers)
         prefetcher: Prefetcher = OnDemand(supply, lookahead)
-        if self.config.prefetch != "none" and asynchronous:
+        if self.config.prefetch != "none" and not asynchronous:
+            logger.warning(
+                "prefetch %s needs transfers beside the computation, which the device %s does not "
+                "have yet: experts are fetched on demand",
+                self.config.prefetch,
+                self.device.type,
+            )
+        elif self.config.prefetch != "none":
             prefetcher = DraftGuided(supply, lookahead, Mode(self.config.prefetch))
         history = RouteHistory(num_layers, num_experts)
         stream = LayerStream(supply, history, num_layers, ahead=asynchronous)

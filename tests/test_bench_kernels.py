@@ -15,6 +15,7 @@ from speq.bench import kernels as bench
 from speq.bench.bandwidth import MemoryRead, step_times
 from speq.bench.expert_layer import Layer, LayerShape
 from speq.bench.kernels import Settings
+from speq.bench.report import parse_numbers
 from speq.errors import SpeqError
 from tests.test_cli import Command, command_in_process
 
@@ -330,10 +331,10 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_of_rows() -> None:
-    assert bench.parse_rows("1, 2,16") == [1, 2, 16]
+    assert parse_numbers("rows", "1, 2,16") == [1, 2, 16]
     for text in ("", "1,two", "1.5"):
         with pytest.raises(SpeqError, match="must be whole numbers separated by commas"):
-            bench.parse_rows(text)
+            parse_numbers("rows", text)
 
 
 def test_steps_are_timed_one_behind_the_other() -> None:

@@ -12,6 +12,7 @@ import torch
 from speq import Generator, SpeqError
 from speq.bench import prefill, transfer
 from speq.bench.page_cache import cached_bytes
+from speq.bench.report import parse_numbers
 from speq.runtime import open_model
 from speq.store.alignment import ALIGNMENT
 from speq.store.expert_store import SafetensorsExpertStore
@@ -145,7 +146,7 @@ def test_nonsense_is_refused(packed: Path, settings: dict[str, Any], message: st
     with pytest.raises(SpeqError, match=message):
         transfer.run([str(packed)], transfer.Settings(**given), None, force=False)
     with pytest.raises(SpeqError, match="readers is 'a,1'; it must be whole numbers"):
-        transfer.parse_readers("a,1")
+        parse_numbers("readers", "a,1")
 
 
 def test_an_empty_file_is_not_cached(tmp_path: Path) -> None:

@@ -91,12 +91,13 @@ def kernels(
 ) -> None:
     """Expert kernels on layers of real shapes, beside a plain read of memory."""
     from speq.bench import kernels as bench_kernels
+    from speq.bench.report import parse_numbers
 
     names = [part.strip() for part in shapes.split(",")]
     report = bench_kernels.run(
         bench_kernels.Settings(
             shapes=list(bench_kernels.SHAPES) if names == ["all"] else names,
-            rows=bench_kernels.parse_rows(rows),
+            rows=parse_numbers("rows", rows),
             kernels=[part.strip() for part in kernels.split(",")],
             group_size=group_size,
             dtype=dtype,
@@ -172,11 +173,12 @@ def transfer(
 ) -> None:
     """Experts from disk into slots, beside plain reads of the same files past the page cache."""
     from speq.bench import transfer as bench_transfer
+    from speq.bench.report import parse_numbers
 
     bench_transfer.run(
         models,
         bench_transfer.Settings(
-            readers=bench_transfer.parse_readers(readers),
+            readers=parse_numbers("readers", readers),
             sizes=[part.strip() for part in sizes.split(",")],
             volume=volume,
             rounds=rounds,
