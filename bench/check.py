@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from speq.bench.report import Column, Report, check_target, read_prompts
+from speq.bench.report import Column, Report, read_prompts
 from speq.config import format_bytes
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.models.moe_model import quiet_transformers
 from speq.scheduler.lookahead import LookaheadBuffer
+from speq.store.atomic_file import check_target
 from speq.store.checkpoint import Checkpoint
 from speq.store.host_tier import available_bytes
 from speq.store.packed_store import PackedExpertStore

@@ -36,10 +36,11 @@ from speq.bench.expert_layer import (
     LayerShape,
     torch_experts,
 )
-from speq.bench.report import Column, Report, check_target
+from speq.bench.report import Column, Report
 from speq.config import DEVICES, checked_choice, checked_int, format_bytes, parse_bytes
 from speq.errors import SpeqError
 from speq.runtime import resolve_device
+from speq.store.atomic_file import check_target
 from speq.store.host_tier import available_bytes
 
 # The op that each kernel runs on; torch's own has none of ours.

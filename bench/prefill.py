@@ -11,12 +11,13 @@ from statistics import median
 from typing import Any
 
 from speq.bench.page_cache import drop
-from speq.bench.report import Column, Report, check_target, read_prompts
+from speq.bench.report import Column, Report, read_prompts
 from speq.bench.transfer import expert_files, link_bytes_per_s
 from speq.config import DEFAULT_READER_THREADS, checked_int, format_bytes
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.runtime import Runtime
+from speq.store.atomic_file import check_target
 from speq.store.host_tier import available_bytes
 
 COLUMNS: dict[str, Column] = {

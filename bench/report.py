@@ -55,17 +55,6 @@ class Report:
             raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def check_target(path: Path | None, force: bool) -> None:
-    """Refuse to overwrite before minutes are spent measuring."""
-    if path is None:
-        return
-    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise SpeqError(f"{path} cannot be written; choose a file in a folder of yours")
-    if os.path.exists(path) and not force:
-        raise SpeqError(f"{path} exists already; choose another name or add --force")
-
-
 def read_prompts(path: Path | None, count: int) -> list[str]:
     """`count` prompts spread evenly over a JSON Lines file, or over our own mixed ones."""
     source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from speq.bench.report import Column, Report, check_target, read_prompts
+from speq.bench.report import Column, Report, read_prompts
 from speq.config import checked_int
 from speq.generator import Generator
 from speq.layers.draft_experts import DraftExperts
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.runtime import Runtime
+from speq.store.atomic_file import check_target
 
 COLUMNS: dict[str, Column] = {
     "pass": ("pass", "{}"),

@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from speq.bench.report import Column, Report, check_target, read_prompts
+from speq.bench.report import Column, Report, read_prompts
 from speq.config import RunConfig, checked_int, format_bytes, parse_bytes
 from speq.errors import SpeqError
 from speq.generator import Generator
+from speq.store.atomic_file import check_target
 
 MEDIANS = (
     "tpot_ms",

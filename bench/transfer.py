@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from speq.bench.page_cache import cached_bytes, drop
-from speq.bench.report import Column, Report, check_target
+from speq.bench.report import Column, Report
 from speq.config import MAX_READER_THREADS, checked_int, format_bytes, parse_bytes
 from speq.errors import SpeqError
 from speq.runtime import Opened, fetch_from, open_model
@@ -28,6 +28,7 @@ from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority, Ticket
 from speq.stats import Recorder
 from speq.store.alignment import ALIGNMENT, aligned_bytes
+from speq.store.atomic_file import check_target
 from speq.store.expert_store import is_expert_tensor
 from speq.store.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.store.range_file import RangeFile

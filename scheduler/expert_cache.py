@@ -1,6 +1,6 @@
 """Which expert lies in which slot, and which one makes room for the next."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -43,52 +43,6 @@ class EvictionPolicy(Protocol):
         """
 
 
-class LruPolicy:
-    """An equal share of slots for each layer, least recently used out first.
-
-    The policy of Mixtral-Offloading (arXiv:2312.17238). A single order over all layers would be
-    useless below the experts of a whole pass: layers are visited in turn, so that each would find
-    its experts evicted by the layers since.
-    """
-
-    def __init__(self, num_slots: int, num_layers: int) -> None:
-        self._num_layers = num_layers
-        self.divide(num_slots)
-        self.clear()
-
-    def divide(self, num_slots: int) -> None:
-        self._share, self._rest = divmod(num_slots, self._num_layers)
-
-    def clear(self) -> None:
-        self._all: OrderedDict[ExpertKey, None] = OrderedDict()
-        self._own: list[OrderedDict[ExpertKey, None]] = [
-            OrderedDict() for _ in range(self._num_layers)
-        ]
-
-    def quota(self, layer: int) -> int:
-        return max(1, self._share + (layer < self._rest))
-
-    def touch(self, key: ExpertKey) -> None:
-        for order in (self._all, self._own[key.layer]):
-            order[key] = None
-            order.move_to_end(key)
-
-    def forget(self, key: ExpertKey) -> None:
-        del self._all[key], self._own[key.layer][key]
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        pass
-
-    def foretell(self, layer: int, experts: Iterable[int]) -> None:
-        pass
-
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
-        if layer is not None:
-            return self._own[layer]
-        # What another layer needs sooner is not to be told from the past.
-        return self._all if ahead_for is None else ()
-
-
 class ExpertCache:
     """One arena of slots, divided among layers by the policy. Bookkeeping only: it moves no bytes.
 
@@ -101,8 +55,9 @@ class ExpertCache:
         self.num_slots = num_slots
         self.policy = policy
         self._spare = 0
-        # Experts brought ahead of their need and evicted before it came.
-        self.wasted = 0
+        # By layer: experts brought ahead of their need that were used, and evicted before it came.
+        self.used: Counter[int] = Counter()
+        self.wasted: Counter[int] = Counter()
         self.clear()
 
     def reserve(self, spare: int) -> None:
@@ -137,7 +92,9 @@ class ExpertCache:
         slot = self._slots.get(key)
         if slot is not None:
             self.policy.touch(key)
-            self._unused.discard(key)
+            if key in self._unused:
+                self._unused.remove(key)
+                self.used[key.layer] += 1
         return slot
 
     def claim(self, layer: int, ahead: bool = False) -> int | None:
@@ -161,8 +118,9 @@ class ExpertCache:
     def _evict(self, key: ExpertKey) -> int:
         self.policy.forget(key)
         self._filled[key.layer] -= 1
-        self.wasted += key in self._unused
-        self._unused.discard(key)
+        if key in self._unused:
+            self._unused.remove(key)
+            self.wasted[key.layer] += 1
         return self._slots.pop(key)
 
     def trim(self, layer: int) -> None:

@@ -41,6 +41,14 @@ class LookaheadBuffer:
         tokens = [token for token, at in self.predicted if at == layer]
         return {expert for token in tokens for expert in self.expert_ids(token, layer)}
 
+    def rejected(self, path: list[int]) -> set[tuple[int, int]]:
+        """(layer, expert) pairs that the last verification used for rejected nodes only."""
+        pairs = set()
+        for layer, route in self.used.items():
+            kept = set(route.topk_ids[path].flatten().tolist())
+            pairs |= {(layer, e) for e in set(route.topk_ids.flatten().tolist()) - kept}
+        return pairs
+
     def recall(self, path: list[int]) -> tuple[int, int]:
         """(named, choices): how many of the exact model's choices the draft had named.
 

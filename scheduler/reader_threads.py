@@ -89,8 +89,9 @@ class Line:
             self.waiting.clear()
             return list(self.running.values())
 
-    def read(self, ticket: Ticket) -> None:
+    def read(self, ticket: Ticket, reader: int) -> None:
         """Carry one out, in a reader's thread."""
+        ticket.reader = reader
         ticket.start_s = self.clock()
         try:
             ticket.read_bytes = self.fetch(ticket.key, self.slots[ticket.slot])
@@ -110,6 +111,7 @@ class Reader(threading.Thread):
     def __init__(self, line: Line, number: int) -> None:
         super().__init__(name=f"speq-reader-{number}", daemon=True)
         self._line = line
+        self._number = number
         # Held while it lives. An interrupted `join` takes a thread for ended that is not.
         self._alive = threading.Lock()
         self._alive.acquire()
@@ -120,7 +122,7 @@ class Reader(threading.Thread):
             while not self._line.closed:
                 self._line.calls.get()
                 while (ticket := self._line.take()) is not None:
-                    self._line.read(ticket)
+                    self._line.read(ticket, self._number)
         finally:
             self._ended = True
             self._alive.release()
@@ -183,8 +185,8 @@ class ReaderThreads:
             self.hasten(ticket)
             start_s = self._recorder.clock()
             until_finished(ticket)
-            stall = Event("stall", start_s, self._recorder.clock(), *ticket.key)
-            self._recorder.add(stall)
+            end_s = self._recorder.clock()
+            self._recorder.add(Event("stall", start_s, end_s, *ticket.key, ahead=ticket.ahead))
         self.report()
         if ticket.error is not None:
             raise ticket.error

@@ -47,7 +47,7 @@ class ExpertSupply:
             self.cache.policy.visit(layer, experts)
             ready = self._resident(waiting)
             late = sum(key in self._under_way for key in waiting)
-            self._recorder.served(requests=len(waiting), hits=len(ready), late=late)
+            self._recorder.served(layer, requests=len(waiting), hits=len(ready), late=late)
             while waiting:
                 for key in waiting:
                     if key not in ready and not self.load(key, Priority.DEMAND):
@@ -68,8 +68,7 @@ class ExpertSupply:
                 ready = self._resident(waiting)
         finally:
             self.cache.unpin(waiting)
-            self._recorder.wasted(self.cache.wasted)
-            self.cache.wasted = 0
+            self._report()
         meanwhile()
 
     def load(self, key: ExpertKey, priority: Priority) -> bool:
@@ -125,6 +124,16 @@ class ExpertSupply:
             yield
         finally:
             self.cache.unpin(held)
+
+    def _report(self) -> None:
+        """Enter in the recorder what became of prefetches since it was last told."""
+        for counts, tell in (
+            (self.cache.used, self._recorder.used),
+            (self.cache.wasted, self._recorder.wasted),
+        ):
+            for layer, experts in counts.items():
+                tell(layer, experts)
+            counts.clear()
 
     def _resident(self, keys: list[ExpertKey]) -> dict[ExpertKey, int]:
         slots = ((key, self.cache.lookup(key)) for key in keys)

@@ -38,6 +38,7 @@ class Ticket:
     ahead           whether it was asked for as a prefetch, whatever became of that
     error           what it raised, once it has failed
     start_s, end_s  of the transfer itself, by the recorder's clock
+    reader          which of several at a time carried it out
     read_bytes      read from the disk for it
     """
 
@@ -49,6 +50,7 @@ class Ticket:
         "key",
         "priority",
         "read_bytes",
+        "reader",
         "slot",
         "start_s",
         "state",
@@ -63,6 +65,7 @@ class Ticket:
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0
         self.read_bytes = 0
+        self.reader = 0
         # Held until the transfer ends. A lock and not an Event: those are written in Python, where
         # an interrupt can strike inside and leave them locked.
         self.finished = threading.Lock()
@@ -116,6 +119,7 @@ def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
             moved_bytes=moved_bytes,
             read_bytes=ticket.read_bytes,
             ahead=ticket.ahead,
+            reader=ticket.reader,
         )
     )
 

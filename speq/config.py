@@ -25,7 +25,7 @@ UNITS = {
 PROCESS_BYTES = 448 << 20
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-CACHE_POLICIES = ("lru", "lookahead")
+CACHE_POLICIES = ("lru", "lfu", "entropy", "lookahead")
 PREFETCH_MODES = ("none", "single-sooner", "single-later", "three-phase")
 DRAFT_KERNELS = ("fused", "unfused")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.

@@ -112,7 +112,10 @@ class Engine:
         stats.draft_length = len(draft.token_ids)
         stats.accepted = outcome.accepted
         stats.emitted = len(sequence.extend(outcome.token_ids))
-        stats.named, stats.choices = self.offload.prefetcher.lookahead.recall(outcome.path)
+        lookahead = self.offload.prefetcher.lookahead
+        stats.named, stats.choices = lookahead.recall(outcome.path)
+        if len(outcome.path) < draft.nodes:
+            self.recorder.rejected(lookahead.rejected(outcome.path))
         self.steps.append(stats)
 
     @contextmanager

@@ -87,6 +87,8 @@ class Generator:
         self._turn = threading.Lock()
         self._streaming_thread: int | None = None
         self._closed = False
+        # What was measured of the last run, while it goes on and afterwards.
+        self.last_run: RunStats | None = None
 
     @classmethod
     def from_pretrained(
@@ -251,7 +253,7 @@ class Generator:
         self, request: Request, text: TextStream, start_s: float, progress: Progress | None
     ) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        stats = RunStats(start_s, self._runtime.plan.report())
+        stats = self.last_run = RunStats(start_s, self._runtime.plan.report())
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:

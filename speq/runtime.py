@@ -29,10 +29,10 @@ from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
 from speq.models.shape import DTYPES, ModelShape, hf_config, shape_of
 from speq.routing import Route
-from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.lookahead_policy import LookaheadPolicy
+from speq.scheduler.policies import eviction_policy
 from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.route_history import RouteHistory
@@ -306,9 +306,7 @@ class Runtime:
         """Two banks of exact experts over one arena of slots."""
         num_layers, num_experts = self.model.num_moe_layers, self.shape.experts.num_experts
         transfer, asynchronous = self._transfer(slots)
-        policy: EvictionPolicy = LruPolicy(len(slots), num_layers)
-        if self.config.cache_policy == "lookahead":
-            policy = LookaheadPolicy(len(slots), num_layers, num_experts)
+        policy = eviction_policy(self.config.cache_policy, len(slots), num_layers, num_experts)
         supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, self.recorder)
         lookahead = LookaheadBuffer(num_layers)
         prefetcher: Prefetcher = OnDemand(supply, lookahead)

@@ -4,9 +4,9 @@ The governor, the command line and the benchmarks read these records and nothing
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -22,10 +22,38 @@ class Event:
     moved_bytes: int = 0
     read_bytes: int = 0
     ahead: bool = False
+    reader: int | None = None
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+@dataclass(slots=True)
+class LayerStats:
+    """One MoE layer's part in a step, or in a run.
+
+    passes          times it was served; covered: the sum over them of hits / requests
+    requests, hits, late, used, wasted, late_s, stall_s, rejected_bytes  as in StepStats
+    demand_bytes, ahead_bytes  moved when asked for, and ahead of that
+    """
+
+    passes: int = 0
+    covered: float = 0.0
+    requests: int = 0
+    hits: int = 0
+    late: int = 0
+    used: int = 0
+    wasted: int = 0
+    demand_bytes: int = 0
+    ahead_bytes: int = 0
+    rejected_bytes: int = 0
+    stall_s: float = 0.0
+    late_s: float = 0.0
+
+    def add(self, other: "LayerStats") -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)
@@ -35,11 +63,17 @@ class StepStats:
     requests       distinct (layer, expert) pairs the exact model asked for
     hits           those that lay in a slot when asked for
     late           those that were under way when asked for
+    used           experts brought ahead of their need that were then asked for
     wasted         experts brought ahead of their need and evicted before it came
     layers         MoE layers passed; covered: the sum over them of hits / requests
     moved_bytes    bytes of experts brought into slots
     ahead_bytes    of them, those asked for ahead of their need
+    rejected_bytes of them, those of experts that none but rejected tokens of the draft wanted
     read_bytes     bytes read from the disk for them: whole blocks
+    transfer_s     summed over transfers; link_s: while there was any; exposed_s: while, besides,
+                   the computation waited
+    stall_s        the computation waited for experts; late_s: of that, for those asked for ahead
+    by_layer       the same, layer by layer
     named, choices expert choices of the exact model that the draft's recorded route had named, of
                    those for which it had recorded a route (token by token)
     """
@@ -51,22 +85,56 @@ class StepStats:
     requests: int = 0
     hits: int = 0
     late: int = 0
+    used: int = 0
     wasted: int = 0
     layers: int = 0
     covered: float = 0.0
     moved_bytes: int = 0
     ahead_bytes: int = 0
+    rejected_bytes: int = 0
     read_bytes: int = 0
     named: int = 0
     choices: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     transfer_s: float = 0.0
+    link_s: float = 0.0
+    exposed_s: float = 0.0
     stall_s: float = 0.0
+    late_s: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
     reason: str = ""
     events: list[Event] = field(default_factory=list)
+    by_layer: dict[int, LayerStats] = field(default_factory=dict)
+
+    def layer(self, layer: int) -> LayerStats:
+        """The figures of one layer, to add to."""
+        return self.by_layer.setdefault(layer, LayerStats())
+
+
+def merged(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """The times at which any of the events was under way, as separate intervals in order."""
+    spans: list[tuple[float, float]] = []
+    for start_s, end_s in sorted((event.start_s, event.end_s) for event in events):
+        if spans and start_s <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end_s))
+        else:
+            spans.append((start_s, end_s))
+    return spans
+
+
+def overlap_s(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """How long both were under way, each a list of separate intervals in order."""
+    total, at = 0.0, 0
+    for start_s, end_s in one:
+        while at < len(other) and other[at][1] <= start_s:
+            at += 1
+        for left_s, right_s in other[at:]:
+            if left_s >= end_s:
+                break
+            total += min(end_s, right_s) - max(start_s, left_s)
+    return total
 
 
 # Events kept, the last ones: about 160 bytes each, so that they stay a small part of a process.
@@ -87,8 +155,13 @@ class Recorder:
         return self.step
 
     def finish(self) -> StepStats:
-        self.step.end_s = self.clock()
-        return self.step
+        step = self.step
+        step.end_s = self.clock()
+        transfers = merged(event for event in step.events if event.kind == "transfer")
+        stalls = merged(event for event in step.events if event.kind == "stall")
+        step.link_s = sum(end_s - start_s for start_s, end_s in transfers)
+        step.exposed_s = overlap_s(transfers, stalls)
+        return step
 
     @contextmanager
     def timed(
@@ -109,18 +182,47 @@ class Recorder:
         if event.kind in TIMED:
             name = TIMED[event.kind]
             setattr(step, name, getattr(step, name) + event.duration_s)
+        if event.layer is None:
+            return
+        if event.kind == "transfer":
+            layer = step.layer(event.layer)
+            layer.ahead_bytes += event.moved_bytes * event.ahead
+            layer.demand_bytes += event.moved_bytes * (not event.ahead)
+        elif event.kind == "stall":
+            layer = step.layer(event.layer)
+            layer.stall_s += event.duration_s
+            layer.late_s += event.duration_s * event.ahead
+            step.late_s += event.duration_s * event.ahead
 
-    def wasted(self, experts: int) -> None:
-        """Count experts evicted before their need came."""
+    def used(self, layer: int, experts: int = 1) -> None:
+        """Count experts that were brought ahead of their need, which has come."""
+        self.step.used += experts
+        self.step.layer(layer).used += experts
+
+    def wasted(self, layer: int, experts: int = 1) -> None:
+        """Count experts that were brought ahead of their need and evicted before it came."""
         self.step.wasted += experts
+        self.step.layer(layer).wasted += experts
 
-    def served(self, requests: int, hits: int, late: int = 0) -> None:
+    def served(self, layer: int, requests: int, hits: int, late: int = 0) -> None:
         """Count one layer's requests to the slots."""
-        self.step.requests += requests
-        self.step.hits += hits
-        self.step.late += late
-        self.step.layers += 1
-        self.step.covered += hits / requests
+        step = self.step
+        step.layers += 1
+        step.requests += requests
+        step.hits += hits
+        step.late += late
+        step.covered += hits / requests
+        step.layer(layer).add(
+            LayerStats(passes=1, covered=hits / requests, requests=requests, hits=hits, late=late)
+        )
+
+    def rejected(self, keys: Set[tuple[int, int]]) -> None:
+        """Tell apart what the step moved for these (layer, expert), which proved not wanted."""
+        for event in self.step.events:
+            if event.kind == "transfer" and (event.layer, event.expert) in keys:
+                assert event.layer is not None
+                self.step.rejected_bytes += event.moved_bytes
+                self.step.layer(event.layer).rejected_bytes += event.moved_bytes
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -135,17 +237,28 @@ class RunStats:
     start_s: float
     memory: dict[str, int]
     steps: list[StepStats] = field(default_factory=list)
-    _events: int = 0
+    layers: dict[int, LayerStats] = field(default_factory=dict)
+    _details: int = 0
     _trimmed: int = 0
 
     def record(self, step: StepStats) -> None:
+        """Add a step; of the oldest ones only the sums are kept, once there are many events."""
         self.steps.append(step)
-        self._events += len(step.events)
-        while self._events > MAX_EVENTS and self._trimmed < len(self.steps):
+        if step.phase == "decode":
+            for layer, figures in step.by_layer.items():
+                self.layers.setdefault(layer, LayerStats()).add(figures)
+        self._details += len(step.events) + len(step.by_layer)
+        while self._details > MAX_EVENTS and self._trimmed < len(self.steps):
             oldest = self.steps[self._trimmed]
-            self._events -= len(oldest.events)
+            self._details -= len(oldest.events) + len(oldest.by_layer)
             oldest.events.clear()
+            oldest.by_layer.clear()
             self._trimmed += 1
+
+    @property
+    def trimmed(self) -> int:
+        """Steps, the first ones, whose events and layers are no longer kept."""
+        return self._trimmed
 
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`, by name; None where a figure does not exist for this run."""
@@ -171,17 +284,25 @@ class RunStats:
             "moved_bytes": total("moved_bytes"),
             "ahead_bytes": total("ahead_bytes"),
             "read_bytes": total("read_bytes"),
+            "rejected_bytes": total("rejected_bytes"),
             "late_rate": ratio(total("late"), total("requests")),
+            "used": total("used"),
             "wasted": total("wasted"),
             "moved_bytes_per_token": ratio(total("moved_bytes"), total("emitted")),
             "stall_s": float(total("stall_s")),
+            "late_s": float(total("late_s")),
             "draft_s": float(total("draft_s")),
             "verify_s": float(total("verify_s")),
             "transfer_s": float(total("transfer_s")),
+            "link_s": float(total("link_s")),
+            "hidden_share": ratio(total("link_s") - total("exposed_s"), total("link_s")),
             "prefill_s": float(sum(step.end_s - step.start_s for step in prefill)),
             "prefill_moved_bytes": total("moved_bytes", prefill),
             "prefill_read_bytes": total("read_bytes", prefill),
             "prefill_stall_s": float(total("stall_s", prefill)),
             "prefill_hit_rate": ratio(total("hits", prefill), total("requests", prefill)),
+            "layers": [
+                {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
+            ],
             "memory": dict(self.memory),
         }

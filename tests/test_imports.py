@@ -71,6 +71,7 @@ TABLE = {
             "speq.memory",
             "speq.runtime",
             "speq.text",
+            "speq.timeline",
         ),
         (*BELOW_ENGINE, "engine"),
     ),

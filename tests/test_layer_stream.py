@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream, Progress
+from speq.scheduler.policies import LruPolicy
 from speq.scheduler.route_history import LIKELY, PRIOR_ROWS, RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority

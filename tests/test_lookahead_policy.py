@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
-from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey
 from speq.scheduler.lookahead_policy import LookaheadPolicy
+from speq.scheduler.policies import LruPolicy
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.lookahead_policy import LookaheadPolicy
+from speq.scheduler.policies import LruPolicy
 from speq.scheduler.prefetch import QUEUE, DraftGuided, Mode, OnDemand
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority

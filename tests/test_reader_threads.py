@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from speq.scheduler import reader_threads
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.policies import LruPolicy
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, Priority, State, Ticket

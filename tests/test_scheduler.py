@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
+from speq.scheduler.policies import LruPolicy
 from speq.scheduler.prefetch import OnDemand
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, Priority, State, SynchronousTransfer

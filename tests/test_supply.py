@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey, LruPolicy
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.policies import LruPolicy
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority, SynchronousTransfer, TransferEngine
 from speq.stats import Recorder

@@ -38,8 +38,8 @@ def doctor(
     force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
 ) -> None:
     """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
-    from speq.bench.report import check_target
     from speq.runtime import resolve_device
+    from speq.store.atomic_file import check_target
 
     check_target(json_file, force)
     checked_choice("device", device, DEVICES)

@@ -3,12 +3,17 @@
 import contextlib
 import json
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from speq.cli import options as opt
-from speq.config import DEFAULT_READER_THREADS, format_bytes
+from speq.cli.run_report import print_layers, print_summary
+from speq.config import DEFAULT_READER_THREADS
+
+if TYPE_CHECKING:
+    from speq.generator import Generator
 
 
 def generate(
@@ -35,9 +40,19 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, token_ids, stats.")
     ] = False,
+    show_stats: Annotated[
+        bool, typer.Option("--stats", help="Also show, by layer, where experts came from.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline of the run, which Perfetto opens (ui.perfetto.dev)."),
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
 ) -> None:
     """Generate text from a prompt."""
     from speq.config import SamplingParams
+    from speq.store.atomic_file import check_target
+    from speq.timeline import write_trace
 
     # Options are checked before a model takes minutes to load.
     sampling: dict[str, Any] = {
@@ -50,6 +65,7 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     SamplingParams(**sampling)
+    check_target(trace, force)
     generator = opt.load_generator(
         model,
         memory_budget,
@@ -75,58 +91,43 @@ def generate(
                 "stats": result.stats,
             }
             print(json.dumps(answer))
-            return
-        finished: dict[str, Any] = {}
-        with (
-            opt.progress_bar() as progress,
-            contextlib.closing(
-                generator.stream(
-                    prompt,
-                    progress=progress,
-                    on_finish=lambda reason, stats: finished.update(stats),
-                    **sampling,
+        else:
+            _stream(generator, prompt, sampling)
+        run = generator.last_run
+        assert run is not None, "a run has ended"
+        if show_stats:
+            print_layers(run.summary())
+        if trace is not None:
+            write_trace(run, trace)
+            if run.trimmed:
+                print(
+                    f"speq: the timeline leaves out the first {run.trimmed} steps of the run",
+                    file=sys.stderr,
                 )
-            ) as tokens,
-        ):
-            # Nothing is written before it is known that the prompt can be run.
-            text = prompt
-            for token in tokens:
-                sys.stdout.write(text + token.text)
-                sys.stdout.flush()
-                text = ""
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        print_stats(finished)
     finally:
         generator.close()
 
 
-def print_stats(stats: dict[str, Any]) -> None:
-    """A short table of a run's figures, on stderr."""
-    from rich.console import Console
-    from rich.table import Table
-
-    def number(name: str, form: str) -> str:
-        value = stats[name]
-        return "-" if value is None else form.format(value)
-
-    moved = stats["moved_bytes_per_token"]
-    memory = stats["memory"]
-    experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
-    rows = [
-        ("tokens", number("new_tokens", "{}")),
-        ("time per output token (TPOT)", number("tpot_ms", "{:.1f} ms")),
-        ("time to first token (TTFT)", number("ttft_ms", "{:.0f} ms")),
-        ("draft length, mean", number("draft_length_mean", "{:.2f}")),
-        ("accept length, mean", number("accept_length_mean", "{:.2f}")),
-        ("acceptance rate", number("acceptance_rate", "{:.1%}")),
-        ("route recall", number("route_recall", "{:.1%}")),
-        ("expert hit rate", number("hit_rate", "{:.1%}")),
-        ("moved per token", "-" if moved is None else format_bytes(moved)),
-        ("stall", number("stall_s", "{:.2f} s")),
-        ("memory budget", f"{format_bytes(memory['budget'])}, {experts}"),
-    ]
-    table = Table(show_header=False)
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True).print(table)
+def _stream(generator: "Generator", prompt: str, sampling: dict[str, Any]) -> None:
+    """Write the text as it comes, then a short table."""
+    finished: dict[str, Any] = {}
+    with (
+        opt.progress_bar() as progress,
+        contextlib.closing(
+            generator.stream(
+                prompt,
+                progress=progress,
+                on_finish=lambda reason, stats: finished.update(stats),
+                **sampling,
+            )
+        ) as tokens,
+    ):
+        # Nothing is written before it is known that the prompt can be run.
+        text = prompt
+        for token in tokens:
+            sys.stdout.write(text + token.text)
+            sys.stdout.flush()
+            text = ""
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    print_summary(finished)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from speq.errors import SpeqError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -25,3 +27,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_target(path: Path | None, force: bool) -> None:
+    """Refuse to overwrite before minutes are spent measuring."""
+    if path is None:
+        return
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise SpeqError(f"{path} cannot be written; choose a file in a folder of yours")
+    if os.path.exists(path) and not force:
+        raise SpeqError(f"{path} exists already; choose another name or add --force")

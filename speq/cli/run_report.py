@@ -1,0 +1,87 @@
+"""What a run measured, as tables on stderr."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from speq.config import format_bytes
+
+Show = Callable[[Any], str]
+
+
+def number(form: str) -> Show:
+    return form.format
+
+
+def mebibytes(size: float) -> str:
+    return f"{size / (1 << 20):.1f}"
+
+
+def milliseconds(time_s: float) -> str:
+    return f"{time_s * 1e3:.1f}"
+
+
+SUMMARY: tuple[tuple[str, str, Show], ...] = (
+    ("tokens", "new_tokens", number("{}")),
+    ("time per output token (TPOT)", "tpot_ms", number("{:.1f} ms")),
+    ("time to first token (TTFT)", "ttft_ms", number("{:.0f} ms")),
+    ("draft length, mean", "draft_length_mean", number("{:.2f}")),
+    ("accept length, mean", "accept_length_mean", number("{:.2f}")),
+    ("acceptance rate", "acceptance_rate", number("{:.1%}")),
+    ("route recall", "route_recall", number("{:.1%}")),
+    ("expert hit rate", "hit_rate", number("{:.1%}")),
+    ("moved per token", "moved_bytes_per_token", format_bytes),
+    ("stall", "stall_s", number("{:.2f} s")),
+)
+# Of every layer and of the whole run, by column title.
+LAYER: dict[str, tuple[str, Show]] = {
+    "asked\nfor": ("requests", str),
+    "hits": ("hits", str),
+    "late": ("late", str),
+    "demand\nMiB": ("demand_bytes", mebibytes),
+    "ahead\nMiB": ("ahead_bytes", mebibytes),
+    "used": ("used", str),
+    "wasted": ("wasted", str),
+    "rejected\nMiB": ("rejected_bytes", mebibytes),
+    "stall\nms": ("stall_s", milliseconds),
+    "of it\nlate": ("late_s", milliseconds),
+}
+
+
+def _shown(value: Any, show: Show) -> str:
+    return "-" if value is None else show(value)
+
+
+def print_summary(stats: dict[str, Any]) -> None:
+    """A short table of a run's figures."""
+    memory = stats["memory"]
+    table = Table(show_header=False)
+    for title, name, show in SUMMARY:
+        table.add_row(title, _shown(stats[name], show))
+    experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
+    table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
+    Console(stderr=True).print(table)
+
+
+def print_layers(stats: dict[str, Any]) -> None:
+    """Where experts came from, layer by layer, and what of their transfer was hidden."""
+    table = Table(title="experts while decoding, by layer", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("layer", *LAYER):
+        table.add_column(title, justify="right")
+    whole = stats | {"demand_bytes": stats["moved_bytes"] - stats["ahead_bytes"]}
+    whole |= {name: sum(layer[name] for layer in stats["layers"]) for name in ("requests", "hits")}
+    whole["late"] = sum(layer["late"] for layer in stats["layers"])
+    for layer in stats["layers"]:
+        cells = (_shown(layer[name], show) for name, show in LAYER.values())
+        table.add_row(str(layer["layer"]), *cells)
+    table.add_section()
+    table.add_row("all", *(_shown(whole[name], show) for name, show in LAYER.values()))
+    console = Console(stderr=True)
+    console.print(table)
+    hidden = _shown(stats["hidden_share"], number("{:.1%}"))
+    console.print(
+        f"transfers were under way for {stats['link_s']:.2f} s, {hidden} of it behind computation"
+    )
