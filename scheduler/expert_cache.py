@@ -33,8 +33,10 @@ class EvictionPolicy(Protocol):
     def visit(self, layer: int, experts: list[int]) -> None:
         """The exact model is at `layer` and wants these."""
 
-    def foretell(self, layer: int, experts: Iterable[int]) -> None:
-        """These are wanted at the next visit to `layer`, as far as is known."""
+    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+        """These are wanted at the next visit to `layer`; known: the share of the visit's tokens
+        of which that is all.
+        """
 
     def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
         """Residents of a layer, or of all (None), in the order in which they may be evicted.

@@ -12,7 +12,6 @@ from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Priority
 
 # Of the slots, one in so many is no layer's own while a prompt is run: there the next layer's
 # experts wait, while the others keep what the next chunk will want again.
@@ -79,7 +78,4 @@ class LayerStream:
         return self._supply.serve(layer, experts, lambda: self._load(wanted), WAVE)
 
     def _load(self, wanted: list[ExpertKey]) -> None:
-        with self._supply.keeping(wanted):
-            for key in wanted:
-                if not self._supply.load(key, Priority.PREFETCH):
-                    break
+        self._supply.load_ahead(wanted, len(wanted))

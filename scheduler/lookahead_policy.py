@@ -4,11 +4,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from speq.scheduler.expert_cache import ExpertKey
 
 # Of the probability that a visit to its layer wants an expert, so much is the last visit's.
 RECENCY = 0.1
+
+
+# A prefetch may evict what will have gone by the end of the pass anyway, as far as can be told, and
+# for every so many of these 0.75 more. Replaying recorded routes, 1 keeps to the bytes of fetching on
+# demand and leaves the link idle while the draft computes; 3 has it busy, and moves a fifth more.
+DARING = 1.75
 
 
 class LookaheadPolicy:
@@ -27,6 +34,7 @@ class LookaheadPolicy:
         self._coming: list[deque[set[int]]] = [deque() for _ in range(num_layers)]
         self._whole = [0] * num_layers  # of them, so many are known to the last expert
         self._foretold = np.full(shape, np.inf)  # visits of the layer until the one foretold
+        self._known = np.zeros(num_layers)  # of the next visit's tokens, the share foretold
         self._layer = num_layers - 1
         self.divide(num_slots)
         self.clear()
@@ -49,8 +57,11 @@ class LookaheadPolicy:
     def forget(self, key: ExpertKey) -> None:
         self._resident[key] = False  # its place in the order is passed over
 
-    def foretell(self, layer: int, experts: Iterable[int]) -> None:
-        """The layer's next visit wants these, and perhaps others."""
+    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+        """The layer's next visit wants these, and perhaps others; known: the share of its tokens of
+        which all is foretold by now.
+        """
+        self._known[layer] = known
         if not self._coming[layer]:
             self._coming[layer].append(set())
         self._coming[layer][0].update(experts)
@@ -69,6 +80,7 @@ class LookaheadPolicy:
     def visit(self, layer: int, experts: list[int]) -> None:
         """The layer is visited and wants these; what was foretold of it has come or has not."""
         self._layer = layer
+        self._known[layer] = 0.0
         self._probability[layer] *= 1 - RECENCY
         self._probability[layer, experts] += RECENCY
         if self._coming[layer]:
@@ -80,25 +92,49 @@ class LookaheadPolicy:
         self._order = None
 
     def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterator[ExpertKey]:
+        if ahead_for is not None:
+            yield from self._doomed()
+            return
         if self._order is None:
             self._order = self._sorted()
-        nearest = 0 if ahead_for is None else self._distance(ahead_for)
         for expected, key in self._order:
-            if expected <= nearest:
+            if expected <= 0:
                 return
             if self._resident[key] and layer in (None, key.layer):
                 yield key
 
-    def _distance(self, layer: int) -> int:
-        """Visits of any layer until this one's next: 1 is the next of all."""
-        return (layer - self._layer - 1) % self._num_layers + 1
+    def _doomed(self) -> Iterator[ExpertKey]:
+        """Residents that a prefetch may evict: not wanted in this pass, and among those that are
+        needed last of all that are there or still come before it ends.
+
+        Belady's choices made early (Cao et al., "A study of integrated prefetching and caching
+        strategies", 1995: conservative prefetching).
+        """
+        wanted = self._foretold == 0
+        count = int(DARING * (wanted & ~self._resident).sum())
+        layers, experts = np.nonzero(self._resident | wanted)
+        wanted = wanted[layers, experts]
+        # Whoever is wanted in this pass is needed again in a later one, as is, the more the more is
+        # known of this one, whoever was not foretold.
+        passed = np.where(wanted, 1.0, self._known[layers])
+        visits = 1 / self._probability[layers, experts] - 1 + passed
+        order = np.argsort(-self._expected(layers, visits), kind="stable")[:count]
+        for at in order[~wanted[order]]:
+            key = ExpertKey(int(layers[at]), int(experts[at]))
+            if self._resident[key]:  # it may have gone since
+                yield key
+
+    def _expected(
+        self, layers: NDArray[np.int64], visits: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Visits of any layer until those layers have let so many of their own pass."""
+        return (layers - self._layer - 1) % self._num_layers + 1 + self._num_layers * visits
 
     def _sorted(self) -> list[tuple[float, ExpertKey]]:
         layers, experts = np.nonzero(self._resident)
-        distances = (layers - self._layer - 1) % self._num_layers + 1
         foretold = self._foretold[layers, experts]
         unknown = np.array(self._whole)[layers] + 1 / self._probability[layers, experts] - 1
         visits = np.where(np.isinf(foretold), unknown, foretold)
-        expected = distances + self._num_layers * visits
+        expected = self._expected(layers, visits)
         order = np.argsort(-expected, kind="stable")
         return [(float(expected[at]), ExpertKey(int(layers[at]), int(experts[at]))) for at in order]

@@ -48,7 +48,7 @@ class LruPolicy:
     def visit(self, layer: int, experts: list[int]) -> None:
         pass
 
-    def foretell(self, layer: int, experts: Iterable[int]) -> None:
+    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         pass
 
     def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:

@@ -2,7 +2,8 @@
 
 `OnDemand` fetches what is missing when it is asked for, as Mixtral-Offloading does: the baseline
 (`--prefetch none`) that everything cleverer is compared with. `DraftGuided` fetches what the draft
-names, as it names it (MoE-SpeQ 3.3.2).
+names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
+router would say now.
 """
 
 from collections import Counter
@@ -10,16 +11,16 @@ from collections.abc import Generator
 from enum import Enum
 from typing import Protocol
 
+import torch
+
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.guesses import GuessRecord
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Priority
 
-# Prefetches under way at a time: those asked for later may be more urgent.
-QUEUE = 8
-# Of the tokens a draft is to have, the first third primes, the second is guided (MoE-SpeQ 3.3.2).
-PHASES = 3
+# A guess is acted on if it is at least so probable: a wrong one costs as much as a right one saves.
+PAYS = 0.5
 
 
 class Prefetcher(Protocol):
@@ -32,6 +33,9 @@ class Prefetcher(Protocol):
 
     def request(self, token: int, layer: int, route: Route) -> None:
         """A draft's route, as soon as it is known."""
+
+    def observe(self, layer: int, route: Route) -> None:
+        """The exact model's route, just before the layer is served."""
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
@@ -51,6 +55,9 @@ class OnDemand:
         self.lookahead.record(token, layer, route)
         self._supply.cache.policy.foretell(layer, route.topk_ids.flatten().tolist())
 
+    def observe(self, layer: int, route: Route) -> None:
+        self.lookahead.observe(layer, route)
+
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         return self._supply.serve(layer, experts)
 
@@ -60,13 +67,29 @@ class Mode(Enum):
 
     SINGLE_SOONER  once, when the first drafted token has named its experts
     SINGLE_LATER   once, when the last one has
-    THREE_PHASE    not while the first third of the tokens is drafted; then what is likely; from
-                   the last third on everything, in the order of layers, through the verification
+    THREE_PHASE    all along, through draft and verification; see `Phase`
     """
 
     SINGLE_SOONER = "single-sooner"
     SINGLE_LATER = "single-later"
     THREE_PHASE = "three-phase"
+
+
+class Phase(Enum):
+    """Of a draft (MoE-SpeQ 3.3.2).
+
+    PRIMING     nothing is known of the tokens to come: what is there stays there
+    GUIDED      what is likely to be used, named twice or with its share of the weight
+    SATURATION  from the draft's last token on, and through the verification: everything
+
+    The paper lets the link rest for the first part of a draft, to see more before it evicts. Here
+    it is the evictions that are kept to what will have gone anyway (`LookaheadPolicy`), and a link
+    that is short of time does not rest.
+    """
+
+    PRIMING = 0
+    GUIDED = 1
+    SATURATION = 2
 
 
 class DraftGuided:
@@ -76,56 +99,103 @@ class DraftGuided:
         self.lookahead = lookahead
         self._supply = supply
         self._mode = mode
+        self._guesses = GuessRecord()
         self.begin(0)
 
     def begin(self, draft_length: int) -> None:
         self.lookahead.clear()
+        self._supply.pace.pause()
         self._draft_length = draft_length
+        self._phase = Phase.PRIMING if draft_length else Phase.SATURATION
         # By layer: how many tokens want each expert, and which of them are likely to be used.
         self._wanted: list[Counter[int]] = [Counter() for _ in range(self.lookahead.num_layers)]
         self._likely: list[set[int]] = [set() for _ in range(self.lookahead.num_layers)]
         self._next_layer = 0
+        self._route: Route | None = None
+        # {expert: margin} of guesses for the next layer.
+        self._guessed: dict[int, float] = {}
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        experts = route.topk_ids.flatten().tolist()
+        experts, weights = route.topk_ids.flatten().tolist(), route.topk_weights.flatten().tolist()
+        # One token's choice is likely to be used if it has its even share of the weight.
+        even = sum(weights) / len(experts)
         self._wanted[layer].update(experts)
-        self._supply.cache.policy.foretell(layer, experts)
-        last_layer = layer + 1 == self.lookahead.num_layers
+        self._likely[layer] |= {e for e, w in zip(experts, weights, strict=True) if w >= even}
+        known = (token + 1) / (self._draft_length + 1)
+        self._supply.cache.policy.foretell(layer, experts, known)
         if self._mode is Mode.THREE_PHASE:
-            phase = PHASES * token // max(self._draft_length, 1)
-            if phase == 1:
-                weights = route.topk_weights.flatten()
-                # One token's choice is likely to be used if it has its even share of the weight.
-                even = float(weights.sum()) / len(experts)
-                named = zip(experts, weights.tolist(), strict=True)
-                self._likely[layer] |= {e for e, weight in named if weight >= even}
-            if phase:
-                self._load(likely_only=phase == 1)
-        elif last_layer:
+            last = token + 1 == self._draft_length
+            self._phase = Phase.SATURATION if last else Phase.GUIDED
+            self._supply.land()
+            self._load()
+        elif layer + 1 == self.lookahead.num_layers:
             at = 0 if self._mode is Mode.SINGLE_SOONER else self._draft_length - 1
             if token == at:
-                self._load(likely_only=False, queue=None)
+                self._load_at_once()
+
+    def observe(self, layer: int, route: Route) -> None:
+        self.lookahead.observe(layer, route)
+        self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         self._next_layer = layer + 1
-        if self._mode is Mode.THREE_PHASE:
-            yield from self._supply.serve(layer, experts, lambda: self._load(likely_only=False))
-        else:
+        if self._mode is not Mode.THREE_PHASE:
             yield from self._supply.serve(layer, experts)
+        else:
+            self._phase = Phase.SATURATION
+            self._guesses.learn(self._guessed, set(experts))
+            self._guessed = {}
+            yield from self._supply.serve(layer, experts, self._look_ahead)
         self._supply.withdraw(layer)
 
-    def _load(self, likely_only: bool, queue: int | None = QUEUE) -> None:
-        """Ask for what is wanted and missing, by layer, what most tokens want first."""
+    def _look_ahead(self) -> None:
+        """While a layer waits or computes, see to those behind it."""
+        if self._route is not None:
+            self._guess(self._next_layer, self._route)
+            self._route = None
+        self._load()
+
+    def _guess(self, layer: int, route: Route) -> None:
+        """Add what is probably wanted by tokens that no draft has run."""
+        rows, top_k = route.topk_ids.shape
+        unnamed = [node for node in range(rows) if (node, layer) not in self.lookahead.predicted]
+        if route.following is None or not unnamed:
+            return
+        logits = route.following(unnamed).float()
+        values, ids = torch.topk(logits, min(top_k + 1, logits.shape[1]))
+        margins = values[:, :top_k] - values[:, -1:]
+        guessed: dict[int, float] = {}
+        pairs = zip(ids[:, :top_k].flatten().tolist(), margins.flatten().tolist(), strict=True)
+        for expert, margin in pairs:
+            guessed[expert] = max(guessed.get(expert, 0.0), margin)
+        probable = [e for e in guessed if self._guesses.probability(guessed[e]) >= PAYS]
+        self._supply.cache.policy.foretell(layer, probable, known=1.0)
+        named = self._wanted[layer]
+        self._guessed = {
+            expert: margin
+            for expert, margin in guessed.items()
+            if expert not in named and not self._supply.has(ExpertKey(layer, expert))
+        }
+        named.update(expert for expert in probable if expert in self._guessed)
+
+    def _load(self) -> None:
+        """Ask for what is wanted and missing, by layer, what most tokens want first; no more than
+        keeps the link busy until it is looked after again.
+        """
+        room = self._supply.room_ahead()
         for layer in range(self._next_layer, self.lookahead.num_layers):
+            if room <= 0:
+                return
             keys = [
                 ExpertKey(layer, expert)
                 for expert, tokens in self._wanted[layer].most_common()
-                if not likely_only or tokens > 1 or expert in self._likely[layer]
+                if self._phase is Phase.SATURATION or tokens > 1 or expert in self._likely[layer]
             ]
-            with self._supply.keeping(keys):
-                for key in keys:
-                    if queue is not None and self._supply.under_way >= queue:
-                        return
-                    if not self._supply.load(key, Priority.PREFETCH):
-                        break
+            room -= self._supply.load_ahead(keys, room)
+
+    def _load_at_once(self) -> None:
+        """Ask for all that is wanted and missing, by layer, what most tokens want first."""
+        for layer, wanted in enumerate(self._wanted):
+            keys = [ExpertKey(layer, expert) for expert, _ in wanted.most_common()]
+            self._supply.load_ahead(keys, len(keys))

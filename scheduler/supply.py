@@ -1,10 +1,11 @@
 """Experts in slots and on their way there: the cache and the transfers, kept in step."""
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Generator
+from contextlib import suppress
 from itertools import islice
 
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.pace import LinkPace
 from speq.scheduler.transfer import Priority, State, Ticket, TransferEngine
 from speq.stats import Recorder
 
@@ -19,6 +20,7 @@ class ExpertSupply:
         self.cache = cache
         self._transfer = transfer
         self._recorder = recorder
+        self.pace = LinkPace()
         self._under_way: dict[ExpertKey, Ticket] = {}
         # After an interrupt, slots that are taken for free may still be written to.
         self._unsettled = False
@@ -92,6 +94,31 @@ class ExpertSupply:
             raise
         return True
 
+    def has(self, key: ExpertKey) -> bool:
+        """Whether `key` is there or on its way."""
+        return key in self.cache or key in self._under_way
+
+    def load_ahead(self, keys: list[ExpertKey], room: int) -> int:
+        """Prefetch those that are missing, up to so many, as slots can be had; how many it were.
+
+        None of `keys` makes room for another.
+        """
+        asked = 0
+        self.cache.pin(keys)
+        try:
+            for key in keys:
+                if not self.has(key):
+                    if asked == room or not self.load(key, Priority.PREFETCH):
+                        break
+                    asked += 1
+        finally:
+            self.cache.unpin(keys)
+        return asked
+
+    def room_ahead(self) -> int:
+        """How many more prefetches keep the link busy until this is asked again."""
+        return self.pace.look(self._recorder.clock()) - len(self._under_way)
+
     @property
     def under_way(self) -> int:
         """Experts on their way."""
@@ -114,16 +141,6 @@ class ExpertSupply:
             self._close(key, ticket)
             if ticket.error is not None and key in wanted:
                 raise ticket.error
-
-    @contextmanager
-    def keeping(self, keys: Iterable[ExpertKey]) -> Iterator[None]:
-        """Evict none of `keys` inside the block."""
-        held = list(keys)
-        self.cache.pin(held)
-        try:
-            yield
-        finally:
-            self.cache.unpin(held)
 
     def _report(self) -> None:
         """Enter in the recorder what became of prefetches since it was last told."""
@@ -150,6 +167,7 @@ class ExpertSupply:
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
         del self._under_way[key]
         if ticket.state is State.DONE:
+            self.pace.ended(ticket)
             self.cache.publish(key, ticket.slot, ticket.ahead)
         else:
             self.cache.release(key.layer, ticket.slot)

@@ -328,7 +328,7 @@ class Runtime:
             return ExactExperts(server, matrices, num_experts, activation, self.recorder, on_route)
 
         return Offload(
-            target=bank(prefetcher, lookahead.observe),
+            target=bank(prefetcher, prefetcher.observe),
             prefetcher=prefetcher,
             reader=bank(stream, stream.observe),
             stream=stream,

@@ -4,8 +4,11 @@ It owns no weights. Which experts it runs, the INT4 draft's or the exact ones, i
 pass under way: draft and target are one network with two expert banks.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from speq.routing import Route
@@ -34,11 +37,16 @@ class OffloadedExperts(nn.Module):
         self.layer = -1
         self.switch = BankSwitch()
         self._router_logits: Tensor | None = None
+        self._next_router: Callable[[Tensor], tuple[Tensor, ...]] | None = None
 
-    def attach(self, layer: int, switch: BankSwitch, router: nn.Module) -> None:
+    def attach(
+        self, layer: int, switch: BankSwitch, router: nn.Module, next_router: nn.Module | None
+    ) -> None:
         """Make this MoE layer number `layer`, under `switch`, and listen to its router."""
         self.layer = layer
         self.switch = switch
+        # Bound, not the module: it belongs to another layer.
+        self._next_router = None if next_router is None else next_router.forward
         router.register_forward_hook(self._keep_logits)
 
     def _keep_logits(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
@@ -46,6 +54,12 @@ class OffloadedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         assert self.switch.bank is not None, "no bank was chosen for this pass"
-        route = Route(topk_ids, topk_weights, self._router_logits)
+        following = partial(self._foresee, hidden_states) if self._next_router else None
+        route = Route(topk_ids, topk_weights, self._router_logits, following)
         self._router_logits = None
         return self.switch.bank(self.layer, hidden_states, route)
+
+    @torch.inference_mode()
+    def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
+        assert self._next_router is not None
+        return self._next_router(hidden_states[rows])[0]

@@ -45,10 +45,12 @@ class MoEModel:
         self.device = device
         self.dtype: torch.dtype = hf_model.dtype
         blocks = family.moe_blocks(hf_model)
+        routers = [getattr(block, family.router) for block in blocks.values()]
         for layer, block in enumerate(blocks.values()):
             experts = block.experts
             assert isinstance(experts, OffloadedExperts)
-            experts.attach(layer, self._switch, getattr(block, family.router))
+            next_router = routers[layer + 1] if layer + 1 < len(routers) else None
+            experts.attach(layer, self._switch, routers[layer], next_router)
         self.num_moe_layers = len(blocks)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
