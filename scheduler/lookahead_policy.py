@@ -1,5 +1,6 @@
 """Eviction by the next use: Belady's rule on what is known, and expectation beyond."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -12,9 +13,9 @@ from speq.scheduler.expert_cache import ExpertKey
 RECENCY = 0.1
 
 
-# A prefetch may evict what will have gone by the end of the pass anyway, as far as can be told, and
-# for every so many of these 0.75 more. Replaying recorded routes, 1 keeps to the bytes of fetching on
-# demand and leaves the link idle while the draft computes; 3 has it busy, and moves a fifth more.
+# Prefetches may evict so many times what will have gone by the end of the pass anyway, as far as can
+# be told. Replaying recorded routes, 1 keeps to the bytes of fetching on demand and leaves the link
+# idle while the draft computes; 3 has it busy, and moves a fifth more.
 DARING = 1.75
 
 
@@ -111,7 +112,7 @@ class LookaheadPolicy:
         strategies", 1995: conservative prefetching).
         """
         wanted = self._foretold == 0
-        count = int(DARING * (wanted & ~self._resident).sum())
+        count = 1 + math.ceil(DARING * (wanted & ~self._resident).sum())
         layers, experts = np.nonzero(self._resident | wanted)
         wanted = wanted[layers, experts]
         # Whoever is wanted in this pass is needed again in a later one, as is, the more the more is

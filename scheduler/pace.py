@@ -6,7 +6,7 @@ from speq.scheduler.transfer import Ticket
 
 # Of a new measurement, so much counts.
 WEIGHT = 0.2
-# Under way at least, so that no reader waits, and at most: those asked for later may be more urgent.
+# Under way at least, so that no reader waits, and at most: later ones may be more urgent.
 FEWEST, MOST = 4, 64
 
 

@@ -19,8 +19,9 @@ from speq.scheduler.guesses import GuessRecord
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.supply import ExpertSupply
 
-# A guess is acted on if it is at least so probable: a wrong one costs as much as a right one saves.
-PAYS = 0.5
+# A guess is acted on if it is at least so probable: a wrong one costs a transfer, a right one hides
+# less than one.
+PAYS = 0.65
 
 
 class Prefetcher(Protocol):
