@@ -1,6 +1,7 @@
 """One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -91,6 +92,19 @@ def parse_numbers(name: str, text: str) -> list[int]:
         raise SpeqError(
             f"{name} is {text!r}; it must be whole numbers separated by commas, such as 1,4"
         ) from None
+
+
+def parse_shares(name: str, text: str) -> list[float]:
+    """Positive numbers separated by commas. Raises SpeqError, naming the option, for others."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < math.inf for share in shares):
+        raise SpeqError(
+            f"{name} is {text!r}; it must be positive numbers separated by commas, such as 0.5,0.7"
+        )
+    return shares
 
 
 def current_commit() -> str | None:

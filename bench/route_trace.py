@@ -14,6 +14,7 @@ from speq.generator import Generator
 from speq.routing import Route
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.sequence import Sequence
+from speq.stats import RunStats
 from speq.store.atomic_file import replacing
 
 FORMAT = "speq-routes-1"
@@ -110,8 +111,8 @@ def record(
     prompts: list[str],
     max_new_tokens: int,
     **options: Any,
-) -> RouteTrace:
-    """Generate from each prompt and keep every round's routes."""
+) -> tuple[RouteTrace, RunStats]:
+    """Generate from each prompt and keep every round's routes, and what was measured."""
     generator = Generator.from_pretrained(
         model, memory_budget, draft_length=draft_length, **options
     )
@@ -121,7 +122,7 @@ def record(
         generator.reserve(longest + max_new_tokens)
         engine = runtime.engine
         lookahead = engine.offload.prefetcher.lookahead
-        steps = []
+        steps, run = [], RunStats(0.0, runtime.plan.report())
         for prompt in prompts:
             request = Sequence(
                 generator.encode(prompt),
@@ -131,13 +132,15 @@ def record(
             engine.start(request)
             while request.finish_reason is None:
                 stats = engine.step(request)
+                run.record(stats)
                 # The tokens of a chain are accepted from the front.
                 steps.append(_step(lookahead, stats.draft_length, list(range(stats.accepted + 1))))
     finally:
         generator.close()
     experts = runtime.shape.experts
     top_k = len(steps[0].used[0][0])
-    return RouteTrace(model, draft_length, lookahead.num_layers, experts.num_experts, top_k, steps)
+    trace = RouteTrace(model, draft_length, lookahead.num_layers, experts.num_experts, top_k, steps)
+    return trace, run
 
 
 def _step(lookahead: LookaheadBuffer, draft_length: int, path: list[int]) -> TraceStep:

@@ -45,15 +45,15 @@ COLUMNS: dict[str, Column] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """run: options of `RunConfig` that all runs share."""
+
     budgets: list[str]
     draft_lengths: list[str]
     prompts: Path | None
     num_prompts: int
     max_new_tokens: int
     rounds: int
-    device: str
-    dtype: str
-    draft_kernel: str
+    run: dict[str, Any]
 
 
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
@@ -64,13 +64,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     pairs = [(budget, length) for budget in settings.budgets for length in settings.draft_lengths]
     for budget, length in pairs:
-        RunConfig.of(
-            budget,
-            length,
-            device=settings.device,
-            dtype=settings.dtype,
-            draft_kernel=settings.draft_kernel,
-        )
+        RunConfig.of(budget, length, **settings.run)
 
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
     for turn in range(settings.rounds):
@@ -98,9 +92,7 @@ def measure(
         budget,
         draft="none" if length == "0" else "auto",
         draft_length=length,
-        device=settings.device,
-        dtype=settings.dtype,
-        draft_kernel=settings.draft_kernel,
+        **settings.run,
     )
     try:
         longest = max(len(generator.encode(prompt)) for prompt in prompts)

@@ -13,9 +13,9 @@ from speq.scheduler.expert_cache import ExpertKey
 RECENCY = 0.1
 
 
-# Prefetches may evict so many times what will have gone by the end of the pass anyway, as far as can
-# be told. Replaying recorded routes, 1 keeps to the bytes of fetching on demand and leaves the link
-# idle while the draft computes; 3 has it busy, and moves a fifth more.
+# Prefetches may evict so many times what will have gone by the end of the pass anyway, as far as
+# can be told. Replaying recorded routes, 1 keeps to the bytes of fetching on demand and leaves the
+# link idle while the draft computes; 3 has it busy, and moves a fifth more.
 DARING = 1.75
 
 

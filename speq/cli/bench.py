@@ -25,19 +25,18 @@ def tpot(
     draft_lengths: Annotated[
         str, typer.Option(help="Draft lengths, separated by commas; 0 is without a draft.")
     ] = "0,4",
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
-    ] = None,
+    prompts: opt.Prompts = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,
     max_new_tokens: opt.MaxNewTokens = 64,
     rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 3,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     draft_kernel: opt.DraftKernel = "fused",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    cache_policy: opt.CachePolicy = "lru",
+    prefetch: opt.Prefetch = "none",
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
 ) -> None:
     """Time per output token over memory budgets and draft lengths, settings in rotation."""
     from speq.bench import tpot as bench_tpot
@@ -51,9 +50,14 @@ def tpot(
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
             rounds=rounds,
-            device=device,
-            dtype=dtype,
-            draft_kernel=draft_kernel,
+            run={
+                "device": device,
+                "dtype": dtype,
+                "draft_kernel": draft_kernel,
+                "cache_policy": cache_policy,
+                "prefetch": prefetch,
+                "reader_threads": reader_threads,
+            },
         ),
         json_file=json_file,
         force=force,
@@ -84,10 +88,8 @@ def kernels(
     reference: Annotated[
         bool, typer.Option("--reference", help="Time the slow reference where need be.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
 ) -> None:
     """Expert kernels on layers of real shapes, beside a plain read of memory."""
     from speq.bench import kernels as bench_kernels
@@ -121,17 +123,13 @@ def step(
     memory_budget: opt.MemoryBudget,
     draft_length: opt.DraftLength = "auto",
     draft_kernel: opt.DraftKernel = "fused",
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
-    ] = None,
+    prompts: opt.Prompts = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,
     max_new_tokens: opt.MaxNewTokens = 64,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
 ) -> None:
     """Where the time of a draft token and of a verification goes, part by part."""
     from speq.bench import step as bench_step
@@ -166,10 +164,8 @@ def transfer(
     ] = "256KiB,16MiB",
     volume: Annotated[str, typer.Option(help="Read for each measurement.")] = "256MiB",
     rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 9,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
 ) -> None:
     """Experts from disk into slots, beside plain reads of the same files past the page cache."""
     from speq.bench import transfer as bench_transfer
@@ -193,16 +189,12 @@ def prefill(
     model: opt.ModelArgument,
     budgets: Annotated[str, typer.Option(help="Memory budgets, separated by commas.")],
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 1000,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
-    ] = None,
+    prompts: opt.Prompts = None,
     rounds: Annotated[int, typer.Option(help="Times each budget is measured.")] = 3,
     dtype: opt.Dtype = "auto",
     reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
 ) -> None:
     """Time to first token of a long prompt, beside the floor that link and arithmetic set."""
     from speq.bench import prefill as bench_prefill
@@ -220,6 +212,78 @@ def prefill(
         json_file=json_file,
         force=force,
     ).print(bench_prefill.COLUMNS)
+
+
+@bench_app.command("hit-rate")
+def hit_rate(
+    model: opt.ModelArgument,
+    memory_budget: Annotated[
+        str, typer.Option(help="Room for all experts and the draft, to record in.")
+    ],
+    draft_length: Annotated[int, typer.Option(help="Tokens drafted per step.")] = 8,
+    prompts: opt.Prompts = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 12,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    beside: Annotated[
+        str | None, typer.Option(help="A model whose times the routes are replayed with as well.")
+    ] = None,
+    beside_budget: Annotated[str | None, typer.Option(help="Room for all of its experts.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Keep the recorded routes here.")] = None,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """Experts in slots when they are needed: recorded routes through the scheduler."""
+    from speq.bench import hit_rate as bench_hit_rate
+
+    bench_hit_rate.run(
+        model,
+        bench_hit_rate.Settings(
+            memory_budget=memory_budget,
+            draft_length=draft_length,
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            beside=beside,
+            beside_budget=beside_budget,
+            trace=trace,
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_hit_rate.COLUMNS)
+
+
+@bench_app.command("schedule")
+def schedule(
+    model: opt.ModelArgument,
+    fractions: Annotated[
+        str, typer.Option(help="Shares of the experts' memory, separated by commas.")
+    ] = "0.5,0.7",
+    draft_length: Annotated[int, typer.Option(help="Tokens drafted per step.")] = 4,
+    prompts: opt.Prompts = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 3,
+    max_new_tokens: opt.MaxNewTokens = 48,
+    rounds: Annotated[int, typer.Option(help="Times each system is measured.")] = 3,
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """The scheduler on a model larger than memory, beside LRU, and both beside their floors."""
+    from speq.bench import schedule as bench_schedule
+
+    bench_schedule.run(
+        model,
+        bench_schedule.Settings(
+            fractions=fractions,
+            draft_length=draft_length,
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            rounds=rounds,
+            reader_threads=reader_threads,
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_schedule.COLUMNS)
 
 
 @bench_app.command("widen")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speq.cli import options as opt
+from speq.config import DEFAULT_READER_THREADS
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -21,6 +22,9 @@ def chat(
     context_length: opt.ContextLength = None,
     draft: opt.DraftOption = "auto",
     draft_length: opt.DraftLength = "auto",
+    cache_policy: opt.CachePolicy = "lru",
+    prefetch: opt.Prefetch = "none",
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
     max_new_tokens: opt.MaxNewTokens = 512,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -48,6 +52,9 @@ def chat(
         context_length=context_length,
         draft=draft,
         draft_length=draft_length,
+        cache_policy=cache_policy,
+        prefetch=prefetch,
+        reader_threads=reader_threads,
     )
     messages: list[dict[str, str]] = []
     if system is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +55,9 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens up to this mass.")]
 TopK = Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Prompts = Annotated[Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace that file.")]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End before this text; may be given several times.")
 ]
