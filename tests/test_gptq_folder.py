@@ -614,11 +614,15 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
         "does not fit the model: its config.json has num_hidden_layers 2 and the model's has 3",
     ),
     "another family": (config(model_type="olmoe"), "has model_type 'olmoe' and the model's has"),
-    "more experts": (config(num_experts_per_tok=4), "has num_experts_per_tok 4 and the model's"),
+    "more experts": (config(num_local_experts=16), "has num_.*experts 16 and the model's has 8"),
     "wider": (config(hidden_size=128), "has hidden_size 128 and the model's has 64"),
     "another router": (
         parts(poked(9.0), "mlp.gate.weight", first="layers.2"),
         r"was made from another model: its model\.layers\.2\.mlp\.gate\.weight, which is not quant",
+    ),
+    "other experts": (
+        parts(lambda q: ~q, "qweight", first="layers.0.mlp.experts.0.down_proj"),
+        "was made from another model, or has gate and up in another order: its first expert",
     ),
     "nothing to tell by": (
         parts(lambda w: None, "mlp.gate.weight", "embed_tokens.weight"),
@@ -663,6 +667,15 @@ def test_refused_before_weights_are_loaded_and_without_room(
             Runtime(open_model(tiny("qwen3_moe")), config)
 
 
+def test_up_before_gate(small: Path, tmp_path: Path) -> None:
+    """Nobody is known to fuse them so, and nothing else would tell."""
+    draft = tmp_path / "draft"
+    write_gptq(draft, small, Packing(names="fused"))
+    change(draft, lambda name, t: t.roll(t.shape[1] // 2, 1), "qweight", "scales", first="gate_up")
+    with pytest.raises(SpeqError, match="or has gate and up in another order"):
+        generated(small, str(draft))
+
+
 def test_gate_and_up_in_different_orders(small: Path, tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     write_gptq(draft, small, Packing(desc_act=True))
@@ -701,7 +714,9 @@ def test_routers_of_every_family_are_found(tiny: Folder, tmp_path: Path) -> None
         write_gptq(draft, tiny(family), Packing(group_size=16))
         parts(lambda weight: None, "embed_tokens.weight")(draft)
         opened = open_model(tiny(family))
-        folder = draft_source.open_gptq(draft, opened.checkpoint, opened.shape.experts)
+        folder = draft_source.open_gptq(
+            draft, opened.checkpoint, opened.store, opened.shape.experts
+        )
         assert isinstance(opened.checkpoint, Checkpoint)
         folder.close()
         opened.close()

@@ -12,6 +12,7 @@ from speq.store.gptq_format import (
     FORMATS,
     GptqMatrix,
     check_zeros,
+    dequantise,
     float16_scales,
     fused,
     input_perm_of,
@@ -100,6 +101,8 @@ def test_weights_are_the_same_bit_for_bit(version: int, desc_act: bool, group_si
     else:
         assert ours.input_perm is None
     wanted = gptq_files.dequantised(parts, version)
+    some = torch.tensor([3, 0, 17])
+    assert np.array_equal(dequantise(packed, some).half().numpy(), wanted[some])
     assert np.array_equal(values.numpy().astype(np.float16), wanted)
     assert np.array_equal(unpack_zeros(packed.qzeros, FORMATS[version - 1]).numpy() == 8,
                           np.ones((COLUMNS // size, ROWS)))  # fmt: skip

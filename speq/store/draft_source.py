@@ -70,11 +70,11 @@ def open_draft(
     if draft == "auto":
         beside = gptq_beside(model.path)
         if os.path.exists(beside / "config.json"):
-            return open_gptq(beside, model, experts)
+            return open_gptq(beside, model, store, experts)
         return RoundedDraft(model, store, experts, owned=False)
     path = locate(draft, "draft", "auto, none, ")
     if has_gptq_config(path, read_json(path / "config.json")):
-        return open_gptq(path, model, experts)
+        return open_gptq(path, model, store, experts)
     checkpoint = Checkpoint(path)
     try:
         return RoundedDraft(checkpoint, open_experts(checkpoint, experts), experts, owned=True)
@@ -83,12 +83,15 @@ def open_draft(
         raise SpeqError(f"draft {path} does not fit the model: {error}") from error
 
 
-def open_gptq(path: Path, model: Checkpoint, experts: ExpertLayout) -> GptqFolder:
-    """A GPTQ checkpoint made from `model`."""
+def open_gptq(
+    path: Path, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+) -> GptqFolder:
+    """A GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
     kinship.check_sizes(path, read_json(path / "config.json"), model)
     folder = GptqFolder(path, experts)
     try:
         kinship.check_weights(path, folder.tensors, model)
+        kinship.check_experts(folder, store)
     except BaseException:
         folder.close()
         raise

@@ -103,7 +103,7 @@ def _check_method(path: Path, values: dict[str, Any]) -> None:
             f"{REMEDY}"
         )
     bits = values.get("bits")
-    if bits != 4 or isinstance(bits, bool):
+    if type(bits) is not int or bits != 4:
         raise SpeqError(f"{path} has bits {bits!r}, and only 4 are read here; {REMEDY}")
     if values.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise SpeqError(

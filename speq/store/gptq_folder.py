@@ -21,6 +21,7 @@ from speq.store.gptq_format import (
     GptqMatrix,
     Int4Matrix,
     check_zeros,
+    dequantise,
     float16_scales,
     fused,
     input_perm_of,
@@ -85,6 +86,18 @@ class GptqFolder:
             if progress is not None:
                 progress(base_slot + 1, len(self._experts))
 
+    def sample(self, base_slot: int, count: int) -> Tensor:
+        """The first `count` rows of an expert's gate, of its up, and of its down, dequantised and
+        flattened one behind the other: [2 * count * H + count * F] float32."""
+        expert, rows = self._experts[base_slot], torch.arange(count)
+        gate_up = self._fused(*expert.gate_up)
+        up_rows = rows + self.layout.expert_width
+        parts = [
+            dequantise(gate_up, torch.cat([rows, up_rows])),
+            dequantise(self._read(expert.down), rows),
+        ]
+        return torch.cat([part.flatten() for part in parts])
+
     def close(self) -> None:
         self._shards.close()
 
@@ -107,16 +120,19 @@ class GptqFolder:
         return parts
 
     def _matrix(self, *modules: PackedModule) -> Int4Matrix:
-        """Modules over the same inputs as one matrix, their rows behind one another."""
+        whole = self._fused(*modules)
+        return to_int4(whole, self.config.group_size_for(modules[0].columns))
+
+    def _fused(self, *modules: PackedModule) -> GptqMatrix:
+        """Modules over the same inputs as one, their rows behind one another."""
         matrices = [self._read(module) for module in modules]
         try:
-            whole = fused(matrices)
+            return fused(matrices)
         except ValueError as error:
             names = " and ".join(module.name for module in modules)
             raise SpeqError(
                 f"{modules[0].path}: {names} {error}; quantise them together"
             ) from error
-        return to_int4(whole, self.config.group_size_for(modules[0].columns))
 
     def _read(self, module: PackedModule) -> GptqMatrix:
         values = self._read_values(module)

@@ -183,6 +183,15 @@ def to_int4(matrix: GptqMatrix, group_size: int) -> Int4Matrix:
     return Int4Matrix(qweight, scales, order)
 
 
+def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
+    """Rows `rows` [R] int64 of a symmetric layer, inputs in the model's order: [R, K] float32."""
+    codes = unpack_codes(matrix.qweight[:, rows])
+    columns, groups = codes.shape[0], matrix.scales.shape[0]
+    g_idx = torch.arange(columns) // (columns // groups) if matrix.g_idx is None else matrix.g_idx
+    scales = matrix.scales[:, rows].float()[g_idx.to(torch.int64)]
+    return ((codes.float() - SYMMETRIC_ZERO) * scales).t()
+
+
 def reorder_columns(qweight: Tensor, order: Tensor) -> Tensor:
     """Rows of codes [N, K / 2] uint8, two to a byte; column c becomes what order[c] was."""
     out = torch.empty_like(qweight)
