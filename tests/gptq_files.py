@@ -58,6 +58,11 @@ def digit(word: int, at: int) -> int:
     return ((word % (1 << 32)) // 16**at) % 16
 
 
+def packed_inputs(codes: np.ndarray) -> np.ndarray:
+    """[K, N] codes as qweight [K / 8, N]."""
+    return words(codes.reshape(-1, 8, codes.shape[1]).transpose(0, 2, 1))
+
+
 def packed_zeros(zeros: np.ndarray, version: int) -> np.ndarray:
     """[groups, N] zero points as qzeros [groups, N / 8], as GPTQModel writes them."""
     packed = words(zeros.reshape(len(zeros), -1, 8))
@@ -85,9 +90,8 @@ def packed(weight: np.ndarray, g_idx: np.ndarray, version: int) -> dict[str, np.
         scales[group] = np.abs(weight[:, inside]).max(1) / 7
         steps = weight[:, inside] / scales[group].astype(np.float64)[:, None]
         codes[inside] = np.clip(np.rint(steps), -8, 7).T + 8
-    by_word = codes.reshape(columns // 8, 8, rows).transpose(0, 2, 1)
     return {
-        "qweight": words(by_word),
+        "qweight": packed_inputs(codes),
         "qzeros": packed_zeros(np.full((groups, rows), 8), version),
         "scales": scales,
         "g_idx": g_idx.astype(np.int32),

@@ -18,7 +18,7 @@ from speq.store.gptq_format import (
     input_perm_of,
     pack_codes,
     pack_zeros,
-    reorder_columns,
+    reordered_rows,
     to_int4,
     unpack_codes,
     unpack_zeros,
@@ -116,14 +116,14 @@ def test_without_g_idx_groups_are_of_neighbours() -> None:
     assert bare.input_perm is full.input_perm is None
 
 
-def test_columns_of_long_matrices_are_reordered_as_a_whole() -> None:
-    """More rows than are unpacked at a time."""
-    codes = random_digits(1100, 16).to(torch.uint8)
+def test_inputs_are_reordered_before_they_are_packed_in_rows() -> None:
+    codes = random_digits(16, 5)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    ours = reorder_columns(codes[:, 0::2] | (codes[:, 1::2] << 4), order)
-    wanted = codes[:, order]
-    assert torch.equal(ours & 0xF, wanted[:, 0::2])
-    assert torch.equal(ours >> 4, wanted[:, 1::2])
+    ours = reordered_rows(torch.from_numpy(gptq_files.packed_inputs(codes.numpy())), order)
+    assert ours.shape == (5, 8)
+    assert ours.is_contiguous()
+    for (n, c), code in np.ndenumerate(codes[order].t().numpy()):
+        assert gptq_files.digit(int(ours[n, c // 2]), c % 2) == code
 
 
 @pytest.mark.parametrize(

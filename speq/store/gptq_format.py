@@ -26,8 +26,6 @@ SYMMETRIC_ZERO = 8
 # One in each of a word's zero points. It is taken from the word as a whole, so that a zero point
 # of 0 borrows from the next; adding it to the word undoes that.
 ONES = 0x11111111
-# Rows unpacked at a time: codes take twice the bytes of what they are packed in.
-ROW_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,8 @@ class Int4Matrix:
 
     def reorder_rows(self, order: Tensor) -> "Int4Matrix":
         """Row r becomes what row order[r] was."""
-        return Int4Matrix(self.qweight[order], self.scales[order], self.input_perm)
+        qweight, scales = (part.index_select(0, order) for part in (self.qweight, self.scales))
+        return Int4Matrix(qweight, scales, self.input_perm)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -174,13 +173,12 @@ def input_perm_of(g_idx: Tensor | None, columns: int, group_size: int) -> Tensor
 def to_int4(matrix: GptqMatrix, group_size: int) -> Int4Matrix:
     """A symmetric layer, whose zero points were checked, in the kernels' layout: bit for bit the
     same weights, columns sorted by group. Raises as `float16_scales` and `input_perm_of` do."""
-    # A word's bytes, least first, hold neighbouring inputs in the kernels' own order.
-    qweight = matrix.qweight.t().contiguous().view(torch.uint8)
     scales = float16_scales(matrix.scales).t().contiguous()
-    order = input_perm_of(matrix.g_idx, 2 * qweight.shape[1], group_size)
+    order = input_perm_of(matrix.g_idx, CODES_PER_WORD * matrix.qweight.shape[0], group_size)
     if order is not None:
-        qweight = reorder_columns(qweight, order)
-    return Int4Matrix(qweight, scales, order)
+        return Int4Matrix(reordered_rows(matrix.qweight, order), scales, order)
+    # A word's bytes, least first, hold neighbouring inputs in the kernels' own order.
+    return Int4Matrix(matrix.qweight.t().contiguous().view(torch.uint8), scales)
 
 
 def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
@@ -192,10 +190,14 @@ def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
     return ((codes.float() - SYMMETRIC_ZERO) * scales).t()
 
 
-def reorder_columns(qweight: Tensor, order: Tensor) -> Tensor:
-    """Rows of codes [N, K / 2] uint8, two to a byte; column c becomes what order[c] was."""
-    out = torch.empty_like(qweight)
-    for rows, target in zip(qweight.split(ROW_BLOCK), out.split(ROW_BLOCK), strict=True):
-        codes = torch.stack([rows & 0xF, rows >> 4], 2).flatten(1)[:, order]
-        target.copy_(codes[:, 0::2] | (codes[:, 1::2] << 4))
-    return out
+def reordered_rows(qweight: Tensor, order: Tensor) -> Tensor:
+    """qweight [K / 8, N] int32 as rows of codes [N, K / 2] uint8, two to a byte, low nibble first;
+    column c is input order[c]."""
+    # Inputs along the first dimension, so that whole rows are moved: [K / 2, N] bytes.
+    pairs = qweight.view(torch.uint8).unflatten(1, (-1, 4)).transpose(1, 2).flatten(0, 1)
+
+    def codes(inputs: Tensor) -> Tensor:
+        shifts = (4 * (inputs % 2)).to(torch.uint8).unsqueeze(1)
+        return (pairs.index_select(0, inputs // 2) >> shifts) & 0xF
+
+    return (codes(order[0::2]) | (codes(order[1::2]) << 4)).t().contiguous()
