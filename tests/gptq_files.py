@@ -216,5 +216,6 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
+    """A copy without the drafts that other tests left there."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(".speq"))
     return target
