@@ -21,7 +21,7 @@ from speq.config import format_bytes
 from speq.errors import SpeqError
 from speq.quantize.expert import QuantisedExpert
 from speq.quantize.gptq import QuantisedMatrix
-from speq.quantize.report import LayerReport
+from speq.quantize.report import LayerReport, TextReport
 from speq.quantize.settings import QuantizeSettings
 from speq.store.atomic_file import replacing
 from speq.store.checkpoint import (
@@ -118,6 +118,7 @@ class QuantizeFolder:
     source       fingerprint of the model
     calibration  digest of the tokens
     done         layers that an earlier run is known to have finished
+    text         what the finished draft made of the held-out text; None before that is known
     """
 
     def __init__(self, out: Path, source: str, calibration: str, shards: Shards) -> None:
@@ -139,15 +140,16 @@ class QuantizeFolder:
         out.mkdir(parents=True, exist_ok=True)
         for partial in stale:
             partial.unlink()
-        self.done: list[LayerReport] = self._journalled() if begun else self._begin()
+        self.done: list[LayerReport] = []
+        self.text: dict[str, TextReport] | None = None
+        if begun:
+            self._read_journal()
+        else:
+            with whole(self._journal) as file:
+                file.write(json.dumps(self._header).encode() + b"\n")
 
-    def _begin(self) -> list[LayerReport]:
-        with whole(self._journal) as file:
-            file.write(json.dumps(self._header).encode() + b"\n")
-        return []
-
-    def _journalled(self) -> list[LayerReport]:
-        """Layers done; a line that is cut off ends what is known, and goes."""
+    def _read_journal(self) -> None:
+        """What is done; a line that is cut off ends what is known, and goes."""
         lines = self._journal.read_bytes().split(b"\n")
         try:
             header = json.loads(lines[0])
@@ -166,15 +168,20 @@ class QuantizeFolder:
                 raise SpeqError(
                     f"{self.out} was begun with {what}; give the same ones to go on, or remove it"
                 )
-        done = []
+        known = 1
         for line in lines[1:-1]:
             try:
-                done.append(LayerReport.from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if "text" in entry:
+                    found = entry["text"].items()
+                    self.text = {lane: TextReport(**figures) for lane, figures in found}
+                else:
+                    self.done.append(LayerReport.from_json(entry))
+            except (ValueError, KeyError, TypeError, AttributeError):
                 break
+            known += 1
         with self._journal.open("r+b") as file:
-            file.truncate(sum(len(line) + 1 for line in lines[: 1 + len(done)]))
-        return done
+            file.truncate(sum(len(line) + 1 for line in lines[:known]))
 
     def activations(self, layer: int) -> Path:
         """Where what enters a layer is kept."""
@@ -193,12 +200,20 @@ class QuantizeFolder:
 
     def finish_layer(self, report: LayerReport) -> None:
         """Journal a layer whose shard and activations are on the disk; drop what entered it."""
-        with self._journal.open("ab") as file:
-            file.write(json.dumps(asdict(report)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._add(asdict(report))
         self.done.append(report)
         self.activations(report.layer).unlink(missing_ok=True)
+
+    def finish_text(self, text: dict[str, TextReport]) -> None:
+        """Journal what was made of the held-out text; no activations are needed any more."""
+        self._add({"text": {lane: asdict(figures) for lane, figures in text.items()}})
+        self.text = text
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        with self._journal.open("ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def check_room(self, checkpoint: Checkpoint, activation_bytes: int) -> None:
         """Raise SpeqError unless the disk has room for what is still to be written."""

@@ -131,6 +131,22 @@ class Quantizer:
     def run(
         self, calibration: Calibration, version: str, progress: Progress | None
     ) -> QuantizeReport:
+        folder = self._folder
+        if folder.text is None:
+            self._run_layers(calibration, progress)
+            folder.finish_text(self._text(calibration))
+        report = QuantizeReport(
+            self._settings.as_dict(),
+            calibration.calibration.numel(),
+            calibration.held_out.numel(),
+            tuple(folder.done),
+            folder.text or {},
+        )
+        folder.finish(self._source.checkpoint, report.to_json(), version)
+        return report
+
+    def _run_layers(self, calibration: Calibration, progress: Progress | None) -> None:
+        """All that are not done."""
         layout, folder = self._source.shape.experts, self._folder
         total = len(layout.layers) * layout.num_experts
         self._enter(calibration)
@@ -143,15 +159,6 @@ class Quantizer:
             leaving = folder.activations(layer + 1)
             activations.save(self._hidden, self._lanes.rows, leaving)
             folder.finish_layer(report)
-        report_ = QuantizeReport(
-            self._settings.as_dict(),
-            calibration.calibration.numel(),
-            calibration.held_out.numel(),
-            tuple(folder.done),
-            self._text(calibration),
-        )
-        folder.finish(self._source.checkpoint, report_.to_json(), version)
-        return report_
 
     def _enter(self, calibration: Calibration) -> None:
         """What enters the first layer that is not done."""
