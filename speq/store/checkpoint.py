@@ -14,6 +14,8 @@ from speq.store.shards import INDEX, SINGLE, Shards
 # Of a packed model: what its experts' records are, and what is written until there is a model.
 EXPERTS_MANIFEST = "experts.json"
 EXPERTS_JOURNAL = "experts.journal"
+# Of a model that is being quantised, until it is one.
+QUANTIZE_JOURNAL = "quantize.journal"
 WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What a run needs of a hub repository: no pickles, no code.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -31,6 +33,11 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
             raise SpeqError(
                 f"{what} {name!r} was not packed to the end; run the same `speq pack` again, which "
                 "goes on from there"
+            )
+        if os.path.exists(path / QUANTIZE_JOURNAL):
+            raise SpeqError(
+                f"model {name!r} was not quantised to the end; run the same `speq quantize` again, "
+                "which goes on from there"
             )
         return path
     if name and os.path.exists(path):
