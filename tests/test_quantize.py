@@ -602,6 +602,12 @@ def test_sizes_the_format_cannot_hold(tiny: Folder, tmp_path: Path) -> None:
     check_sizes(replace(SETTINGS, group_size=128), hidden_size=256, expert_width=64)
     with pytest.raises(SpeqError, match="expert width 64; give --group-size 16 or 32 or 64 or -1"):
         check_sizes(replace(SETTINGS, group_size=128), hidden_size=192, expert_width=64)
+    with pytest.raises(SpeqError, match="expert width is 60; a GPTQ checkpoint packs eight codes"):
+        check_sizes(SETTINGS, 64, 60)
+    with pytest.raises(SpeqError, match="sequence_length is 513; the model's limit is 512"):
+        long = replace(SETTINGS, sequence_length=513)
+        quantise_to(tmp_path / "out", tiny("olmoe"), long, tokens=torch.ones(2000).long())
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_are_not_finite(tmp_path: Path) -> None:
@@ -736,7 +742,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tests.test_quantize import quantise_to
-from speq.quantize.settings import QuantizeSettings, check_sizes
+from speq.quantize.settings import QuantizeSettings
 model, out, budget = sys.argv[1:]
 # Few tokens for most experts, which are then rounded: what they take is less, and sooner done.
 tokens = torch.arange(3 * 256) * 17 % 250
