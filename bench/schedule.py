@@ -17,6 +17,7 @@ from speq.bench.transfer import arena_for, expert_reads
 from speq.config import checked_int, format_bytes
 from speq.generator import Generator, load_tokenizer, tokens_of
 from speq.runtime import open_model
+from speq.stats import ratio
 from speq.store.atomic_file import check_target
 from speq.store.checkpoint import locate
 
@@ -189,7 +190,7 @@ def summarise(
     """One row: medians over rounds; ratios are taken within a round."""
     resident_ms = median(sample.tpot_ms for sample in resident)
     floors = [max(resident_ms, sample.useful_ms) for sample in samples]
-    of_lru = [one.tpot_ms / other.tpot_ms for one, other in zip(samples, lru, strict=True)]
+    of_lru = median(s.tpot_ms / other.tpot_ms for s, other in zip(samples, lru, strict=True))
     moved = median(sample.moved_bytes for sample in samples)
     return {
         "fraction": fraction,
@@ -198,9 +199,9 @@ def summarise(
         "tpot_ms": median(sample.tpot_ms for sample in samples),
         "floor_ms": median(floors),
         "of_floor": median(s.tpot_ms / floor for s, floor in zip(samples, floors, strict=True)),
-        "of_lru": median(of_lru) if of_lru else None,
+        "of_lru": of_lru,
         "moved_bytes_per_token": moved,
-        "moved_of_lru": moved / median(s.moved_bytes for s in lru) if lru else None,
+        "moved_of_lru": ratio(moved, median(sample.moved_bytes for sample in lru)),
         "useful_bytes_per_token": median(sample.useful_bytes for sample in samples),
         "link_bytes_per_s": median(1 / sample.link_s for sample in samples),
         "stall_share": median(s.total("stall_s") / s.decode_s for s in samples),

@@ -5,6 +5,7 @@ the expert slots share the rest of the budget and are laid out for the context a
 """
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -120,6 +121,8 @@ class Runtime:
         progress: Progress | None = None,
         first_context: int = CONTEXT_STEP,
     ) -> None:
+        # A model's modules refer to each other in circles: one that was closed before is still there.
+        gc.collect()
         self.config = config
         self.device = resolve_device(config.device)
         self.opened = opened
