@@ -50,6 +50,7 @@ def activation(model: str, layers: Rows) -> Any:
         rows=1,
         cols=2,
         column_widths=[0.65, 0.35],
+        horizontal_spacing=0.15,  # with room for the colours' key
         subplot_titles=(
             "share of tokens that choose an expert",
             f"entropy of the choice, in bits of {experts} experts",
@@ -61,7 +62,7 @@ def activation(model: str, layers: Rows) -> Any:
             y=numbers,
             colorscale="Viridis",
             zmin=0,
-            colorbar={"x": 0.6, "tickformat": ".0%"},
+            colorbar={"x": 0.56, "tickformat": ".0%"},
         ),
         row=1,
         col=1,

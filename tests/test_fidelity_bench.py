@@ -286,7 +286,7 @@ def test_settings_that_leave_nothing_to_compare_are_refused(tiny: Folder) -> Non
         } | changes
         with pytest.raises(SpeqError, match=message):
             fidelity.run(
-                str(tiny("qwen2_moe")), Settings(**values),
+                str(tiny("qwen2_moe")), Settings(**(values | changes)),
                 json_file=None, pictures=None, force=False,
             )  # fmt: skip
 
