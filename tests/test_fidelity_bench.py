@@ -262,8 +262,15 @@ def test_a_text_is_cut_to_the_context(tmp_path: Path) -> None:
     model = write_model(tmp_path / "short", "olmoe", max_position_embeddings=16)
     generator = Generator.from_pretrained(model, BUDGET, draft_length=DRAFT_LENGTH)
     try:
-        found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)
+        shown: list[tuple[str, int, int]] = []
+        found = fidelity.compare(
+            generator, TEXTS, DRAFT_LENGTH, progress=lambda *report: shown.append(report)
+        )
         assert found.texts.tokens == 10 + 10
+        assert {(what, total) for what, _, total in shown} == {
+            ("comparing draft and exact model", 20)
+        }
+        assert [done for _, done, _ in shown] == [6, 10, 16, 20]
         with pytest.raises(SpeqError, match="of 16 tokens has no room for a text beside such"):
             fidelity.compare(generator, TEXTS, 15)
     finally:
