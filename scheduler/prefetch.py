@@ -9,6 +9,7 @@ router would say now.
 from collections import Counter
 from collections.abc import Generator
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -111,7 +112,8 @@ class DraftGuided:
         # By layer: how many tokens want each expert, and which of them are likely to be used.
         self._wanted: list[Counter[int]] = [Counter() for _ in range(self.lookahead.num_layers)]
         self._likely: list[set[int]] = [set() for _ in range(self.lookahead.num_layers)]
-        self._next_layer = 0
+        # Layers still to come of which something may be missing.
+        self._unsettled: set[int] = set()
         self._route: Route | None = None
         # {expert: margin} of guesses for the next layer.
         self._guessed: dict[int, float] = {}
@@ -122,6 +124,7 @@ class DraftGuided:
         # One token's choice is likely to be used if it has its even share of the weight.
         even = sum(weights) / len(experts)
         self._wanted[layer].update(experts)
+        self._unsettled.add(layer)
         self._likely[layer] |= {e for e, w in zip(experts, weights, strict=True) if w >= even}
         known = (token + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
@@ -140,21 +143,22 @@ class DraftGuided:
         self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        self._next_layer = layer + 1
         if self._mode is not Mode.THREE_PHASE:
             yield from self._supply.serve(layer, experts)
         else:
             self._phase = Phase.SATURATION
+            # What had come may have gone again.
+            self._unsettled = set(range(layer + 1, self.lookahead.num_layers))
             self._guesses.learn(self._guessed, set(experts))
             self._guessed = {}
-            yield from self._supply.serve(layer, experts, self._look_ahead)
+            yield from self._supply.serve(layer, experts, partial(self._look_ahead, layer))
         self._supply.withdraw(layer)
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, layer: int) -> None:
         """While a layer waits or computes, see to those behind it."""
         if self._route is not None:
-            self._guess(self._next_layer, self._route)
-            self._route = None
+            route, self._route = self._route, None
+            self._guess(layer + 1, route)
         self._load()
 
     def _guess(self, layer: int, route: Route) -> None:
@@ -185,7 +189,7 @@ class DraftGuided:
         keeps the link busy until it is looked after again.
         """
         room = self._supply.room_ahead()
-        for layer in range(self._next_layer, self.lookahead.num_layers):
+        for layer in sorted(self._unsettled):
             if room <= 0:
                 return
             keys = [
@@ -193,7 +197,10 @@ class DraftGuided:
                 for expert, tokens in self._wanted[layer].most_common()
                 if self._phase is Phase.SATURATION or tokens > 1 or expert in self._likely[layer]
             ]
-            room -= self._supply.load_ahead(keys, room)
+            if all(map(self._supply.has, keys)):
+                self._unsettled.remove(layer)
+            else:
+                room -= self._supply.load_ahead(keys, room)
 
     def _load_at_once(self) -> None:
         """Ask for all that is wanted and missing, by layer, what most tokens want first."""

@@ -91,7 +91,8 @@ class RunConfig:
 
     memory_budget   bytes for everything on the device: weights, draft, KV cache, workspace, slots
     context_length  tokens the KV cache holds; None: what each request needs
-    draft           "auto", "none", or the folder of a checkpoint whose rounded experts draft
+    draft           "auto", "none", or the folder or hub id of a checkpoint whose experts draft,
+                    as they are (GPTQ) or rounded
     draft_length    tokens drafted per step; None: chosen by the governor
     draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
                     for each expert and projection
@@ -140,7 +141,7 @@ class RunConfig:
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
         checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
         if config.draft == "":
-            raise SpeqError("draft is empty; give auto, none or a folder")
+            raise SpeqError("draft is empty; give auto, none, a folder or a hub id")
         return config
 
 

@@ -6,7 +6,6 @@ the expert slots share the rest of the budget and are laid out for the context a
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,11 +38,12 @@ from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, SynchronousTransfer, TransferEngine
 from speq.stats import Recorder
-from speq.store import draft_file
 from speq.store.alignment import ALIGNMENT, aligned_bytes
-from speq.store.checkpoint import Checkpoint, is_quantised, locate, read_json
+from speq.store.checkpoint import Checkpoint, locate
+from speq.store.draft_source import DraftSource, RoundedDraft, open_draft
 from speq.store.expert_store import ExpertStore, is_expert_tensor
 from speq.store.host_tier import HostTier, available_bytes
+from speq.store.json_file import read_json
 from speq.store.packed_store import PackedExpertStore, open_experts
 
 logger = logging.getLogger("speq")
@@ -126,15 +126,16 @@ class Runtime:
         self.shape = opened.shape
         self.recorder = Recorder()
         self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
-        self._layout = Int4Layout(self.shape.experts.hidden_size, self.shape.experts.expert_width)
-        self._demand = self._measure_demand()
-        self.plan = self._first_plan(first_context)
-        self._check_room()
-        native.report_backends(self.device.type)
-        self.model = moe_model.load(
-            self.opened.family, self.opened.checkpoint, self.dtype, self.device
-        )
-        self.draft_bank = self._draft_bank(progress) if self.plan.has_draft else None
+        # Drafts are refused before weights are loaded, and even where the budget has no room.
+        with contextlib.closing(self._draft_source()) as draft:
+            self._demand = self._measure_demand(draft.layout)
+            self.plan = self._first_plan(first_context)
+            self._check_room()
+            native.report_backends(self.device.type)
+            self.model = moe_model.load(
+                self.opened.family, self.opened.checkpoint, self.dtype, self.device
+            )
+            self.draft_bank = self._draft_bank(draft, progress) if self.plan.has_draft else None
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
 
@@ -171,9 +172,6 @@ class Runtime:
         limit, fixed = self.shape.max_context, self.config.context_length
         if fixed is not None and fixed > limit:
             raise SpeqError(f"context_length is {fixed}; the model's limit is {limit}")
-        if self.config.draft not in ("auto", "none"):
-            # Refused before weights are loaded, and even where the budget has no room for it.
-            self._draft_checkpoint(Path(self.config.draft))[0].close()
         context = min(fixed or first_context, limit)
         plan = memory.plan(self._demand, self.config.memory_budget, context)
         if self.wants_draft and not plan.has_draft:
@@ -194,14 +192,14 @@ class Runtime:
                 return roomy
         return plan
 
-    def _measure_demand(self) -> memory.Demand:
+    def _measure_demand(self, draft: Int4Layout) -> memory.Demand:
         shape, store = self.shape, self.opened.store
         scored = 1 + self._draft_length if self.wants_draft else 1
         count = store.num_layers * store.num_experts
         return memory.Demand(
             non_expert_bytes=shape.resident_bytes(self.dtype),
             loading_bytes=self._loading_bytes(),
-            draft_bytes=count * self._layout.nbytes if self.wants_draft else 0,
+            draft_bytes=count * draft.nbytes if self.wants_draft else 0,
             kv_bytes_per_token=shape.kv_elements_per_token * self.dtype.itemsize,
             reading_bytes=self._reading_bytes(),
             slot_bytes=store.codec.slot_bytes,
@@ -246,33 +244,18 @@ class Runtime:
                 format_bytes(available_bytes()),
             )
 
-    def _draft_bank(self, progress: Progress | None) -> DraftExperts:
-        experts = self.shape.experts
-        arena = Int4Arena(self._layout, len(experts.layers), experts.num_experts, self.device)
-        report = None if progress is None else _labelled(progress, "rounding experts to INT4")
-        if self.config.draft == "auto":
-            draft_file.load_or_make(arena, self.opened.checkpoint, self.opened.store, report)
-        else:
-            checkpoint, store = self._draft_checkpoint(Path(self.config.draft))
-            draft_file.load_or_make(arena, checkpoint, store, report)
-            checkpoint.close()
-        return DraftExperts(arena, self.shape.activation, self.config.draft_kernel)
+    def _draft_source(self) -> DraftSource:
+        checkpoint, store = self.opened.checkpoint, self.opened.store
+        named = self.config.draft not in ("auto", "none")
+        if not named and not self.wants_draft:
+            return RoundedDraft(checkpoint, store, self.shape.experts, owned=False)
+        return open_draft(self.config.draft, checkpoint, store, self.shape.experts)
 
-    def _draft_checkpoint(self, path: Path) -> tuple[Checkpoint, ExpertStore]:
-        """Another checkpoint of the same shape, whose experts draft once rounded."""
-        if not os.path.isdir(path):
-            raise SpeqError(f"draft {str(path)!r} is no folder; give auto, none or a model folder")
-        if is_quantised(read_json(path / "config.json")):
-            raise SpeqError(
-                f"draft {path} is quantised already, which cannot be read yet; give a 16- or "
-                "32-bit checkpoint of the model, which is rounded to INT4 here, or auto"
-            )
-        checkpoint = Checkpoint(path)
-        try:
-            return checkpoint, open_experts(checkpoint, self.shape.experts)
-        except SpeqError as error:
-            checkpoint.close()
-            raise SpeqError(f"draft {path} does not fit the model: {error}") from error
+    def _draft_bank(self, draft: DraftSource, progress: Progress | None) -> DraftExperts:
+        experts = self.shape.experts
+        arena = Int4Arena(draft.layout, len(experts.layers), experts.num_experts, self.device)
+        draft.fill(arena, None if progress is None else _labelled(progress, draft.label))
+        return DraftExperts(arena, self.shape.activation, self.config.draft_kernel)
 
     def _build(self, plan: memory.MemoryPlan) -> Engine:
         """Lay out what is left of the budget as planned, and put an engine over it."""

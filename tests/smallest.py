@@ -12,7 +12,12 @@ from speq.runtime import Runtime, open_model
 
 
 def two_slot_budget(
-    model: Path, context: int, dtype: str, draft_length: int, reader_threads: int = 2
+    model: Path,
+    context: int,
+    dtype: str,
+    draft_length: int,
+    reader_threads: int = 2,
+    draft: str = "auto",
 ) -> int:
     """Bytes that leave exactly two slots, beside a draft if one is to be had."""
     options: dict[str, Any] = {
@@ -27,7 +32,7 @@ def two_slot_budget(
     smallest = int(match[1])
     if not draft_length:
         return smallest
-    runtime = Runtime(open_model(model), RunConfig.of("1GiB", draft_length, **options))
+    runtime = Runtime(open_model(model), RunConfig.of("1GiB", draft_length, draft=draft, **options))
     draft_bytes = runtime.plan.items["draft"]
     runtime.close()
     return smallest + draft_bytes

@@ -145,7 +145,7 @@ def test_draft_lengths(given: Any, length: int | None) -> None:
         ({"dtype": "int8"}, r"dtype is 'int8'; it must be one of auto, bfloat16, float16"),
         ({"cache_policy": "random"}, r"cache_policy is 'random'; it must be one of"),
         ({"prefetch": "psychic"}, r"prefetch is 'psychic'; it must be one of"),
-        ({"draft": ""}, r"draft is empty; give auto, none or a folder"),
+        ({"draft": ""}, r"draft is empty; give auto, none, a folder or a hub id"),
         ({"speed": 11}, r"unknown option speed; the options are memory_budget, .*draft_length"),
         ({"b": 1, "a": 2}, r"unknown option a, b; the options are"),
     ],

@@ -23,6 +23,7 @@ from speq.stats import StepStats
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.store.pack import pack
 from tests.fake_transfer import Reordering
+from tests.gptq_files import Packing, write_gptq
 from tests.pairwise import pairwise
 from tests.smallest import two_slot_budget
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
@@ -32,7 +33,7 @@ Folder = Callable[[str], Path]
 NEW_TOKENS = 200
 DRAFT_LENGTHS = (0, 1, 3, 8)
 BUDGETS = ("two slots", "half", "all")
-DRAFTS = ("own", "poor")
+DRAFTS = ("own", "poor", "gptq")
 STORES = ("plain", "packed")
 READERS = (1, 2, 4, 8)
 # Two runs of different length, so that prompts end inside and at the end of a chunk.
@@ -79,10 +80,25 @@ def packed(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return folder
 
 
-def budget_bytes(cell: Cell, model: Path, context: int, dtype: str) -> int:
+@pytest.fixture(scope="session")
+def gptq_draft(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Folder of a GPTQ checkpoint of the small model of a family, its inputs out of order."""
+    root = tmp_path_factory.mktemp("gptq")
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = root / family
+            write_gptq(made[family], tiny(family), Packing(2, desc_act=True, group_size=16))
+        return made[family]
+
+    return folder
+
+
+def budget_bytes(cell: Cell, model: Path, draft: str, context: int, dtype: str) -> int:
     if cell.budget == "all":
         return 1 << 30
-    smallest = two_slot_budget(model, context, dtype, cell.draft_length, cell.readers)
+    smallest = two_slot_budget(model, context, dtype, cell.draft_length, cell.readers, draft)
     if cell.budget == "two slots":
         return smallest
     store = open_model(model).store
@@ -105,7 +121,7 @@ def run_cell(
 ) -> set[str]:
     """Generate in one cell and compare; the outcomes of its drafts."""
     context = len(prompt) + len(expected)
-    budget = budget_bytes(cell, model, context, dtype)
+    budget = budget_bytes(cell, model, draft, context, dtype)
     generator = Generator.from_pretrained(
         model,
         budget,
@@ -140,11 +156,18 @@ class Folders:
     plain: Folder
     packed: Folder
     poor_draft: Folder
+    gptq_draft: Folder
+
+    def draft(self, family: str, which: str) -> str:
+        """The draft option for one of DRAFTS."""
+        if which == "own":
+            return "auto"
+        return str((self.poor_draft if which == "poor" else self.gptq_draft)(family))
 
 
 @pytest.fixture
-def folders(tiny: Folder, packed: Folder, poor_draft: Folder) -> Folders:
-    return Folders(tiny, packed, poor_draft)
+def folders(tiny: Folder, packed: Folder, poor_draft: Folder, gptq_draft: Folder) -> Folders:
+    return Folders(tiny, packed, poor_draft, gptq_draft)
 
 
 def check_family(family: str, cells: list[Cell], folders: Folders, dtype: str) -> None:
@@ -153,7 +176,7 @@ def check_family(family: str, cells: list[Cell], folders: Folders, dtype: str) -
     seen: set[str] = set()
     for at, cell in enumerate(cells):
         model = (folders.packed if cell.store == "packed" else folders.plain)(family)
-        draft = "auto" if cell.draft == "own" else str(folders.poor_draft(family))
+        draft = folders.draft(family, cell.draft)
         which = at % len(PROMPTS)
         seen |= run_cell(cell, model, draft, dtype, PROMPTS[which], expected[which])
     assert seen == {"full", "partial", "rejected"}
@@ -180,7 +203,7 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
         Cell(3, "two slots", "poor"),
         Cell(8, "all", "own"),
         Cell(0, "two slots", "own", "packed", 1),
-        Cell(3, "half", "own"),
+        Cell(3, "half", "gptq"),
     ]
     check_family(family, cells, folders, "float64")
 
@@ -211,7 +234,7 @@ def test_greedy_tokens_full_product(family: str, dtype: str, folders: Folders) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None:
     cells = [
-        Cell(draft_length, budget, DRAFTS[at % 2], STORES[at // 2 % 2], 2, policy, mode)
+        Cell(draft_length, budget, DRAFTS[at % 3], STORES[at // 2 % 2], 2, policy, mode)
         for at, (policy, mode, budget, draft_length) in enumerate(
             product(CACHE_POLICIES, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
         )

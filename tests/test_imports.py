@@ -60,6 +60,9 @@ TABLE = {
     ),
     "layers": Layer(("speq.layers",), ("leaves", "ops", "layers"), never=("transformers",)),
     "models": Layer(("speq.models",), ("leaves", "reference", "ops", "layers", "store", "models")),
+    "quantize": Layer(
+        ("speq.quantize",), ("leaves", "ops", "store", "layers", "models", "quantize")
+    ),
     "sampling": Layer(("speq.sampling",), ("leaves",)),
     "drafters": Layer(("speq.drafters",), ("leaves", "layers", "models", "sampling", "drafters")),
     "engine": Layer(
@@ -78,7 +81,8 @@ TABLE = {
     "package": Layer(("speq",), ("leaves", "engine")),
     "bench": Layer(("speq.bench",), (*BELOW_ENGINE, "engine", "package", "bench")),
     "cli": Layer(
-        ("speq.cli", "speq.__main__"), (*BELOW_ENGINE, "engine", "package", "bench", "cli")
+        ("speq.cli", "speq.__main__"),
+        (*BELOW_ENGINE, "engine", "quantize", "package", "bench", "cli"),
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
@@ -201,6 +205,8 @@ def test_library_keeps_to_the_table() -> None:
         ("speq.layers.draft_experts", "from speq.store import codec", "may not import store"),
         ("speq.models.shape", "from speq.drafters import drafter", "may not import drafters"),
         ("speq.drafters.drafter", "from speq.accept import accept", "may not import engine"),
+        ("speq.quantize.gptq", "from speq.runtime import open_model", "may not import engine"),
+        ("speq.runtime", "from speq.quantize import gptq", "engine may not import quantize"),
         ("speq.sampling", "def f() -> None:\n    import speq.text", "may not import engine"),
         ("speq.generator", "from speq.bench import report", "engine may not import bench"),
         ("speq.generator", "from speq.cli import options", "engine may not import cli"),

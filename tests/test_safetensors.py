@@ -1,6 +1,7 @@
 """Files, drafts and expert records, against the safetensors library and plain transformers."""
 
 import json
+import logging
 import os
 import struct
 from collections.abc import Callable
@@ -459,7 +460,7 @@ def test_draft_goes_elsewhere_where_the_model_cannot_be_written(
     kept.unlink()
     drafts.rmdir()
     drafts.write_text("in the way")
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
     unkept = empty_arena(store)
     draft_file.load_or_make(unkept, checkpoint, store)
     assert same_bits(arena, unkept)

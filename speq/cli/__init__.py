@@ -12,6 +12,7 @@ from speq.cli.check import check
 from speq.cli.doctor import doctor
 from speq.cli.generate import generate
 from speq.cli.pack import pack
+from speq.cli.quantize import quantize
 from speq.errors import SpeqError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(check)
 app.command()(pack)
+app.command()(quantize)
 app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 

@@ -34,7 +34,8 @@ ContextLength = Annotated[
 DraftOption = Annotated[
     str,
     typer.Option(
-        "--draft", help="auto, none, or the folder of a checkpoint to round into the draft."
+        "--draft",
+        help="auto, none, or the folder or hub id of a GPTQ checkpoint, or of one to round.",
     ),
 ]
 DraftLength = Annotated[str, typer.Option(help="Tokens drafted per step: auto or a number.")]

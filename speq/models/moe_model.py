@@ -70,6 +70,20 @@ class MoEModel:
         """The experts of the pass under way."""
         return self._switch.bank
 
+    @property
+    def body(self) -> nn.Module:
+        """All of the model but its head."""
+        return self._hf_model.model
+
+    @contextmanager
+    def using(self, bank: ExpertBank) -> Iterator[None]:
+        """Modules called inside the block run `bank`'s experts."""
+        self._switch.bank = bank
+        try:
+            yield
+        finally:
+            self._switch.bank = None
+
     def parts(self) -> dict[str, list[nn.Module]]:
         """Modules by what they do, for measurements; each holds those of other parts inside it."""
         body = self._hf_model.model

@@ -1,7 +1,6 @@
 """A model folder: config.json and safetensors shards, checked before a model is built from it."""
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,34 +8,43 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
-from speq.store.safetensors_file import SafetensorsFile, TensorInfo
+from speq.store.json_file import read_json
+from speq.store.shards import INDEX, SINGLE, Shards
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # Of a packed model: what its experts' records are, and what is written until there is a model.
 EXPERTS_MANIFEST = "experts.json"
 EXPERTS_JOURNAL = "experts.journal"
+# Of a model that is being quantised, until it is one.
+QUANTIZE_JOURNAL = "quantize.journal"
 WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What a run needs of a hub repository: no pickles, no code.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def locate(model: str | Path) -> Path:
-    """The folder of a model: a local one, or a download of the hub repository of that name."""
+def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
+    """The folder of a model: a local one, or a download of the hub repository of that name.
+
+    what, instead  what an error calls it, and what else it might have been
+    """
     name = str(model)
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         if os.path.exists(path / EXPERTS_JOURNAL):
             raise SpeqError(
-                f"model {name!r} was not packed to the end; run the same `speq pack` again, which "
+                f"{what} {name!r} was not packed to the end; run the same `speq pack` again, which "
                 "goes on from there"
+            )
+        if os.path.exists(path / QUANTIZE_JOURNAL):
+            raise SpeqError(
+                f"model {name!r} was not quantised to the end; run the same `speq quantize` again, "
+                "which goes on from there"
             )
         return path
     if name and os.path.exists(path):
-        raise SpeqError(f"model {name!r} is a file; give the folder that holds config.json")
+        raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise SpeqError(
-            f"model folder {name!r} does not exist; give a folder, or a hub id such as "
+            f"{what} folder {name!r} does not exist; give {instead}a folder, or a hub id such as "
             "Qwen/Qwen1.5-MoE-A2.7B"
         )
     from huggingface_hub import snapshot_download
@@ -46,22 +54,8 @@ def locate(model: str | Path) -> Path:
     except Exception as error:  # the hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SpeqError(
-            f"model {name!r} is neither a folder here nor to be had from the hub: {reason}"
+            f"{what} {name!r} is neither a folder here nor to be had from the hub: {reason}"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpeqError(
-            f"{path} cannot be read: {error.strerror}; give the folder of a whole model"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise SpeqError(f"{path} is not valid JSON: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise SpeqError(f"{path} holds a JSON {type(content).__name__}; it must hold an object")
-    return content
 
 
 def is_quantised(config: dict[str, Any]) -> bool:
@@ -91,59 +85,21 @@ class Checkpoint:
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
                 f"supported; give a folder with {SINGLE} or {INDEX}, and without that field"
             )
-        self.files: dict[str, SafetensorsFile] = {}
-        self.tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
+        self._shards = Shards(path)
+        self.files, self.tensors = self._shards.files, self._shards.tensors
         try:
-            self._open()
+            self._check_dtypes()
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
-        names = self._weight_map()
-        for name, file_name in names.items():
-            if file_name not in self.files:
-                self.files[file_name] = SafetensorsFile(self.path / file_name)
-            file = self.files[file_name]
-            if name not in file.tensors:
-                raise SpeqError(
-                    f"{file.path} lacks tensor {name}, which {INDEX} says it holds; download both "
-                    "again"
-                )
-            info = file.tensors[name]
+    def _check_dtypes(self) -> None:
+        for name, (file, info) in self.tensors.items():
             if info.dtype not in WORD_DTYPES:
                 raise SpeqError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
                     "bfloat16, float16, float32 or float64"
                 )
-            self.tensors[name] = (file, info)
-
-    def _weight_map(self) -> dict[str, str]:
-        # Where there are both, the single file counts, as it does for transformers.
-        if (self.path / INDEX).exists() and not (self.path / SINGLE).is_file():
-            names = read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(names, dict) or not names:
-                raise SpeqError(f"{self.path / INDEX} has no weight_map; download it again")
-            for file_name in names.values():
-                named = isinstance(file_name, str) and file_name not in ("", "..")
-                if not named or Path(file_name).name != file_name:
-                    raise SpeqError(
-                        f"{self.path / INDEX} names {file_name!r}, which is no file of that folder"
-                    )
-            for file_name in sorted(set(names.values())):
-                if not os.path.isfile(self.path / file_name):
-                    raise SpeqError(
-                        f"{self.path / INDEX} names shard {file_name}, which is absent; download it"
-                    )
-            return names
-        single = self.path / SINGLE
-        if not single.exists():
-            raise SpeqError(
-                f"{self.path} holds neither {SINGLE} nor {INDEX}; only safetensors checkpoints are "
-                "read"
-            )
-        self.files[SINGLE] = SafetensorsFile(single)
-        return dict.fromkeys(self.files[SINGLE].tensors, SINGLE)
 
     def fingerprint(self) -> str:
         """A digest of every shard's header and size and of 64 blocks of 4 KiB spread over it.
@@ -163,5 +119,4 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
     def close(self) -> None:
-        for file in self.files.values():
-            file.close()
+        self._shards.close()

@@ -55,6 +55,10 @@ def load_or_make(
                 return
             except SpeqError as error:
                 logger.warning("the draft on disk is made anew: %s", error)
+    logger.info(
+        "the draft is made by rounding; `speq quantize %s` makes a better one (GPTQ)",
+        checkpoint.path,
+    )
     quantize(arena, store, progress)
     keep(arena, paths)
 

@@ -29,7 +29,7 @@ from speq.store.packed_store import (
     dtype_name,
 )
 from speq.store.range_file import bytes_of
-from speq.store.safetensors_file import DTYPE_NAMES, SafetensorsFile, TensorInfo
+from speq.store.safetensors_file import SafetensorsFile, TensorInfo, header_of
 
 # Written between two syncs: what an interruption costs at most.
 BATCH_BYTES = 256 << 20
@@ -204,19 +204,9 @@ def write_non_experts(checkpoint: Checkpoint, out: Path) -> None:
 
 def copy_tensors(source: SafetensorsFile, tensors: dict[str, TensorInfo], out: BinaryIO) -> None:
     """A safetensors file of some of another's tensors, in their order, some bytes at a time."""
-    header: dict[str, object] = {"__metadata__": source.metadata} if source.metadata else {}
-    end = 0
     in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
-    for name, info in in_order:
-        header[name] = {
-            "dtype": DTYPE_NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [end, end + info.nbytes],
-        }
-        end += info.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    out.write(len(text).to_bytes(8, "little") + text)
+    entries = {name: (info.dtype, info.shape) for name, info in in_order}
+    out.write(header_of(entries, source.metadata))
     buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
     for _, info in in_order:
         for at in range(0, info.nbytes, COPY_BYTES):

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.store.alignment import ALIGNMENT, aligned
-from speq.store.checkpoint import EXPERTS_MANIFEST, Checkpoint, read_json
+from speq.store.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.store.codec import ExpertShape, RawCodec
 from speq.store.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
+from speq.store.json_file import read_json
 from speq.store.range_file import RangeFile, bytes_of
 from speq.store.safetensors_file import DTYPE_NAMES, DTYPES
 

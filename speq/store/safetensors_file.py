@@ -137,6 +137,25 @@ class SafetensorsFile(RangeFile):
         )
 
 
+def header_of(
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+) -> bytes:
+    """What a file begins with whose tensors follow in the order of `entries`, without gaps."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in entries.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [end, end + nbytes],
+        }
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _sizes(value: Any) -> TypeGuard[list[int]]:
     """Whether a JSON value is a list of whole numbers that are not negative."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

@@ -1,0 +1,62 @@
+"""A model run one decoder layer at a time, over texts of one length.
+
+A layer's other arguments (mask, positions, rotary embeddings) depend on a text's length alone. They
+are overheard once, from a pass in which the layers do nothing, so that no family needs a word here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speq.layers.offloaded_experts import ExpertBank
+from speq.models.moe_model import MoEModel
+
+
+class LayerwiseModel:
+    """Decoder layers of a model as functions of hidden states [T, H], for texts of T tokens."""
+
+    def __init__(self, model: MoEModel, length: int) -> None:
+        self._model = model
+        self._layers: list[nn.Module] = list(model.body.layers)  # type: ignore[arg-type]
+        self._arguments: list[dict[str, Any]] = [{} for _ in self._layers]
+        self.entering(torch.zeros(length, dtype=torch.int64))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @torch.inference_mode()
+    def entering(self, token_ids: Tensor) -> Tensor:
+        """What enters the first layer [T, H], of the tokens of a text [T]."""
+        seen: list[Tensor] = []
+
+        def overhear(arguments: dict[str, Any]) -> Any:
+            def forward(hidden_states: Tensor, **others: Any) -> Tensor:
+                seen.append(hidden_states)
+                arguments.update(others)
+                return hidden_states
+
+            return forward
+
+        for layer, arguments in zip(self._layers, self._arguments, strict=True):
+            layer.forward = overhear(arguments)
+        try:
+            self._model.body(input_ids=token_ids[None].to(self._model.device), use_cache=False)
+        finally:
+            for layer in self._layers:
+                del layer.forward  # the class' own is behind it
+        return seen[0][0]
+
+    @torch.inference_mode()
+    def run(self, layer: int, bank: ExpertBank, hidden_states: Tensor) -> Tensor:
+        """One layer: [T, H] in any float dtype to [T, H] in the model's."""
+        inputs = hidden_states[None].to(self._model.device, self._model.dtype)
+        with self._model.using(bank):
+            return self._layers[layer](inputs, **self._arguments[layer])[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """What leaves the last layer [N, H] to logits [N, V] float32."""
+        inputs = hidden_states.to(self._model.device, self._model.dtype)
+        return self._model.logits(self._model.body.norm(inputs)).float()  # type: ignore[operator]

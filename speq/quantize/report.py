@@ -1,0 +1,149 @@
+"""What quantising did to each expert, to routes and to the text: quantize_report.json."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+# Experts are compared with their rounding where at least so many held-out tokens came to them.
+JUDGED_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReport:
+    """One expert.
+
+    tokens           calibration tokens routed to it; held_out_tokens: of the text held out
+    method           "gptq", or "rtn" where it was rounded
+    damp             share of the mean of a Hessian's diagonal that was added to it
+    squared_error    of its weighted outputs for held-out tokens, summed; rounding_error: that of
+                     plain rounding; squared_output: what they are part of
+    """
+
+    tokens: int
+    held_out_tokens: int
+    method: str
+    damp: float
+    squared_error: float
+    rounding_error: float
+    squared_output: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One layer. experts: none where it has none.
+
+    route_recall  share of the experts that held-out tokens need that the draft named, each model
+                  going by its own hidden states; same_routes: tokens for which it named all. None
+                  where nothing was held out.
+    """
+
+    layer: int
+    experts: tuple[ExpertReport, ...] = ()
+    route_recall: float | None = None
+    same_routes: float | None = None
+
+    @classmethod
+    def from_json(cls, entries: dict[str, Any]) -> "LayerReport":
+        """Raises KeyError, TypeError or ValueError for what `asdict` has not made."""
+        experts = tuple(ExpertReport(**expert) for expert in entries["experts"])
+        return cls(**(entries | {"experts": experts}))
+
+    @property
+    def error(self) -> float | None:
+        """Root of the mean square error of the experts' outputs, as a share of the outputs."""
+        return self._relative([expert.squared_error for expert in self.experts])
+
+    @property
+    def rounding_error(self) -> float | None:
+        """The same, had all been rounded."""
+        return self._relative([expert.rounding_error for expert in self.experts])
+
+    def _relative(self, errors: list[float]) -> float | None:
+        total = sum(expert.squared_output for expert in self.experts)
+        return math.sqrt(sum(errors) / total) if total > 0 else None
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of a row of the table."""
+        tokens = [expert.tokens for expert in self.experts]
+        judged = [e for e in self.experts if e.held_out_tokens >= JUDGED_TOKENS]
+        judged = [expert for expert in judged if expert.method == "gptq"]
+        return {
+            "layer": self.layer,
+            "experts": len(self.experts),
+            "tokens_min": min(tokens),
+            "tokens_median": median(tokens),
+            "tokens_max": max(tokens),
+            "rounded": sum(expert.method == "rtn" for expert in self.experts),
+            "error": self.error,
+            "rounding_error": self.rounding_error,
+            "judged": len(judged),
+            "better": sum(e.squared_error < e.rounding_error for e in judged),
+            "route_recall": self.route_recall,
+            "same_routes": self.same_routes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TextReport:
+    """A model on the held-out text, teacher-forced.
+
+    tokens      that were scored
+    perplexity  of the text
+    same_token  share of tokens for which it finds the same one likeliest as the exact model: what a
+                greedy draft has accepted
+    overlap     mean of sum min(p, q) of its distribution and the exact one's: what a sampled draft
+                has accepted at temperature 1 (arXiv:2211.17192)
+    divergence  mean Kullback-Leibler divergence from the exact distribution, in nats
+    """
+
+    tokens: int
+    perplexity: float
+    same_token: float
+    overlap: float
+    divergence: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """All of it. text: by lane, "held out" being the exact model; empty without held-out text.
+
+    tokens        calibrated on; held_out_tokens: of the text held out
+    """
+
+    settings: dict[str, Any]
+    tokens: int
+    held_out_tokens: int
+    layers: tuple[LayerReport, ...]
+    text: dict[str, TextReport] = field(default_factory=dict)
+
+    @property
+    def moe_layers(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.experts]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [layer.summary() for layer in self.moe_layers]
+
+    def to_json(self) -> dict[str, Any]:
+        rows = self.rows
+        return {
+            "settings": self.settings,
+            "tokens": self.tokens,
+            "held_out_tokens": self.held_out_tokens,
+            "experts": sum(row["experts"] for row in rows),
+            "rounded_for_lack_of_tokens": self.rounded,
+            "judged": sum(row["judged"] for row in rows),
+            "better_than_rounding": sum(row["better"] for row in rows),
+            "text": {lane: asdict(text) for lane, text in self.text.items()},
+            "layers": rows,
+            "experts_by_layer": {
+                layer.layer: [asdict(expert) for expert in layer.experts]
+                for layer in self.moe_layers
+            },
+        }
+
+    @property
+    def rounded(self) -> int:
+        """Experts that were to be calibrated and saw too few tokens."""
+        return sum(row["rounded"] for row in self.rows) if self.settings["method"] == "gptq" else 0

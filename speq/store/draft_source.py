@@ -1,0 +1,98 @@
+"""Where a draft's INT4 experts come from: a GPTQ checkpoint, or exact experts that are rounded."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from speq.errors import SpeqError
+from speq.int4 import Int4Arena, Int4Layout
+from speq.store import draft_file, kinship
+from speq.store.checkpoint import Checkpoint, locate
+from speq.store.expert_store import ExpertLayout, ExpertStore
+from speq.store.gptq_config import has_gptq_config
+from speq.store.gptq_folder import GptqFolder
+from speq.store.json_file import read_json
+from speq.store.packed_store import open_experts
+
+Progress = Callable[[int, int], None]
+
+
+class DraftSource(Protocol):
+    """Opened and checked, but not read. label: what filling an arena is called."""
+
+    label: str
+
+    @property
+    def layout(self) -> Int4Layout:
+        """What an expert takes in an arena."""
+
+    def fill(self, arena: Int4Arena, progress: Progress | None = None) -> None:
+        """Bring all experts into an arena of `layout`. Raises SpeqError for damaged ones."""
+
+    def close(self) -> None:
+        """Give back files that are the source's own."""
+
+
+class RoundedDraft:
+    """Exact experts rounded to nearest, or what was kept of that the last time."""
+
+    label = "rounding experts to INT4"
+
+    def __init__(
+        self, checkpoint: Checkpoint, store: ExpertStore, experts: ExpertLayout, owned: bool
+    ) -> None:
+        self.layout = Int4Layout(experts.hidden_size, experts.expert_width)
+        self._checkpoint, self._store, self._owned = checkpoint, store, owned
+
+    def fill(self, arena: Int4Arena, progress: Progress | None = None) -> None:
+        draft_file.load_or_make(arena, self._checkpoint, self._store, progress)
+
+    def close(self) -> None:
+        if self._owned:
+            self._store.close()
+            self._checkpoint.close()
+
+
+def gptq_beside(model: Path) -> Path:
+    """Where a GPTQ checkpoint of a model is looked for, and where `speq quantize` leaves one."""
+    return model / draft_file.FOLDER / "gptq"
+
+
+def open_draft(
+    draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+) -> DraftSource:
+    """The draft of a model: "auto", or a folder or hub id. Raises SpeqError where it does not fit.
+
+    auto  the GPTQ checkpoint beside the model, if there is one, or else its own experts, rounded.
+          A folder without config.json, which is written last, is no checkpoint yet.
+    """
+    if draft == "auto":
+        beside = gptq_beside(model.path)
+        if os.path.exists(beside / "config.json"):
+            return open_gptq(beside, model, store, experts)
+        return RoundedDraft(model, store, experts, owned=False)
+    path = locate(draft, "draft", "auto, none, ")
+    if has_gptq_config(path, read_json(path / "config.json")):
+        return open_gptq(path, model, store, experts)
+    checkpoint = Checkpoint(path)
+    try:
+        return RoundedDraft(checkpoint, open_experts(checkpoint, experts), experts, owned=True)
+    except SpeqError as error:
+        checkpoint.close()
+        raise SpeqError(f"draft {path} does not fit the model: {error}") from error
+
+
+def open_gptq(
+    path: Path, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+) -> GptqFolder:
+    """A GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
+    kinship.check_sizes(path, read_json(path / "config.json"), model)
+    folder = GptqFolder(path, experts)
+    try:
+        kinship.check_weights(path, folder.tensors, model)
+        kinship.check_experts(folder, store)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
