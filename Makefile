@@ -27,7 +27,7 @@ $(READY): $(SOURCES)
 	@echo "installing (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check \
 	  "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,plots]"
 	@touch $@
 
 demo: $(READY)

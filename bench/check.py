@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speq.bench.report import Column, Report, read_prompts
+from speq.bench.teacher_forced import forced_passes
 from speq.config import format_bytes
 from speq.errors import SpeqError
 from speq.generator import Generator
@@ -125,26 +126,15 @@ def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:
 
 def trace(generator: Generator, ids: list[int]) -> Trace:
     """Run a text as verification would, and token by token as the draft would."""
-    runtime = generator.runtime
-    engine, model = runtime.engine, runtime.model
-    cache, lookahead = engine.cache, engine.offload.prefetcher.lookahead
     exact, drafted = [], []
     named = same = choices = sets = 0
-    cache.clear()
-    for start in range(0, len(ids), VERIFY_ROWS):
-        tokens = ids[start : start + VERIFY_ROWS]
-        lookahead.clear()
-        if runtime.draft_bank is not None:
-            for at, token in enumerate(tokens):
-                runtime.draft_bank.begin(at, lookahead.record)
-                drafted.append(model.score(runtime.draft_bank, cache, [token]).logits.cpu())
-                cache.advance(1)
-            cache.rewind(len(tokens))
-        exact.append(model.score(engine.offload.target, cache, tokens).logits.cpu())
-        cache.advance(len(tokens))
-        step_named, step_choices = lookahead.recall(list(range(len(tokens))))
+    for forced in forced_passes(generator.runtime, ids, VERIFY_ROWS):
+        exact.append(forced.exact.cpu())
+        if forced.draft is not None:
+            drafted.append(forced.draft.cpu())
+        step_named, step_choices = forced.lookahead.recall(list(range(forced.tokens)))
         named, choices = named + step_named, choices + step_choices
-        step_same, step_sets = equal_sets(lookahead, len(tokens))
+        step_same, step_sets = equal_sets(forced.lookahead, forced.tokens)
         same, sets = same + step_same, sets + step_sets
     draft = torch.cat(drafted) if drafted else None
     return Trace(torch.cat(exact), draft, named, same, choices, sets)

@@ -37,14 +37,8 @@ class Report:
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
 
     def print(self, columns: dict[str, Column]) -> None:
-        """The rows as a table on stdout, by column title; figures that do not exist are dashes."""
-        table = Table(title=f"{self.bench}: {self.model}")
-        for title in columns:
-            table.add_column(title, justify="right")
-        for row in self.rows:
-            cells = (_cell(row[name], show) for name, show in columns.values())
-            table.add_row(*cells)
-        Console().print(table)
+        """The rows as a table on stdout."""
+        print_table(f"{self.bench}: {self.model}", columns, self.rows)
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
@@ -54,6 +48,16 @@ class Report:
                 file.write(content.encode())
         except OSError as error:
             raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
+    """Rows on stdout, by column title; figures that do not exist are dashes."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row[name], show) for name, show in columns.values()))
+    Console().print(table)
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:

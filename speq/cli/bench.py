@@ -286,6 +286,50 @@ def schedule(
     ).print(bench_schedule.COLUMNS)
 
 
+@bench_app.command("fidelity")
+def fidelity(
+    model: opt.ModelArgument,
+    memory_budget: opt.MemoryBudget,
+    draft: opt.DraftOption = "auto",
+    draft_length: Annotated[int, typer.Option(help="Tokens the draft runs on freely.")] = 8,
+    prompts: opt.Prompts = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each prompt at most.")] = 256,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
+    pictures: Annotated[
+        Path | None, typer.Option(help="Draw the figures as HTML pages into this folder.")
+    ] = None,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """Experts the draft chooses beside those of the exact model, by layer and along a draft."""
+    from speq.bench import fidelity as bench_fidelity
+
+    settings = bench_fidelity.Settings(
+        memory_budget=memory_budget,
+        draft=draft,
+        draft_length=draft_length,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        device=device,
+        dtype=dtype,
+        reader_threads=reader_threads,
+    )
+    with opt.progress_bar() as progress:
+        report = bench_fidelity.run(
+            model,
+            settings,
+            json_file=json_file,
+            pictures=pictures,
+            force=force,
+            progress=progress,
+        )
+    report.print_all()
+
+
 @bench_app.command("widen")
 def widen(
     source: opt.ModelArgument,

@@ -97,7 +97,8 @@ def progress_bar() -> Iterator["Progress"]:
     try:
         yield report
     finally:
-        bar.stop()
+        if tasks:
+            bar.stop()
 
 
 def load_generator(model: str, memory_budget: str, **options: Any) -> "Generator":

@@ -1,0 +1,58 @@
+"""A text run through both sets of experts: neither sees the other's output, so that one
+disagreement does not cause the next.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speq.runtime import Runtime
+from speq.scheduler.lookahead import LookaheadBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedPass:
+    """Some tokens of a text, the exact model's in one pass, the draft's one by one.
+
+    start      position of the first of them in the text
+    exact      [T, V] logits
+    draft      [T, V] logits; None where there is no draft
+    lookahead  both models' routes, until the next pass
+    """
+
+    start: int
+    exact: Tensor
+    draft: Tensor | None
+    lookahead: LookaheadBuffer
+
+    @property
+    def tokens(self) -> int:
+        return len(self.exact)
+
+
+def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator[ForcedPass]:
+    """Run a text as verification would, `rows` tokens at a time, and token by token as the draft.
+
+    As in a run, the draft reads the exact KV entries of earlier passes and its own within a pass.
+    Between passes the cache holds the exact entries of the text so far; what is run on from there
+    must be rewound before the next pass.
+    """
+    engine, model = runtime.engine, runtime.model
+    cache, lookahead = engine.cache, engine.offload.prefetcher.lookahead
+    cache.clear()
+    for start in range(0, len(token_ids), rows):
+        tokens = token_ids[start : start + rows]
+        engine.recorder.begin("forced")
+        lookahead.clear()
+        drafted = []
+        if runtime.draft_bank is not None:
+            for at, token in enumerate(tokens):
+                runtime.draft_bank.begin(at, lookahead.record)
+                drafted.append(model.score(runtime.draft_bank, cache, [token]).logits)
+                cache.advance(1)
+            cache.rewind(len(tokens))
+        exact = model.score(engine.offload.target, cache, tokens).logits
+        cache.advance(len(tokens))
+        yield ForcedPass(start, exact, torch.cat(drafted) if drafted else None, lookahead)
