@@ -121,7 +121,7 @@ class Runtime:
         progress: Progress | None = None,
         first_context: int = CONTEXT_STEP,
     ) -> None:
-        # A model's modules refer to each other in circles: one that was closed before is still there.
+        # A model's modules refer to each other in circles: one that was closed may still be there.
         gc.collect()
         self.config = config
         self.device = resolve_device(config.device)

@@ -26,8 +26,8 @@ def quantize(
         Path | None,
         typer.Option(
             "--out",
-            help="Folder to write: a GPTQ checkpoint; default: .speq/gptq in the model's own, where "
-            "the draft auto finds it.",
+            help="Folder to write: a GPTQ checkpoint; default: .speq/gptq in the model's own, "
+            "where the draft auto finds it.",
         ),
     ] = None,
     bits: Annotated[int, typer.Option(help="4, and no other.")] = 4,

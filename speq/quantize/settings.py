@@ -17,8 +17,8 @@ COLUMN_ORDERS = ("static", "activation", "given")
 BITS = 4
 # -1: one group, all columns.
 GROUP_SIZES = (16, 32, 64, 128, -1)
-# With fewer tokens than this share of its inputs an expert is rounded: what so few tokens say of the
-# inputs is mostly chance, even where GPTQ, damped as below, is no worse than rounding for it.
+# With fewer tokens than this share of its inputs an expert is rounded: what so few tokens say of
+# the inputs is mostly chance, even where GPTQ, damped as below, is no worse than rounding for it.
 MIN_TOKEN_SHARE = 1 / 16
 # Rows for each input from which a Hessian is taken as it is. Tokens of one text are much alike:
 # with fewer than eight, more damping made the bundled model's outputs on other text better.
