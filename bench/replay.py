@@ -75,14 +75,15 @@ class Replay:
         self._recorder = Recorder(self._clock)
         layers, experts = trace.num_layers, trace.num_experts
         policy = eviction_policy(scheduling.policy, scheduling.slots, layers, experts)
-        link = SimulatedLink(
+        self._link = SimulatedLink(
             self._clock,
             self._recorder,
             transfer_s or (lambda: times.transfer_s),
             times.moved_bytes,
             times.begun,
         )
-        self._supply = ExpertSupply(ExpertCache(scheduling.slots, policy), link, self._recorder)
+        cache = ExpertCache(scheduling.slots, policy)
+        self._supply = ExpertSupply(cache, self._link, self._recorder)
         lookahead = LookaheadBuffer(layers)
         self._prefetcher: Prefetcher = OnDemand(self._supply, lookahead)
         if scheduling.prefetch != "none":
@@ -105,7 +106,7 @@ class Replay:
                 for layer, choice in enumerate(layers):
                     self._clock.now += self._times.draft_layer_s
                     self._prefetcher.request(token, layer, drafted_route(choice))
-        self._supply.land()
+        self._arrive()
         for layer, nodes in enumerate(step.used):
             needs = {e for node in nodes for e in node}
             result.needs += len(needs)
@@ -121,10 +122,15 @@ class Replay:
         self._recorder.rejected(self._prefetcher.lookahead.rejected(step.path))
         result.stats.record(self._recorder.finish())
 
+    def _arrive(self) -> None:
+        """Take in all that has arrived: the link learns of the time only when it is asked."""
+        self._link.report()
+        self._supply.land()
+
     def _verify(self, step: TraceStep, layer: int, result: Replayed) -> None:
         times, nodes = self._times, step.used[layer]
         self._clock.now += times.layer_s
-        self._supply.land()
+        self._arrive()
         experts = sorted({e for node in nodes for e in node})
         there = {e for e in experts if ExpertKey(layer, e) in self._supply.cache}
         result.choices += sum(len(node) for node in nodes)
@@ -148,7 +154,8 @@ def verified_route(step: TraceStep, layer: int) -> Route:
         guesses = step.guessed[layer + 1]
 
         def following(rows: list[int]) -> torch.Tensor:
-            logits = torch.zeros(len(rows), 1 + max(max(ids) for ids, _ in guesses))
+            # One more than was named: margins are over the first that is not among the top K.
+            logits = torch.zeros(len(rows), 2 + max(max(ids) for ids, _ in guesses))
             for at, row in enumerate(rows):
                 ids, margins = guesses[row]
                 logits[at, ids] = torch.tensor(margins)

@@ -91,16 +91,22 @@ class RouteTrace:
     def check(self) -> None:
         """Raises ValueError where sizes and ids do not agree with each other."""
         for step in self.steps:
-            ids = [e for layer in step.used for node in layer for e in node]
-            ids += [e for token in step.drafted for chosen, _ in token for e in chosen]
-            ids += [e for layer in step.guessed for chosen, _ in layer for e in chosen]
+            choices = [choice for token in step.drafted for choice in token]
+            choices += [choice for layer in step.guessed for choice in layer]
+            chosen = [node for layer in step.used for node in layer] + [ids for ids, _ in choices]
             layers = {len(step.used), len(step.guessed), *map(len, step.drafted)}
             nodes = {len(layer) for layer in step.used}
             if layers != {self.num_layers} or len(nodes) != 1:
                 raise ValueError("a step has other layers than the model")
-            if not all(0 <= expert < self.num_experts for expert in ids):
+            if not {len(layer) for layer in step.guessed} <= {0, *nodes}:
+                raise ValueError("a guess for some tokens only")
+            if any(len(ids) != self.top_k for ids in chosen):
+                raise ValueError(f"a token with other than {self.top_k} experts")
+            if any(len(ids) != len(weights) for ids, weights in choices):
+                raise ValueError("experts without weights")
+            if not all(type(e) is int and 0 <= e < self.num_experts for ids in chosen for e in ids):
                 raise ValueError("an expert that the model does not have")
-            if not step.path or max(step.path) >= nodes.pop():
+            if not step.path or min(step.path) < 0 or max(step.path) >= nodes.pop():
                 raise ValueError("a path of tokens that are not there")
 
 
@@ -165,5 +171,6 @@ def _choice(route: Route) -> Choice:
 
 
 def _margins(logits: Tensor, top_k: int) -> Choice:
-    values, ids = torch.topk(logits.float(), top_k + 1)
-    return ids[:-1].tolist(), [round(float(value), 3) for value in values[:-1] - values[-1]]
+    values, ids = torch.topk(logits.float(), min(top_k + 1, len(logits)))
+    margins = values[:top_k] - values[-1]
+    return ids[:top_k].tolist(), [round(float(margin), 3) for margin in margins]

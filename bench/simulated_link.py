@@ -46,17 +46,19 @@ class SimulatedLink:
         self._ended: list[Ticket] = []
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
+        self._advance()  # what ended before it was asked for made room for others
         ticket = Ticket(key, slot, priority)
         self._put(ticket)
-        self._advance()
+        self._begin(self._clock.now)
         return ticket
 
     def hasten(self, ticket: Ticket) -> None:
+        self._advance()
         if ticket.priority is not Priority.DEMAND:
             ticket.priority = Priority.DEMAND
             if ticket.state is State.QUEUED:
                 self._put(ticket)
-            self._advance()
+            self._begin(self._clock.now)
 
     def wait(self, ticket: Ticket) -> None:
         start_s = self._clock.now
@@ -83,6 +85,7 @@ class SimulatedLink:
         self._ended.clear()
 
     def quiesce(self) -> None:
+        self._advance()
         for _, _, ticket in self._queue:
             if ticket.state is State.QUEUED:
                 ticket.state = State.CANCELLED

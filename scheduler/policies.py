@@ -115,7 +115,10 @@ class EntropyPolicy(LruPolicy):
         share = self._frequency / self._frequency.sum(axis=1, keepdims=True)
         logs = np.log(share, out=np.zeros_like(share), where=share > 0)
         spread = np.exp(-(share * logs).sum(axis=1))
-        least = self._num_slots // (2 * self._num_layers)
+        # One each as far as there are so many.
+        least = max(
+            self._num_slots // (2 * self._num_layers), min(1, self._num_slots // self._num_layers)
+        )
         rest = self._num_slots - least * self._num_layers
         exact = least + rest * spread / spread.sum()
         self._shares = np.floor(exact).astype(int)

@@ -130,6 +130,8 @@ class DraftGuided:
         self._supply.cache.policy.foretell(layer, experts, known)
         if self._mode is Mode.THREE_PHASE:
             last = token + 1 == self._draft_length
+            if last and self._phase is not Phase.SATURATION:
+                self._unsettled = set(range(self.lookahead.num_layers))
             self._phase = Phase.SATURATION if last else Phase.GUIDED
             self._supply.land()
             self._load()

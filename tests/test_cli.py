@@ -42,6 +42,13 @@ MEASURED = {
     "hit_rate",
     "moved_bytes",
     "moved_bytes_per_token",
+    "rejected_bytes",
+    "used",
+    "wasted",
+    "layers",
+    "link_s",
+    "hidden_share",
+    "late_s",
     "stall_s",
     "draft_s",
     "verify_s",
@@ -486,6 +493,61 @@ def test_figures_that_do_not_exist_are_dashes(command: Command, tiny: Folder) ->
     for title in ("time per output token (TPOT)", "acceptance rate", "moved per token"):
         assert shown[title] == "-"
     assert shown["time to first token (TTFT)"].endswith(" ms")
+
+
+def test_generate_shows_layers_and_writes_a_timeline(
+    command: Command, tiny: Folder, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "trace.json"
+    arguments: list[object] = [
+        "generate", "--model", tiny("qwen3_moe"), "--prompt", "hello", "--memory-budget", "900KiB",
+        "--context-length", 64, "--max-new-tokens", 12, "--ignore-eos", "--cache-policy",
+        "lookahead", "--prefetch", "three-phase", "--trace", target,
+    ]  # fmt: skip
+    ended = command(*arguments, "--stats", "--json")
+    assert ended.code == 0, ended.err
+    stats = json.loads(ended.out)["stats"]
+    assert len(stats["layers"]) == 3
+    # A line for each layer and one for all, with the figures of --json.
+    rows = [line.split() for line in ended.err.splitlines() if re.match(r" *(\d+|all) +\d", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2", "all"]
+    for row, layer in zip(rows, stats["layers"], strict=False):
+        assert [int(row[1]), int(row[2]), int(row[3])] == [
+            layer["requests"], layer["hits"], layer["late"],
+        ]  # fmt: skip
+        assert row[4] == f"{layer['demand_bytes'] / (1 << 20):.1f}"
+        assert row[5] == f"{layer['ahead_bytes'] / (1 << 20):.1f}"
+        assert row[6:8] == [str(layer["used"]), str(layer["wasted"])]
+    for column, name in ((1, "requests"), (2, "hits"), (3, "late")):
+        assert int(rows[3][column]) == sum(layer[name] for layer in stats["layers"])
+    hidden = f"{stats['hidden_share']:.1%} of it behind computation"
+    assert f"under way for {stats['link_s']:.2f} s, {hidden}" in " ".join(ended.err.split())
+    events = json.loads(target.read_text())["traceEvents"]
+    assert sum(event["name"].startswith("decode ") for event in events) == stats["steps"]
+
+    # It is not replaced unasked, and that is said before a model is loaded.
+    before = target.read_bytes()
+    ended = command(*arguments)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == f"error: {target} exists already; choose another name or add --force\n"
+    assert target.read_bytes() == before
+    ended = command(*arguments, "--force")
+    assert ended.code == 0, ended.err
+    assert target.read_bytes() != before
+    assert [path.name for path in target.parent.iterdir()] == ["trace.json"]
+
+
+def test_a_timeline_that_cannot_be_written(command: Command, tiny: Folder, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path, tmp_path / "file" / "trace.json"):
+        ended = command(
+            "generate", "--model", tiny("qwen3_moe"), "--prompt", "hello", "--memory-budget",
+            "2MiB", "--trace", target,
+        )  # fmt: skip
+        assert (ended.code, ended.out) == (1, "")
+        assert (
+            ended.err == f"error: {target} cannot be written; choose a file in a folder of yours\n"
+        )
 
 
 def test_an_unknown_option_is_a_usage_error(command: Command) -> None:

@@ -1,12 +1,13 @@
 """Eviction by the next use, against LRU and against the best that any policy could do."""
 
+import math
 import random
 from functools import cache
 
 import pytest
 
 from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey
-from speq.scheduler.lookahead_policy import LookaheadPolicy
+from speq.scheduler.lookahead_policy import DARING, RECENCY, LookaheadPolicy
 from speq.scheduler.policies import LruPolicy
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
@@ -140,24 +141,151 @@ def test_who_goes_first() -> None:
     assert (2, 1) not in order(policy)
 
 
-def test_a_prefetch_evicts_nobody_who_is_needed_sooner() -> None:
+def test_a_prefetch_evicts_nobody_who_is_wanted_in_this_pass() -> None:
     policy = LookaheadPolicy(4, 4, 4)
     supply = ExpertSupply(ExpertCache(4, policy), FakeTransfer(), Recorder())
     for layer in (0, 1, 2, 3):
         list(supply.serve(layer, [0]))
     for layer in (0, 1, 2):
         policy.foretell(layer, [0, 1])
-    # Layer 3 is not foretold: its expert makes room for the nearest need.
+    # Layer 3 is not foretold: its expert makes room.
     assert supply.load(ExpertKey(1, 1), Priority.PREFETCH)
     assert ExpertKey(3, 0) not in supply.cache
-    # Those of layers 0 to 2 are needed before what layer 3 might want ...
+    # Those of layers 0 to 2 are all wanted, also by layers behind the one that asks.
     assert not supply.load(ExpertKey(3, 1), Priority.PREFETCH)
-    # ... and layer 0 may take the place of what layer 2 needs later.
-    assert supply.load(ExpertKey(0, 1), Priority.PREFETCH)
-    assert ExpertKey(2, 0) not in supply.cache
-    assert {ExpertKey(0, 0), ExpertKey(1, 0)} <= {
-        key for layer in range(3) if (key := ExpertKey(layer, 0)) in supply.cache
-    }
+    assert not supply.load(ExpertKey(0, 1), Priority.PREFETCH)
+    assert all(ExpertKey(layer, 0) in supply.cache for layer in (0, 1, 2))
+    # Once layer 0 has passed, it can spare what it had.
+    list(supply.serve(0, [0]))
+    assert supply.load(ExpertKey(2, 1), Priority.PREFETCH)
+    assert ExpertKey(0, 0) not in supply.cache
+    # On demand, whoever is needed last goes, wanted or not.
+    list(supply.serve(1, [0, 1, 2]))
+
+
+class Stated:
+    """What `_doomed` says, told step by step from its description: who is resident, what the next
+    visit of each layer wants as far as was foretold, and how often each expert was wanted.
+    """
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.layers = layers
+        self.probability = {
+            ExpertKey(at, e): 1 / experts for at in range(layers) for e in range(experts)
+        }
+        self.resident: set[ExpertKey] = set()
+        self.wanted: set[ExpertKey] = set()
+        self.known = dict.fromkeys(range(layers), 0.0)
+        self.at = layers - 1
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        self.at = layer
+        self.known[layer] = 0.0
+        self.wanted = {key for key in self.wanted if key.layer != layer}
+        for key in self.probability:
+            if key.layer == layer:
+                self.probability[key] *= 1 - RECENCY
+                if key.expert in experts:
+                    self.probability[key] += RECENCY
+
+    def foretell(self, layer: int, experts: list[int], known: float) -> None:
+        self.known[layer] = known
+        self.wanted |= {ExpertKey(layer, expert) for expert in experts}
+
+    def needed(self, key: ExpertKey) -> float:
+        """In how many visits of any layer: for what is wanted in this pass, the time after."""
+        turns = (key.layer - self.at - 1) % self.layers + 1
+        this_pass = 1.0 if key in self.wanted else self.known[key.layer]
+        return turns + self.layers * (1 / self.probability[key] - 1 + this_pass)
+
+    def doomed(self) -> list[ExpertKey]:
+        """Of all that are there or still come, those needed last: as many as come, times DARING,
+        and one. Of them, who is there and not wanted in this pass.
+        """
+        coming = len(self.wanted - self.resident)
+        last = sorted(sorted(self.resident | self.wanted), key=self.needed, reverse=True)
+        last = last[: 1 + math.ceil(DARING * coming)]
+        return [key for key in last if key not in self.wanted]
+
+
+def test_whom_a_prefetch_may_evict_is_as_stated() -> None:
+    rng = random.Random(4)
+    some, none, held_back = 0, 0, 0
+    for _ in range(60):
+        layers, experts = rng.randint(1, 4), rng.randint(2, 6)
+        policy, stated = LookaheadPolicy(9, layers, experts), Stated(layers, experts)
+        everyone = sorted(stated.probability)
+        at = 0
+        for _ in range(60):
+            turn = rng.random()
+            if turn < 0.35:
+                wanted = rng.sample(range(experts), rng.randint(1, experts))
+                policy.visit(at, wanted)
+                stated.visit(at, wanted)
+                at = (at + 1) % layers
+            elif turn < 0.6:
+                layer, known = rng.randrange(layers), rng.choice([0.0, 0.25, 0.5, 1.0])
+                told = rng.sample(range(experts), rng.randint(0, min(2, experts)))
+                policy.foretell(layer, told, known)
+                stated.foretell(layer, told, known)
+            elif turn < 0.9:
+                key = rng.choice(everyone)
+                policy.touch(key)
+                stated.resident.add(key)
+            elif stated.resident:
+                key = rng.choice(sorted(stated.resident))
+                policy.forget(key)
+                stated.resident.remove(key)
+            doomed = stated.doomed()
+            assert list(policy.candidates(None, ahead_for=rng.randrange(layers))) == doomed
+            assert stated.wanted.isdisjoint(doomed)
+            some += bool(doomed)
+            none += not doomed
+            held_back += len(doomed) < len(stated.resident - stated.wanted)
+    assert min(some, none, held_back) > 200
+
+
+def test_prefetches_leave_what_this_pass_wants() -> None:
+    """Random foretold passes, prefetched in any order over a full cache."""
+    rng = random.Random(5)
+    evicted, refused = 0, 0
+    for _ in range(150):
+        layers, experts = rng.randint(2, 4), rng.randint(3, 7)
+        slots = rng.randint(layers, layers * experts - 2)
+        policy = LookaheadPolicy(slots, layers, experts)
+        cache = ExpertCache(slots, policy)
+        transfer = FakeTransfer()
+        supply = ExpertSupply(cache, transfer, Recorder())
+        for layer, experts_of in random_trace(rng, layers, experts, passes=4, most=3):
+            list(supply.serve(layer, experts_of))
+        told = {ExpertKey(rng.randrange(layers), rng.randrange(experts)) for _ in range(6)}
+        for key in told:
+            policy.foretell(key.layer, [key.expert], rng.random())
+        kept = {key for key in told if key in cache}
+        everyone = [ExpertKey(layer, e) for layer in range(layers) for e in range(experts)]
+        before = len(cache)
+        missing = [key for key in told if key not in cache]
+        others = [key for key in everyone if key not in told and key not in cache]
+        for key in [*missing, *rng.sample(others, min(3, len(others)))]:
+            refused += not supply.load(key, Priority.PREFETCH)
+        assert all(key in cache for key in kept)
+        evicted += before - len(cache)
+    assert min(evicted, refused) > 100
+
+
+def test_with_nothing_to_come_a_prefetch_evicts_only_who_is_needed_last() -> None:
+    policy = LookaheadPolicy(3, 1, 6)
+    for expert in (0, 1, 2):
+        policy.touch(ExpertKey(0, expert))
+    policy.visit(0, [0, 1])
+    policy.visit(0, [1])
+    assert list(policy.candidates(0, ahead_for=0)) == [ExpertKey(0, 2)]
+    policy.foretell(0, [2])
+    # 2 would be needed last, and is wanted: nobody else goes in its stead.
+    assert list(policy.candidates(0, ahead_for=0)) == []
+    policy.foretell(0, [5])
+    # One comes: ceil(1.75) and one, of 5, 2, 0 and 1, that are needed last in this order.
+    assert list(policy.candidates(0, ahead_for=0)) == [ExpertKey(0, 0)]
 
 
 @pytest.mark.parametrize("slots", [3, 6])

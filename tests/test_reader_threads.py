@@ -453,8 +453,9 @@ def test_times_of_a_read_and_of_waiting_for_it(rig: MakeRig) -> None:
     clock.on_wait = lambda: gates.open(key)
     made.engine.wait(ticket)
     assert made.events("stall") == [Event("stall", 1.0, 4.0, 1, 2)]
-    expected = Event("transfer", 1.0, 4.0, 1, 2, moved_bytes=SLOT_BYTES, read_bytes=1002)
-    assert made.events("transfer") == [expected]
+    assert made.events("transfer") == [
+        Event("transfer", 1.0, 4.0, 1, 2, moved_bytes=SLOT_BYTES, read_bytes=1002, reader=0)
+    ]
 
     # One that has arrived before it is waited for stalls nobody, nor does waiting again.
     gates.open(unwaited)
@@ -466,9 +467,50 @@ def test_times_of_a_read_and_of_waiting_for_it(rig: MakeRig) -> None:
     made.engine.wait(ticket)
     assert len(made.events("stall")) == 1
     assert made.events("transfer")[1:] == [
-        Event("transfer", 4.0, 7.0, 0, 3, moved_bytes=SLOT_BYTES, read_bytes=1003)
+        Event("transfer", 4.0, 7.0, 0, 3, moved_bytes=SLOT_BYTES, read_bytes=1003, reader=0)
     ]
     assert (made.step.stall_s, made.step.transfer_s) == (3.0, 6.0)
+
+
+def test_what_was_asked_for_ahead_stays_so(rig: MakeRig) -> None:
+    """Also where it was waited for in the end; and each of two readers enters its own reads."""
+    gates = Gates(read)
+    made = rig(gates, 2)
+    ahead, demand = ExpertKey(0, 1), ExpertKey(1, 4)
+    (early,) = made.submit(ahead, priority=Priority.PREFETCH).values()
+    (late,) = made.submit(demand).values()
+    gates.await_running({ahead, demand})
+    gates.open(ahead, demand)
+    made.engine.wait(late)
+    made.engine.hasten(early)
+    made.engine.wait(early)
+    transfers = made.events("transfer")
+    assert {(event.layer, event.expert, event.ahead) for event in transfers} == {
+        (*ahead, True),
+        (*demand, False),
+    }
+    assert sorted(event.reader or 0 for event in transfers) == [0, 1]
+    assert (made.step.moved_bytes, made.step.ahead_bytes) == (2 * SLOT_BYTES, SLOT_BYTES)
+    by_layer = {at: (f.ahead_bytes, f.demand_bytes) for at, f in made.step.by_layer.items()}
+    assert by_layer == {0: (SLOT_BYTES, 0), 1: (0, SLOT_BYTES)}
+
+
+def test_waiting_for_a_prefetch_is_a_late_one(rig: MakeRig) -> None:
+    gates, clock = Gates(read), WaitingClock()
+    key = ExpertKey(2, 3)
+
+    def fetch(key: ExpertKey, record: Tensor) -> int:
+        result = gates(key, record)
+        clock.now += 3.0
+        return result
+
+    made = rig(fetch, 1, clock=clock)
+    (ticket,) = made.submit(key, priority=Priority.PREFETCH).values()
+    gates.await_running({key})
+    clock.on_wait = lambda: gates.open(key)
+    made.engine.wait(ticket)
+    assert made.events("stall") == [Event("stall", 0.0, 3.0, *key, ahead=True)]
+    assert (made.step.late_s, made.step.by_layer[2].late_s) == (3.0, 3.0)
 
 
 class Interrupting:

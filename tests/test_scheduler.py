@@ -215,6 +215,35 @@ def test_slots_of_other_layers_are_taken_only_where_that_is_allowed() -> None:
     assert cache.claim(1, ahead=True) == slots[newer]
 
 
+def test_used_and_wasted_are_counted_once_by_layer() -> None:
+    cache = ExpertCache(3, LruPolicy(3, 1))
+
+    def bring(expert: int, ahead: bool) -> None:
+        slot = cache.claim(0)
+        assert slot is not None
+        cache.publish(ExpertKey(0, expert), slot, ahead)
+
+    for expert, ahead in ((0, True), (1, True), (2, False)):
+        bring(expert, ahead)
+    assert (cache.used, cache.wasted) == ({}, {})
+    for _ in range(3):  # a second use of it is nothing new, nor is one of what was demanded
+        cache.lookup(ExpertKey(0, 0))
+        cache.lookup(ExpertKey(0, 2))
+    assert (cache.used, cache.wasted) == ({0: 1}, {})
+    bring(3, False)
+    assert ExpertKey(0, 1) not in cache
+    assert (cache.used, cache.wasted) == ({0: 1}, {0: 1})
+    bring(4, False)  # in place of one that was used, which is no waste
+    assert ExpertKey(0, 0) not in cache
+    assert (cache.used, cache.wasted) == ({0: 1}, {0: 1})
+    # Once more ahead of its need: it counts anew. What is emptied at once is nobody's waste.
+    bring(1, True)
+    cache.lookup(ExpertKey(0, 1))
+    bring(5, True)
+    cache.clear()
+    assert (cache.used, cache.wasted) == ({0: 2}, {0: 1})
+
+
 def test_pins_are_counted() -> None:
     cache = ExpertCache(1, LruPolicy(1, 1))
     key = ExpertKey(0, 0)
@@ -248,16 +277,6 @@ def test_pins_end_when_the_cache_is_cleared() -> None:
     fill(cache, key)
     cache.unpin([key])  # late, of a pin that is gone
     assert cache.claim(0) == 0
-
-
-def test_keeping_ends_with_a_failure() -> None:
-    served = Served(1, 1)
-    key = ExpertKey(0, 0)
-    fill(served.cache, key)
-    with pytest.raises(KeyError), served.supply.keeping([key]):
-        assert served.cache.claim(0) is None
-        raise KeyError
-    assert served.cache.claim(0) == 0
 
 
 def test_lookup_is_a_use() -> None:
@@ -540,6 +559,31 @@ def test_lookahead_matches_sets() -> None:
     assert buffer.recall([0]) == (0, 0)
 
 
+def test_what_only_rejected_tokens_wanted() -> None:
+    """Against sets, on trees: a path need not be the first nodes."""
+    rng = random.Random(53)
+    seen = 0
+    for _ in range(60):
+        buffer = LookaheadBuffer(2)
+        nodes = rng.randint(1, 6)
+        used = {layer: [rng.sample(range(9), 3) for _ in range(nodes)] for layer in range(2)}
+        for layer, by_row in used.items():
+            buffer.observe(layer, route(by_row))
+        path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
+        expected = {
+            (layer, expert)
+            for layer in range(2)
+            for expert in range(9)
+            if any(expert in used[layer][node] for node in range(nodes))
+            and not any(expert in used[layer][node] for node in path)
+        }
+        assert buffer.rejected(path) == expected
+        seen += bool(expected)
+    assert seen > 20
+    buffer.clear()
+    assert buffer.rejected([0]) == set()
+
+
 def test_lookahead_is_known_layer_by_layer() -> None:
     buffer = LookaheadBuffer(2)
     buffer.record(0, 0, route([[4, 2]]))
@@ -581,9 +625,9 @@ def test_synchronous_transfer() -> None:
     assert slots[:, 0].tolist() == [4, 0, 12]
     assert (slots == slots[:, :1]).all()
     assert step.events == [
-        Event("transfer", 0.0, 3.0, 1, 2, moved_bytes=60, read_bytes=102),
+        Event("transfer", 0.0, 3.0, 1, 2, moved_bytes=60, read_bytes=102, reader=0),
         Event("stall", 0.0, 3.0, 1, 2),
-        Event("transfer", 3.0, 8.0, 0, 4, moved_bytes=60, read_bytes=104),
+        Event("transfer", 3.0, 8.0, 0, 4, moved_bytes=60, read_bytes=104, reader=0),
         Event("stall", 3.0, 8.0, 0, 4),
     ]
     assert (step.moved_bytes, step.read_bytes) == (120, 206)

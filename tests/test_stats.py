@@ -1,10 +1,23 @@
 """What a run measured, on a clock that moves when told to."""
 
+import random
+from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from speq.stats import MAX_EVENTS, Event, Recorder, RunStats, StepStats, ratio
+from speq.stats import (
+    MAX_EVENTS,
+    Event,
+    LayerStats,
+    Recorder,
+    RunStats,
+    StepStats,
+    merged,
+    overlap_s,
+    ratio,
+)
 
 
 class Clock:
@@ -90,11 +103,94 @@ def test_events_belong_to_the_step_under_way() -> None:
 def test_requests_and_hits_by_layer() -> None:
     recorder = Recorder(Clock())
     step = recorder.begin("decode")
-    recorder.served(requests=4, hits=1)
-    recorder.served(requests=2, hits=2)
-    recorder.served(requests=8, hits=0)
-    assert (step.requests, step.hits, step.layers) == (14, 3, 3)
+    recorder.served(0, requests=4, hits=1)
+    recorder.served(3, requests=2, hits=2)
+    recorder.served(0, requests=8, hits=0, late=5)
+    assert (step.requests, step.hits, step.late, step.layers) == (14, 3, 5, 3)
     assert step.covered == 1 / 4 + 1.0
+    assert step.by_layer == {
+        0: LayerStats(passes=2, covered=1 / 4, requests=12, hits=1, late=5),
+        3: LayerStats(passes=1, covered=1.0, requests=2, hits=2),
+    }
+
+
+def test_bytes_and_waits_by_layer_and_by_cause() -> None:
+    recorder = Recorder(Clock())
+    step = recorder.begin("decode")
+    recorder.add(Event("transfer", 0.0, 1.0, 2, 5, moved_bytes=10, read_bytes=12, reader=0))
+    recorder.add(Event("transfer", 0.0, 2.0, 2, 6, moved_bytes=20, ahead=True, reader=1))
+    recorder.add(Event("transfer", 2.0, 3.0, 4, 5, moved_bytes=40, ahead=True, reader=1))
+    recorder.add(Event("stall", 0.0, 0.5, 2, 5))
+    recorder.add(Event("stall", 0.5, 2.0, 2, 6, ahead=True))
+    recorder.add(Event("stall", 2.5, 3.0, 4, 5, ahead=True))
+    recorder.add(Event("layer", 0.0, 9.0, 2))  # moves nothing
+    recorder.used(2)
+    recorder.used(4, 3)
+    recorder.wasted(4, 2)
+    assert (step.moved_bytes, step.ahead_bytes, step.read_bytes) == (70, 60, 12)
+    assert (step.stall_s, step.late_s) == (2.5, 2.0)
+    assert (step.used, step.wasted) == (4, 2)
+    assert step.by_layer == {
+        2: LayerStats(used=1, demand_bytes=10, ahead_bytes=20, stall_s=2.0, late_s=1.5),
+        4: LayerStats(used=3, wasted=2, ahead_bytes=40, stall_s=0.5, late_s=0.5),
+    }
+
+
+def test_bytes_for_rejected_tokens() -> None:
+    """Every transfer of such an expert counts, once for each time that it was made."""
+    recorder = Recorder(Clock())
+    step = recorder.begin("decode")
+    for layer, expert in [(0, 1), (0, 2), (1, 1), (0, 1)]:
+        recorder.add(Event("transfer", 0.0, 1.0, layer, expert, moved_bytes=1 << expert))
+    recorder.add(Event("stall", 0.0, 1.0, 0, 1))
+    recorder.rejected({(0, 1), (1, 2), (7, 7)})
+    assert step.rejected_bytes == 2 + 2
+    assert {layer: figures.rejected_bytes for layer, figures in step.by_layer.items()} == {
+        0: 4,
+        1: 0,
+    }
+
+
+def spans(*pairs: tuple[float, float]) -> list[Event]:
+    return [Event("transfer", start_s, end_s) for start_s, end_s in pairs]
+
+
+def test_spans_are_merged_where_they_touch() -> None:
+    assert merged([]) == []
+    assert merged(spans((5, 6), (0, 2), (1, 3), (3, 4), (0, 1))) == [(0, 4), (5, 6)]
+    assert merged(spans((0, 9), (2, 3), (4, 5))) == [(0, 9)]
+
+
+def test_overlap_against_counting_ticks() -> None:
+    """On whole seconds, where each second is within both or not."""
+    rng = random.Random(4)
+    for _ in range(300):
+        lists = []
+        for _ in range(2):
+            starts = [rng.randint(0, 30) for _ in range(rng.randint(0, 6))]
+            lists.append(spans(*((at, at + rng.randint(1, 5)) for at in starts)))
+        ticks = [
+            {tick for e in events for tick in range(int(e.start_s), int(e.end_s))}
+            for events in lists
+        ]
+        one, other = (merged(events) for events in lists)
+        for found, expected in zip((one, other), ticks, strict=True):
+            assert sum(end - start for start, end in found) == len(expected)
+            assert all(a[1] < b[0] for a, b in pairwise(found))
+        assert overlap_s(one, other) == overlap_s(other, one) == len(ticks[0] & ticks[1])
+
+
+def test_link_time_and_how_much_of_it_was_waited_for() -> None:
+    """Two readers at once are one link; a wait in which nothing is moved is not exposed."""
+    recorder = Recorder(Clock())
+    recorder.begin("decode")
+    for event in spans((0, 4), (2, 6), (10, 12)):
+        recorder.add(event)
+    for start_s, end_s in [(3, 5), (5, 8), (11, 11.5)]:
+        recorder.add(Event("stall", start_s, end_s, 0, 0))
+    step = recorder.finish()
+    assert (step.transfer_s, step.link_s) == (4 + 4 + 2, 6 + 2)
+    assert (step.stall_s, step.exposed_s) == (5.5, 3 + 0.5)
 
 
 def test_ratio_of_nothing_is_none() -> None:
@@ -136,7 +232,9 @@ DECODE = [
         covered=2.25,
         moved_bytes=500,
         ahead_bytes=300,
+        rejected_bytes=200,
         late=3,
+        used=4,
         wasted=2,
         read_bytes=600,
         named=22,
@@ -144,7 +242,10 @@ DECODE = [
         draft_s=0.5,
         verify_s=1.5,
         transfer_s=0.25,
+        link_s=0.1875,
+        exposed_s=0.0625,
         stall_s=0.125,
+        late_s=0.03125,
         start_s=55.0,
         end_s=57.0,
     ),
@@ -176,6 +277,8 @@ DECODE = [
         read_bytes=405,
         verify_s=0.75,
         transfer_s=0.5,
+        link_s=0.5,
+        exposed_s=0.5,
         stall_s=0.5,
         start_s=60.0,
         end_s=60.75,
@@ -201,13 +304,18 @@ def test_summary_of_a_run() -> None:
         "moved_bytes": 500 + 400,
         "ahead_bytes": 300,
         "read_bytes": 600 + 405,
+        "rejected_bytes": 200,
         "late_rate": 3 / (20 + 10 + 6),
+        "used": 4,
         "wasted": 2,
         "moved_bytes_per_token": (500 + 400) / decode_tokens,
         "stall_s": 0.125 + 0.5,
+        "late_s": 0.03125,
         "draft_s": 0.5 + 0.25,
         "verify_s": 1.5 + 1.0 + 0.75,
         "transfer_s": 0.25 + 0.5,
+        "link_s": 0.1875 + 0.5,
+        "hidden_share": 0.125 / 0.6875,
         "prefill_read_bytes": 9800,
         "prefill_stall_s": 100.0,
         "prefill_s": 3.5,
@@ -215,7 +323,24 @@ def test_summary_of_a_run() -> None:
         "prefill_hit_rate": 12 / 30,
     }
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
+    assert figures.pop("layers") == []
     assert figures == pytest.approx(expected)
+
+
+def test_layers_of_a_run_are_those_of_its_decoding() -> None:
+    prefill = StepStats("prefill", by_layer={0: LayerStats(passes=1, requests=30)})
+    first = StepStats("decode")
+    first.layer(1).add(LayerStats(passes=1, covered=0.5, requests=4, hits=2, ahead_bytes=8))
+    second = StepStats("decode")
+    second.layer(1).add(LayerStats(passes=1, covered=1.0, requests=2, hits=2, stall_s=0.25))
+    second.layer(0).add(LayerStats(passes=1, requests=3, late=1, demand_bytes=5, late_s=0.5))
+    run = run_of([prefill, first, second])
+    both = LayerStats(passes=2, covered=1.5, requests=6, hits=4, ahead_bytes=8, stall_s=0.25)
+    one = LayerStats(passes=1, requests=3, late=1, demand_bytes=5, late_s=0.5)
+    assert run.layers == {0: one, 1: both}
+    assert run.summary()["layers"] == [{"layer": 0} | asdict(one), {"layer": 1} | asdict(both)]
+    # A step's own figures are not the run's.
+    assert first.by_layer[1].requests == 4
 
 
 def test_time_between_steps_is_nobodys() -> None:
@@ -237,6 +362,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "coverage",
         "moved_bytes_per_token",
         "late_rate",
+        "hidden_share",
         "prefill_hit_rate",
     }
     assert {name for name, value in nothing.items() if value is None} == undefined
@@ -268,10 +394,19 @@ def test_events_of_old_steps_are_dropped() -> None:
     fitting, extra = MAX_EVENTS // each, 3
     for at in range(fitting + extra):
         step = StepStats("decode", emitted=1, moved_bytes=2, start_s=at, end_s=at + 0.5)
-        step.events += [Event("layer", at, at + 0.5)] * each
+        # Layers count as an event each.
+        step.events += [Event("layer", at, at + 0.5)] * (each - 2)
+        step.layer(0).add(LayerStats(hits=1))
+        step.layer(1).add(LayerStats(hits=2))
         stats.record(step)
-    kept = [len(step.events) for step in stats.steps]
-    assert kept == [0] * extra + [each] * fitting
+        assert stats.trimmed == max(0, at + 1 - fitting)
+    kept = [(len(step.events), len(step.by_layer)) for step in stats.steps]
+    assert kept == [(0, 0)] * extra + [(each - 2, 2)] * fitting
+    # Sums go on.
+    assert [stats.layers[layer].hits for layer in (0, 1)] == [
+        fitting + extra,
+        2 * (fitting + extra),
+    ]
     figures = stats.summary()
     assert figures["steps"] == fitting + extra
     assert figures["moved_bytes"] == 2 * (fitting + extra)

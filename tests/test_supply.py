@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.pace import FEWEST
 from speq.scheduler.policies import LruPolicy
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority, SynchronousTransfer, TransferEngine
@@ -415,19 +416,69 @@ def test_looking_ahead_evicts_nothing_that_the_layer_waits_for() -> None:
         assert set(keys_of(0, 0, 1)).isdisjoint(supplied.asked[asked:])
 
 
-def test_looking_ahead_evicts_nothing_that_is_kept() -> None:
+def test_loading_ahead_evicts_none_of_its_own() -> None:
     supplied = Supplied(4, 2)
     supplied.drain(1, [0, 1])
-    kept = keys_of(1, 0)
-
-    def look() -> None:
-        with supplied.supply.keeping(kept):
-            supplied.prefetch(*keys_of(1, 2, 3))
-
-    supplied.drain(0, [0, 1], look)
+    # The one that was used longest ago is wanted again: the other goes.
+    assert supplied.supply.load_ahead(keys_of(1, 2, 0, 3), 8) == 1
     assert ExpertKey(1, 0) in supplied.filled
     assert ExpertKey(1, 1) not in supplied.filled
+    assert supplied.asked[2:] == keys_of(1, 2)
+    # That was for the call alone.
+    supplied.drain(1, [2])
+    assert supplied.supply.load_ahead(keys_of(1, 3), 8) == 1
+    assert ExpertKey(1, 0) not in supplied.filled
     supplied.assert_nothing_is_lost()
+
+
+def test_loading_ahead_keeps_to_its_room() -> None:
+    supplied = Supplied(12, 2)
+    supplied.drain(0, [1])
+    supplied.prefetch(ExpertKey(0, 2))
+    # What is there or on its way takes no room.
+    assert supplied.supply.load_ahead(keys_of(0, 0, 1, 2, 3, 4, 5), 2) == 2
+    assert supplied.asked[2:] == keys_of(0, 0, 3)
+    assert [supplied.supply.has(key) for key in keys_of(0, 0, 1, 2, 3, 4)] == [True] * 4 + [False]
+    assert supplied.supply.load_ahead(keys_of(0, 4), 0) == 0
+    assert supplied.supply.load_ahead(keys_of(0, 0, 3), 2) == 0
+    assert len(supplied.asked) == 4
+
+
+def test_room_ahead_is_what_the_pace_says_less_what_is_under_way() -> None:
+    supplied = Supplied(12, 1)
+    assert supplied.supply.room_ahead() == FEWEST
+    supplied.prefetch(*keys_of(0, 0, 1, 2))
+    assert supplied.supply.room_ahead() == FEWEST - 3
+    supplied.transfer.end_all()
+    supplied.supply.land()
+    assert supplied.supply.room_ahead() == FEWEST
+
+
+def test_what_became_of_prefetches_is_reported_by_layer() -> None:
+    supplied = Supplied(4, 2)
+    step = supplied.recorder.begin("decode")
+    supplied.prefetch(*keys_of(0, 0, 1), *keys_of(1, 0, 1))
+    supplied.transfer.end_all()
+    supplied.drain(0, [0, 1])
+    assert (step.used, step.wasted) == (2, 0)
+    supplied.drain(0, [2, 3])
+    supplied.drain(1, [0, 2])
+    assert (step.used, step.wasted) == (3, 1)
+    assert {at: (f.used, f.wasted) for at, f in step.by_layer.items()} == {0: (2, 0), 1: (1, 1)}
+    # Told once.
+    supplied.drain(1, [0, 2])
+    assert (step.used, step.wasted) == (3, 1)
+
+
+def test_requests_that_were_under_way_are_late() -> None:
+    supplied = Supplied(8, 2)
+    step = supplied.recorder.begin("decode")
+    supplied.prefetch(*keys_of(1, 0, 1, 2))
+    supplied.transfer.end(ExpertKey(1, 1))
+    supplied.drain(1, [0, 1, 2, 3])
+    assert (step.requests, step.hits, step.late) == (4, 1, 2)
+    # Each is then a demand, and one that is waited for.
+    assert [supplied.asked.count(key) for key in keys_of(1, 0, 1, 2, 3)] == [1, 1, 1, 1]
 
 
 def test_close_closes_the_engine() -> None:
