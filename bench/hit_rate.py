@@ -75,8 +75,9 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     beside = None
     if settings.beside is not None and settings.beside_budget is not None:
         beside = recorded(settings.beside, settings.beside_budget, settings, 1)[1]
+    of_draft = draft_slots(model)
     rows = [
-        row(trace, times, beside, policy, slots, draft_slots(model))
+        row(trace, times, beside, policy, slots, of_draft)
         for slots in capacities(trace)
         for policy in SYSTEMS
     ]

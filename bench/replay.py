@@ -114,7 +114,6 @@ class Replay:
         with self._recorder.timed("verify"):
             for layer in range(self._trace.num_layers):
                 self._verify(step, layer, result)
-        self._prefetcher.lookahead.recall(step.path)
         stats.draft_length = len(step.drafted)
         stats.accepted = len(step.path) - 1
         stats.emitted = len(step.path)

@@ -112,12 +112,15 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     checked_int("max_new_tokens", settings.max_new_tokens, 2)
     fractions = parse_shares("fractions", settings.fractions)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
+    tokenizer = load_tokenizer(locate(model))
+    longest = max(len(tokens_of(tokenizer, prompt)) for prompt in prompts)
+    context = longest + settings.max_new_tokens
     cells = [(ALL, "resident")] + [(f, s) for f in fractions for s in SYSTEMS if s != "resident"]
     samples: dict[tuple[float, str], list[Sample]] = {cell: [] for cell in cells}
     for turn in range(settings.rounds):
         at = turn % len(cells)
         for cell in cells[at:] + cells[:at]:
-            samples[cell].append(measure(model, settings, *cell, prompts))
+            samples[cell].append(measure(model, settings, *cell, prompts, context))
     rows = []
     for fraction, system in cells:
         lru = samples[fraction, "lru"] if system != "resident" else samples[ALL, "resident"]
@@ -147,13 +150,15 @@ def budget_for(model: str, fraction: float, context: int) -> int:
 
 
 def measure(
-    model: str, settings: Settings, fraction: float, system: str, prompts: list[str]
+    model: str,
+    settings: Settings,
+    fraction: float,
+    system: str,
+    prompts: list[str],
+    context: int,
 ) -> Sample:
     """All prompts, the slots warm from one before that does not count."""
     policy, prefetch = SYSTEMS[system]
-    tokenizer = load_tokenizer(locate(model))
-    longest = max(len(tokens_of(tokenizer, prompt)) for prompt in prompts)
-    context = longest + settings.max_new_tokens
     generator = Generator.from_pretrained(
         model,
         budget_for(model, fraction, context),

@@ -38,10 +38,10 @@ class EvictionPolicy(Protocol):
         of which that is all.
         """
 
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         """Residents of a layer, or of all (None), in the order in which they may be evicted.
 
-        ahead_for: the layer that a prefetch is for, which evicts nothing that is needed sooner.
+        ahead: for a prefetch, which evicts nothing that is known to be needed sooner.
         """
 
 
@@ -110,7 +110,7 @@ class ExpertCache:
         if self._free and (self._spare or not full):
             self._filled[layer] += 1
             return self._free.pop()
-        residents = self.policy.candidates(layer if full else None, layer if ahead else None)
+        residents = self.policy.candidates(layer if full else None, ahead)
         victim = next((key for key in residents if key not in self._pins), None)
         if victim is None:
             return None

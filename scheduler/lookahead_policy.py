@@ -11,8 +11,6 @@ from speq.scheduler.expert_cache import ExpertKey
 
 # Of the probability that a visit to its layer wants an expert, so much is the last visit's.
 RECENCY = 0.1
-
-
 # Prefetches may evict so many times what will have gone by the end of the pass anyway, as far as
 # can be told. Replaying recorded routes, 1 keeps to the bytes of fetching on demand and leaves the
 # link idle while the draft computes; 3 has it busy, and moves a fifth more.
@@ -65,8 +63,9 @@ class LookaheadPolicy:
         self._known[layer] = known
         if not self._coming[layer]:
             self._coming[layer].append(set())
-        self._coming[layer][0].update(experts)
-        self._foretold[layer, list(self._coming[layer][0])] = 0
+        wanted = list(experts)
+        self._coming[layer][0].update(wanted)
+        self._foretold[layer, wanted] = 0
         self._order = None
 
     def foresee(self, layer: int, experts: Iterable[int]) -> None:
@@ -92,8 +91,8 @@ class LookaheadPolicy:
                 self._foretold[layer, list(wanted)] = visits
         self._order = None
 
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterator[ExpertKey]:
-        if ahead_for is not None:
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterator[ExpertKey]:
+        if ahead:
             yield from self._doomed()
             return
         if self._order is None:

@@ -51,11 +51,11 @@ class LruPolicy:
     def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         pass
 
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         if layer is not None:
             return self._own[layer]
         # What another layer needs sooner is not to be told from the past.
-        return self._all if ahead_for is None else ()
+        return () if ahead else self._all
 
 
 class LfuPolicy(LruPolicy):
@@ -71,9 +71,9 @@ class LfuPolicy(LruPolicy):
         self._frequency[layer] *= 1 - RECENCY
         self._frequency[layer, experts] += RECENCY
 
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         # Among equals the least recently used: the order of LRU, sorted stably.
-        return sorted(super().candidates(layer, ahead_for), key=lambda key: self._frequency[key])
+        return sorted(super().candidates(layer, ahead), key=lambda key: self._frequency[key])
 
 
 class EntropyPolicy(LruPolicy):
@@ -102,8 +102,8 @@ class EntropyPolicy(LruPolicy):
         if layer == self._num_layers - 1:
             self._share_out()
 
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
-        found = super().candidates(layer, ahead_for)
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
+        found = super().candidates(layer, ahead)
         if layer is not None:
             return found
         # Whoever has more than its share gives first.

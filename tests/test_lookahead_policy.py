@@ -237,7 +237,7 @@ def test_whom_a_prefetch_may_evict_is_as_stated() -> None:
                 policy.forget(key)
                 stated.resident.remove(key)
             doomed = stated.doomed()
-            assert list(policy.candidates(None, ahead_for=rng.randrange(layers))) == doomed
+            assert list(policy.candidates(None, ahead=True)) == doomed
             assert stated.wanted.isdisjoint(doomed)
             some += bool(doomed)
             none += not doomed
@@ -279,13 +279,13 @@ def test_with_nothing_to_come_a_prefetch_evicts_only_who_is_needed_last() -> Non
         policy.touch(ExpertKey(0, expert))
     policy.visit(0, [0, 1])
     policy.visit(0, [1])
-    assert list(policy.candidates(0, ahead_for=0)) == [ExpertKey(0, 2)]
+    assert list(policy.candidates(0, ahead=True)) == [ExpertKey(0, 2)]
     policy.foretell(0, [2])
     # 2 would be needed last, and is wanted: nobody else goes in its stead.
-    assert list(policy.candidates(0, ahead_for=0)) == []
+    assert list(policy.candidates(0, ahead=True)) == []
     policy.foretell(0, [5])
     # One comes: ceil(1.75) and one, of 5, 2, 0 and 1, that are needed last in this order.
-    assert list(policy.candidates(0, ahead_for=0)) == [ExpertKey(0, 0)]
+    assert list(policy.candidates(0, ahead=True)) == [ExpertKey(0, 0)]
 
 
 @pytest.mark.parametrize("slots", [3, 6])

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from speq.store import pack as packing
 from speq.store.expert_store import SafetensorsExpertStore, expert_slot
 from speq.store.pack import pack
 from speq.store.packed_store import PackedExpertStore
+from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -109,25 +109,6 @@ def test_shards_keep_all_but_experts(tmp_path: Path) -> None:
     assert same(source, tmp_path / "packed")
 
 
-class Killed:
-    """Ends the process, as kill -9 does, at the n-th of the moments that packing passes."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.passed = 0
-
-    def patch(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.passed += 1
-            if self.passed == self.at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, counted)
-
-
 MOMENTS = (
     (SafetensorsExpertStore, "read"),
     (packing, "crc32_of"),
@@ -142,19 +123,7 @@ MOMENTS = (
 
 def pack_and_die(model: Path, out: Path, at: int) -> bool:
     """Pack in a process of its own that is killed at a moment; whether it lived."""
-    child = os.fork()
-    if not child:
-        try:
-            killed = Killed(at)
-            for owner, name in MOMENTS:
-                killed.patch(owner, name)
-            pack_to(model, out)
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return not os.WIFSIGNALED(status)
+    return killed_at(at, MOMENTS, lambda: pack_to(model, out))
 
 
 def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def check_who_goes(policy: EvictionPolicy, past: Past, order: list[ExpertKey]) -
         own = [key for key in order if key.layer == layer]
         assert list(policy.candidates(layer)) == own
         # A prefetch finds the same: it takes none of another layer's.
-        assert list(policy.candidates(layer, ahead_for=layer)) == own
-        assert list(policy.candidates(None, ahead_for=layer)) == []
+        assert list(policy.candidates(layer, ahead=True)) == own
+        assert list(policy.candidates(None, ahead=True)) == []
     assert list(policy.candidates(None)) == order
 
 

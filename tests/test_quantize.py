@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from speq.quantize.settings import QuantizeSettings, check_sizes
 from speq.runtime import open_model
 from speq.store.expert_store import SafetensorsExpertStore
 from speq.store.pack import pack
+from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -387,25 +387,6 @@ def test_a_packed_model_makes_the_same_bytes(
     assert contents(tmp_path / "out") == whole
 
 
-class Killed:
-    """Ends the process, as kill -9 does, at the n-th of the moments that quantising passes."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self.passed = 0
-
-    def patch(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.passed += 1
-            if self.passed == self.at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, counted)
-
-
 MOMENTS = (
     (SafetensorsExpertStore, "read"),
     (checkpoint_folder, "write_rest"),
@@ -419,19 +400,7 @@ MOMENTS = (
 
 def quantise_and_die(model: Path, out: Path, at: int) -> bool:
     """Quantise in a process of its own that is killed at a moment; whether it lived."""
-    child = os.fork()
-    if not child:
-        try:
-            killed = Killed(at)
-            for owner, name in MOMENTS:
-                killed.patch(owner, name)
-            quantise_to(out, model)
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return not os.WIFSIGNALED(status)
+    return killed_at(at, MOMENTS, lambda: quantise_to(out, model))
 
 
 def test_killed_at_any_moment(small: Path, whole: dict[str, bytes], tmp_path: Path) -> None:

@@ -390,8 +390,8 @@ def drain(served: Served, layer: int, experts: list[int]) -> list[dict[int, int]
 class NewestFirst(LruPolicy):
     """Would let go of what was just fetched, were it not pinned."""
 
-    def candidates(self, layer: int | None, ahead_for: int | None = None) -> Iterable[ExpertKey]:
-        return reversed(list(super().candidates(layer, ahead_for)))
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
+        return reversed(list(super().candidates(layer, ahead)))
 
 
 @pytest.mark.parametrize("policy", [LruPolicy, NewestFirst])

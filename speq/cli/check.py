@@ -21,7 +21,7 @@ def check(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures to this file.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    force: opt.Force = False,
 ) -> None:
     """Compare our exact path, teacher-forced, with plain transformers.
 

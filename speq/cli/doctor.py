@@ -35,7 +35,7 @@ def doctor(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the findings to this file.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    force: opt.Force = False,
 ) -> None:
     """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
     from speq.runtime import resolve_device

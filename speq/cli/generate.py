@@ -47,7 +47,7 @@ def generate(
         Path | None,
         typer.Option(help="Write a timeline of the run, which Perfetto opens (ui.perfetto.dev)."),
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace that file.")] = False,
+    force: opt.Force = False,
 ) -> None:
     """Generate text from a prompt."""
     from speq.config import SamplingParams

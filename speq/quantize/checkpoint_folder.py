@@ -32,6 +32,7 @@ from speq.store.checkpoint import (
     Checkpoint,
 )
 from speq.store.expert_store import ExpertLayout, is_expert_tensor
+from speq.store.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.store.pack import COPY_BYTES, whole
 from speq.store.range_file import bytes_of
 from speq.store.safetensors_file import header_of
@@ -42,8 +43,7 @@ REPORT = "quantize_report.json"
 COPIED = (*HUB_PATTERNS, "LICENSE*", "NOTICE*")
 QUANTIZE_CONFIG = "quantize_config.json"
 NOT_COPIED = ("*.safetensors", "config.json", QUANTIZE_CONFIG, INDEX, EXPERTS_MANIFEST, REPORT)
-# Code 8 stands for zero, and format 1 stores one less; eight to a word.
-ZERO_WORD = 0x77777777
+CHECKPOINT_FORMAT = "gptq"
 # Loaders that know of `dynamic` leave every module alone but those inside `experts`.
 NOT_EXPERTS = r"-:^(?!.*\.experts(\.|$)).*"
 Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -102,12 +102,10 @@ def tensors_of(expert: QuantisedExpert) -> Iterator[Tensor]:
 def packed(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
     """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N] and g_idx [K] of some outputs."""
     codes = matrix.codes[:, columns]
-    words = torch.zeros(codes.shape[0] // 8, codes.shape[1], dtype=torch.int32)
-    for place in range(8):
-        words |= codes[place::8].to(torch.int32) << 4 * place
-    yield words
+    yield pack_codes(codes)
     scales = matrix.scales[:, columns].contiguous()
-    yield torch.full((scales.shape[0], scales.shape[1] // 8), ZERO_WORD, dtype=torch.int32)
+    zeros = torch.full(scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
+    yield pack_zeros(zeros, CHECKPOINT_FORMAT)
     yield scales
     yield matrix.groups
 
@@ -302,8 +300,8 @@ def quantization_config(settings: QuantizeSettings, version: str) -> dict[str, A
         "lm_head": False,
         "quant_method": "gptq",
         "method": "gptq",
-        "checkpoint_format": "gptq",
-        "format": "gptq",
+        "checkpoint_format": CHECKPOINT_FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "pack_dtype": "int32",
         "dynamic": {NOT_EXPERTS: {}},
         "meta": {"quantizer": [f"speq:{version}"], "calibrated": settings.method == "gptq"},

@@ -59,7 +59,10 @@ class Int4Matrix:
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Codes [K, N] of 0 to 15, any integer dtype, to qweight [K / 8, N] int32."""
-    return _pack(codes.unflatten(0, (-1, CODES_PER_WORD)), dim=1)
+    words = torch.zeros(codes.shape[0] // CODES_PER_WORD, codes.shape[1], dtype=torch.int32)
+    for place in range(CODES_PER_WORD):
+        words |= codes[place::CODES_PER_WORD].to(torch.int32) << 4 * place
+    return words
 
 
 def unpack_codes(qweight: Tensor) -> Tensor:
@@ -69,8 +72,8 @@ def unpack_codes(qweight: Tensor) -> Tensor:
 
 def pack_zeros(zeros: Tensor, checkpoint_format: str) -> Tensor:
     """Zero points [K / G, N] of 0 to 15, any integer dtype, to qzeros [K / G, N / 8] int32."""
-    words = _pack(zeros.unflatten(1, (-1, CODES_PER_WORD)), dim=2)
-    return words - _stored_less(checkpoint_format)  # which wraps, as the words do
+    # Which wraps, as the words do.
+    return pack_codes(zeros.t()).t().contiguous() - _stored_less(checkpoint_format)
 
 
 def unpack_zeros(qzeros: Tensor, checkpoint_format: str) -> Tensor:
@@ -91,16 +94,11 @@ def _shifts(dim: int) -> Tensor:
     """Of each code of a word, along dimension `dim` of three."""
     shape = [1, 1, 1]
     shape[dim] = CODES_PER_WORD
-    return torch.arange(0, 32, 4, dtype=torch.int64).view(shape)
-
-
-def _pack(codes: Tensor, dim: int) -> Tensor:
-    words = (codes.to(torch.int64) << _shifts(dim)).sum(dim)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return torch.arange(0, 32, 4, dtype=torch.int32).view(shape)
 
 
 def _unpack(words: Tensor, dim: int) -> Tensor:
-    return ((words >> _shifts(dim).to(torch.int32)) & 0xF).to(torch.uint8)
+    return ((words >> _shifts(dim)) & 0xF).to(torch.uint8)
 
 
 def fused(matrices: list[GptqMatrix]) -> GptqMatrix:
