@@ -43,7 +43,14 @@ BELOW_ENGINE = (
 )
 TABLE = {
     "leaves": Layer(
-        ("speq.errors", "speq.config", "speq.sequence", "speq.stats", "speq.routing"),
+        (
+            "speq.errors",
+            "speq.config",
+            "speq.sequence",
+            "speq.stats",
+            "speq.routing",
+            "speq.windows",
+        ),
         ("leaves",),
         never=("transformers",),
     ),
