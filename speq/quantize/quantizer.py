@@ -224,10 +224,8 @@ class Quantizer:
         if quantised.method != "rtn":
             rounded = expert.round_expert(exact, self._settings)
         residuals = self._residuals(exact, quantised, rounded)
-        draft = plain = quantised.dequantised(exact.activation)
-        if rounded is not quantised:
-            plain = rounded.dequantised(exact.activation)
-        del rounded
+        draft = quantised.dequantised(exact.activation)
+        plain = draft if rounded is quantised else rounded.dequantised(exact.activation)
         self._add(DRAFT, index, draft)
         self._add(ROUNDED, index, plain)
         held_out, error, rounding_error, output = self._add_held_out(index, exact, draft, plain)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from speq.quantize.expert import FloatExpert, QuantisedExpert
 from speq.quantize.gptq import ZERO_POINT, QuantisedMatrix
@@ -90,8 +91,8 @@ def _count(exact: Tensor, draft: QuantisedMatrix, rows: Tensor) -> ResidualCount
         class_bytes += int(((3 * zeros_of_row + 7) // 8).sum())
         zero_escapes += (untold & is_zero).sum(1)
         exceptions += (untold & ~is_zero).sum(1)
-    quads = exceptions.split(QUAD_ROWS)
-    flagged_rows = sum(len(quad) for quad in quads if bool(quad.any()))
+    flagged = pad(exceptions, (0, -len(rows) % QUAD_ROWS)).view(-1, QUAD_ROWS).any(1)
+    flagged_rows = int(flagged.repeat_interleave(QUAD_ROWS)[: len(rows)].sum())
     escaped, excepted = int(zero_escapes.sum()), int(exceptions.sum())
     weights = len(rows) * len(order)
     record_bytes = (
@@ -100,6 +101,6 @@ def _count(exact: Tensor, draft: QuantisedMatrix, rows: Tensor) -> ResidualCount
         + escaped
         + 2 * excepted
         + flagged_rows * len(blocks)
-        + INDEX_BYTES * len(quads)
+        + INDEX_BYTES * len(flagged)
     )
     return ResidualCount(weights, int(zeros.sum()), escaped, excepted, record_bytes)

@@ -102,9 +102,10 @@ def codes_for(dtype: torch.dtype) -> str:
 def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
     """Raise SpeqError where codes are to tell words that the checkpoint does not hold."""
     if settings.codes == "decodable" and dtype != torch.bfloat16:
+        found = str(dtype).removeprefix("torch.")
         raise SpeqError(
-            f"codes decodable is for checkpoints in bfloat16 and this one is in {str(dtype)[6:]}; "
-            "quantise with codes free"
+            f"codes decodable is for checkpoints in bfloat16 and this one is in {found}; quantise "
+            "with codes free"
         )
 
 
