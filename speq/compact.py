@@ -8,7 +8,7 @@ BLOCK_COLUMNS = 64
 # An entry of the index.
 INDEX_BYTES = 4
 # Read past the streams by decoders that take whole vectors.
-SLACK_BYTES = 64
+SLACK_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
