@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from speq.ops import ACTIVATIONS, Int4Bank
+from speq import compact_ops
+from speq.compact import CompactLayout
+from speq.ops import ACTIVATIONS, Int4Bank, quantize_int4
+from speq.store.alignment import aligned
 
 ACTIVATION = "silu"
 # Weights repeat after so many; caches go by address and do not notice.
@@ -38,6 +41,16 @@ class LayerShape:
         """Bytes of one expert's codes and scales."""
         return self.weights // 2 + 2 * self.weights // group_size
 
+    def most_bytes(self, form: str, group_size: int) -> int:
+        """Bytes of one expert in a form of `Layer`, at the most: records of random weights take
+        less than a tenth more than their fixed parts."""
+        if form == "exact":
+            return self.exact_bytes
+        if form == "int4":
+            return self.int4_bytes(group_size)
+        layout = CompactLayout(self.hidden_size, self.expert_width, form == "lossless")
+        return aligned(int(1.1 * layout.fixed_bytes))
+
 
 SHAPES = {
     shape.name: shape
@@ -55,41 +68,83 @@ SHAPES = {
 class Layer:
     """The experts that are held, with random weights, in the forms that kernels need.
 
-    forms   whether (INT4, exact) experts are needed
-    places  [N]: expert n lies in slot n
-    bank    INT4; exact  gate_up_proj [N, 2F, H] and down_proj [N, H, F]; of no experts if unneeded
+    forms     of "exact", "int4", "lossless", "residual"; what is not needed is of no experts
+    places    [N]: expert n lies in slot n
+    exact     gate_up_proj [N, 2F, H] and down_proj [N, H, F]
+    bank      INT4
+    lossless  [N, slot_bytes] records, as is residual, over the bank: all of the same expert, which
+              caches do not notice
     """
 
     def __init__(
         self,
         shape: LayerShape,
         held: int,
-        forms: tuple[bool, bool],
+        forms: frozenset[str],
         group_size: int,
         device: torch.device,
     ) -> None:
         self.shape = shape
         self.places = torch.arange(held, device=device)
-        hidden, width, size = shape.hidden_size, shape.expert_width, group_size
+        self._records: dict[str, Tensor] = {}
+        hidden, width = shape.hidden_size, shape.expert_width
         generator = torch.Generator().manual_seed(SEED)
-        codes = torch.randint(256, (BLOCK_WEIGHTS,), dtype=torch.uint8, generator=generator)
-        scales = torch.rand(BLOCK_WEIGHTS, generator=generator).mul_(0.01).half()
         weights = torch.randn(BLOCK_WEIGHTS, generator=generator).mul_(0.02).bfloat16()
-        int4, exact = (held if needed else 0 for needed in forms)
+        exact, int4 = (held if form in forms else 0 for form in ("exact", "int4"))
+        one = (
+            repeated(weights, (2 * width, hidden), torch.device("cpu")),
+            repeated(weights, (hidden, width), torch.device("cpu")),
+        )
+        codes = [pair_of(matrix, group_size, "residual" in forms) for matrix in one]
         self.bank = Int4Bank(
-            (
-                repeated(codes, (int4, 2 * width, hidden // 2), device),
-                repeated(scales, (int4, 2 * width, hidden // size), device),
-            ),
-            (
-                repeated(codes, (int4, hidden, width // 2), device),
-                repeated(scales, (int4, hidden, width // size), device),
-            ),
+            (copies(codes[0][0], int4, device), copies(codes[0][1], int4, device)),
+            (copies(codes[1][0], int4, device), copies(codes[1][1], int4, device)),
         )
         self.exact = (
             repeated(weights, (exact, 2 * width, hidden), device),
             repeated(weights, (exact, hidden, width), device),
         )
+        if "lossless" in forms:
+            self._records["lossless"] = compact_ops.encode_lossless(*one)
+        if "residual" in forms:
+            self._records["residual"] = compact_ops.encode_residual(*one, *codes)
+        self.lossless, self.residual = (
+            self._slots(form, held, device) for form in ("lossless", "residual")
+        )
+
+    def expert_bytes(self, form: str, group_size: int) -> int:
+        """Bytes of one expert in a form that is held."""
+        if form in self._records:
+            return len(self._records[form])
+        return self.shape.most_bytes(form, group_size)
+
+    def _slots(self, form: str, held: int, device: torch.device) -> Tensor:
+        if form not in self._records:
+            return torch.empty(0, 0, dtype=torch.uint8, device=device)
+        record = self._records[form]
+        slots = torch.zeros(held, aligned(len(record)), dtype=torch.uint8, device=device)
+        slots[:, : len(record)] = record.to(device)
+        return slots
+
+
+def pair_of(matrix: Tensor, group_size: int, rounded: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix: rounded, which takes its time, or else random."""
+    if rounded:
+        return quantize_int4(matrix, group_size)
+    rows, columns = matrix.shape
+    generator = torch.Generator().manual_seed(SEED)
+    codes = torch.randint(256, (BLOCK_WEIGHTS,), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(BLOCK_WEIGHTS, generator=generator).mul_(0.01).half()
+    cpu = torch.device("cpu")
+    return (
+        repeated(codes, (rows, columns // 2), cpu),
+        repeated(scales, (rows, columns // group_size), cpu),
+    )
+
+
+def copies(part: Tensor, count: int, device: torch.device) -> Tensor:
+    """[count, ...] of the same."""
+    return part.to(device).unsqueeze(0).repeat(count, *(1 for _ in part.shape))
 
 
 def repeated(block: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -12,6 +12,8 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
     moe_int4          the draft's experts in one call
     moe_int4_unfused  the baseline: a call for each expert and projection
     moe_grouped       the exact experts, without the weighted sum (`ops.combine`)
+    moe_grouped_lossless, moe_grouped_residual
+                      the same out of compact records; a residual's bytes include its codes
     torch             the exact experts as transformers' eager loop runs them, in bfloat16
 """
 
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq import native, ops
+from speq import compact_ops, native, ops
 from speq.bench.bandwidth import READ_BYTES, Clock, MemoryRead, step_times
 from speq.bench.expert_layer import (
     ACTIVATION,
@@ -48,11 +50,21 @@ KERNELS: dict[str, str | None] = {
     "moe_int4": "moe_int4",
     "moe_int4_unfused": "linear_int4",
     "moe_grouped": "moe_grouped",
+    "moe_grouped_lossless": "moe_grouped_lossless",
+    "moe_grouped_residual": "moe_grouped_residual",
     "torch": None,
 }
-INT4_KERNELS = frozenset({"moe_int4", "moe_int4_unfused"})
+# What each reads of a layer.
+FORMS: dict[str, frozenset[str]] = {
+    "moe_int4": frozenset({"int4"}),
+    "moe_int4_unfused": frozenset({"int4"}),
+    "moe_grouped": frozenset({"exact"}),
+    "moe_grouped_lossless": frozenset({"lossless"}),
+    "moe_grouped_residual": frozenset({"residual", "int4"}),
+    "torch": frozenset({"exact"}),
+}
 # Those whose calls a CUDA graph can hold.
-CAPTURED = frozenset({"moe_int4", "moe_grouped"})
+CAPTURED = frozenset({"moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"})
 DTYPES = ("bfloat16", "float16", "float32")
 # Calls of a kernel in one round.
 MIN_CALLS, MAX_CALLS = 2, 32
@@ -213,10 +225,10 @@ def backends_of(settings: Settings, device: torch.device) -> dict[str, str]:
 def check_memory(settings: Settings, held: dict[str, int], device: torch.device) -> None:
     """Raise SpeqError where a layer does not fit beside the buffer that is read."""
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info()[0]
-    int4, exact = forms(settings.kernels)
+    needed_forms = forms(settings.kernels)
     for name, count in held.items():
         shape = SHAPES[name]
-        one = exact * shape.exact_bytes + int4 * shape.int4_bytes(settings.group_size)
+        one = sum(shape.most_bytes(form, settings.group_size) for form in needed_forms)
         needed = count * one + READ_BYTES[device.type]
         if needed > free:
             raise SpeqError(
@@ -225,9 +237,9 @@ def check_memory(settings: Settings, held: dict[str, int], device: torch.device)
             )
 
 
-def forms(kernels: list[str]) -> tuple[bool, bool]:
-    """Whether kernels need (INT4, exact) experts."""
-    return bool(INT4_KERNELS & set(kernels)), bool(set(kernels) - INT4_KERNELS)
+def forms(kernels: list[str]) -> frozenset[str]:
+    """The forms of experts that kernels need."""
+    return frozenset().union(*(FORMS[kernel] for kernel in kernels))
 
 
 @contextmanager
@@ -254,7 +266,7 @@ def limited_isa(name: str | None, device: torch.device) -> Iterator[None]:
 def calls_of(kernel: str, layer: Layer, rows: int, group_size: int, read_bytes: int) -> int:
     """Calls that read about `read_bytes` of experts: short ones say little about either."""
     experts = min(rows * layer.shape.top_k, len(layer.places))
-    one = experts * expert_bytes(kernel, layer.shape, group_size)
+    one = experts * expert_bytes(kernel, layer, group_size)
     return min(max(read_bytes // one, MIN_CALLS), MAX_CALLS)
 
 
@@ -307,9 +319,18 @@ def call(
     """One call, through the wrapper that the engine calls."""
     if kernel == "torch":
         return torch_experts(hidden_states, topk_ids, topk_weights, *layer.exact)
+    rows = hidden_states, topk_ids, layer.places
+    out = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1])
     if kernel == "moe_grouped":
-        out = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1])
-        ops.moe_grouped(hidden_states, topk_ids, layer.places, *layer.exact, ACTIVATION, out)
+        ops.moe_grouped(*rows, *layer.exact, ACTIVATION, out)
+        return out
+    if kernel == "moe_grouped_lossless":
+        width = layer.shape.expert_width
+        compact_ops.moe_grouped_lossless(*rows, layer.lossless, width, ACTIVATION, out)
+        return out
+    if kernel == "moe_grouped_residual":
+        places = layer.places
+        compact_ops.moe_grouped_residual(*rows, layer.residual, places, layer.bank, ACTIVATION, out)
         return out
     run_int4 = {"moe_int4": ops.moe_int4, "moe_int4_unfused": ops.moe_int4_unfused}[kernel]
     return run_int4(hidden_states, topk_ids, topk_weights, layer.places, layer.bank, ACTIVATION)
@@ -376,7 +397,7 @@ def measure(
             found[kernel].append(
                 Round(
                     time_s=work_s / len(ids),
-                    expert_bytes=distinct * expert_bytes(kernel, layer.shape, size),
+                    expert_bytes=distinct * expert_bytes(kernel, layer, size),
                     distinct_experts=distinct,
                     read_bytes_per_s=read.nbytes / read_s,
                 )
@@ -386,13 +407,13 @@ def measure(
 
 def runs_on(backend: str, kernel: str, rows: int) -> str:
     """What runs `kernel` with so many rows: on a GPU, `ops.moe_grouped` leaves many to torch."""
-    many = kernel == "moe_grouped" and rows > ops.MAX_CUDA_ROWS
+    many = kernel.startswith("moe_grouped") and rows > ops.MAX_CUDA_ROWS
     return "torch" if backend == "cuda" and many else backend
 
 
-def expert_bytes(kernel: str, shape: LayerShape, group_size: int) -> int:
+def expert_bytes(kernel: str, layer: Layer, group_size: int) -> int:
     """Bytes of one expert's weights as `kernel` reads them."""
-    return shape.int4_bytes(group_size) if kernel in INT4_KERNELS else shape.exact_bytes
+    return sum(layer.expert_bytes(form, group_size) for form in FORMS[kernel])
 
 
 def summarise(rounds: list[Round]) -> dict[str, float]:

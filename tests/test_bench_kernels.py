@@ -163,8 +163,8 @@ def test_more_rows_draw_distinct_experts_uniformly() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_compute_the_layer(dtype: str) -> None:
-    """All four are calls of the same layer: INT4 ones agree, and so do the exact ones."""
-    layer = Layer(TINY, 8, (True, True), GROUP_SIZE, CPU)
+    """All are calls of the same layer: INT4 ones agree, and so do the exact ones."""
+    layer = Layer(TINY, 8, frozenset({"exact", "int4"}), GROUP_SIZE, CPU)
     # Weights large enough that outputs say something.
     layer.exact[0].mul_(5)
     hidden_states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
@@ -174,6 +174,7 @@ def test_kernels_compute_the_layer(dtype: str) -> None:
     outputs = {
         kernel: bench.call(kernel, layer, hidden_states, topk_ids, topk_weights)
         for kernel in bench.KERNELS
+        if not bench.FORMS[kernel] & {"lossless", "residual"}
     }
     exact = ops.combine(outputs["moe_grouped"], topk_weights, hidden_states.dtype)
     assert outputs["torch"].dtype == hidden_states.dtype
@@ -184,6 +185,18 @@ def test_kernels_compute_the_layer(dtype: str) -> None:
     torch.testing.assert_close(
         outputs["moe_int4"], outputs["moe_int4_unfused"], rtol=0, atol=0.03 * scale
     )
+
+
+def test_compact_kernels_compute_the_first_expert() -> None:
+    """Every record is of it."""
+    layer = Layer(TINY, 8, bench.forms(list(bench.KERNELS)), GROUP_SIZE, CPU)
+    hidden_states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    topk_weights = torch.full((3, 2), 0.5)
+    first, others = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([[0, 5], [5, 1], [7, 2]])
+    wanted = bench.call("moe_grouped", layer, hidden_states, first, topk_weights)
+    assert bool(wanted.any(2).all())
+    for kernel in ("moe_grouped_lossless", "moe_grouped_residual"):
+        assert torch.equal(bench.call(kernel, layer, hidden_states, others, topk_weights), wanted)
 
 
 def test_weights_that_no_kernel_reads_are_not_held() -> None:
@@ -197,7 +210,7 @@ def test_weights_that_no_kernel_reads_are_not_held() -> None:
 
 
 def test_calls_read_about_as_much_as_the_read() -> None:
-    layer = Layer(TINY, 8, (True, True), GROUP_SIZE, CPU)
+    layer = Layer(TINY, 8, frozenset({"exact", "int4"}), GROUP_SIZE, CPU)
     two = 2 * EXACT_BYTES
     calls = [bench.calls_of("torch", layer, 1, GROUP_SIZE, two * n) for n in (0, 3, 1000)]
     assert calls == [bench.MIN_CALLS, 3, bench.MAX_CALLS]
@@ -289,7 +302,8 @@ def test_isa_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_is_left_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = READ_BYTES + 8 * (EXACT_BYTES + INT4_BYTES)
+    compact = sum(TINY.most_bytes(form, GROUP_SIZE) for form in ("lossless", "residual"))
+    needed = READ_BYTES + 8 * (EXACT_BYTES + INT4_BYTES + compact)
     monkeypatch.setattr(bench, "available_bytes", lambda: needed - 1)
     with pytest.raises(SpeqError, match=r"tiny needs .* are left; give less --memory than 6GiB"):
         run(SETTINGS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import native, ops, reference
+from speq import compact_ops, native, ops, reference
 from speq.arguments import FLOAT_DTYPES
 from speq.int4 import Int4Arena, Int4Layout, group_size_of
 from speq.layers.streamed_linear import StreamedLinear, stream_linears
@@ -257,6 +257,38 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
+WORDS = [torch.ones(16, 64).bfloat16(), torch.ones(64, 8).bfloat16()]
+CODES = [part[0] for name, part in BANK.items() if part is not None and name != "input_perm"]
+RECORDS = {
+    "lossless": compact_ops.encode_lossless(WORDS[0], WORDS[1]),
+    "residual": compact_ops.encode_residual(*WORDS, (CODES[0], CODES[1]), (CODES[2], CODES[3])),
+}
+ROUTED = [torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(5).long()]
+NBYTES = torch.zeros(1, dtype=torch.int64)
+# What the ops over compact experts take, in order.
+COMPACT_ARGUMENTS: dict[str, list[Any]] = {
+    "encode_lossless": [*WORDS, RECORDS["lossless"], NBYTES],
+    "decode_lossless": [RECORDS["lossless"], *WORDS],
+    "moe_grouped_lossless": [
+        *ROUTED,
+        RECORDS["lossless"].unsqueeze(0),
+        8,
+        0,
+        torch.zeros(3, 2, 64),
+    ],
+    "encode_residual": [*WORDS, *CODES, RECORDS["residual"], NBYTES],
+    "decode_residual": [RECORDS["residual"], *CODES, *WORDS],
+    "moe_grouped_residual": [
+        *ROUTED,
+        RECORDS["residual"].unsqueeze(0),
+        torch.arange(5),
+        *BANK.values(),
+        0,
+        torch.zeros(3, 2, 64),
+    ],
+}
+
+
 @pytest.mark.parametrize(
     ("call", "name", "value", "message"),
     [
@@ -303,6 +335,8 @@ def test_errors_name_the_argument(call: str, name: str, value: Any, message: str
 
 def raw_arguments(op: str) -> list[Any]:
     """What the op itself takes, in order."""
+    if op in COMPACT_ARGUMENTS:
+        return list(COMPACT_ARGUMENTS[op])
     values = list(CALLS[op][1].values())
     return {
         "linear": [*values, torch.zeros(3, 4)],
@@ -323,6 +357,19 @@ def raw_arguments(op: str) -> list[Any]:
         ("linear", 2, torch.zeros(3)),
         ("linear", 2, torch.zeros(4).half()),
         ("linear", 3, torch.zeros(4, 4)),
+        ("encode_lossless", 0, torch.zeros(16, 63).bfloat16()),
+        ("encode_lossless", 1, torch.zeros(64, 8)),
+        ("encode_lossless", 3, torch.zeros(2).long()),
+        ("decode_lossless", 0, torch.zeros(64).byte()),
+        ("decode_lossless", 1, torch.zeros(8, 64).bfloat16()),
+        ("moe_grouped_lossless", 3, torch.zeros(1, 64).byte()),
+        ("moe_grouped_lossless", 3, RECORDS["lossless"]),
+        ("moe_grouped_lossless", 4, 800),
+        ("encode_residual", 2, torch.zeros(16, 31).byte()),
+        ("decode_residual", 0, torch.zeros(64).byte()),
+        ("moe_grouped_residual", 3, torch.zeros(1, 64).byte()),
+        ("moe_grouped_residual", 4, torch.zeros(4).long()),
+        ("moe_grouped_residual", 5, torch.zeros(5, 16, 31).byte()),
         ("linear_int4", 0, torch.zeros(3, 62)),
         ("linear_int4", 0, torch.zeros(2, 64)),
         ("linear_int4", 0, torch.zeros(3, 64).long()),

@@ -70,9 +70,7 @@ def kernels(
         str, typer.Option(help="Layers of models, separated by commas, or all.")
     ] = "all",
     rows: Annotated[str, typer.Option(help="Rows of a call, separated by commas.")] = "1,2,4,8,16",
-    kernels: Annotated[
-        str, typer.Option(help="Kernels, separated by commas.")
-    ] = "moe_int4,moe_int4_unfused,moe_grouped,torch",
+    kernels: Annotated[str, typer.Option(help="Kernels, separated by commas, or all.")] = "all",
     group_size: Annotated[int, typer.Option(help="INT4 weights to one scale.")] = 128,
     dtype: Annotated[
         str, typer.Option(help="Of the rows: bfloat16, float16 or float32.")
@@ -100,7 +98,11 @@ def kernels(
         bench_kernels.Settings(
             shapes=list(bench_kernels.SHAPES) if names == ["all"] else names,
             rows=parse_numbers("rows", rows),
-            kernels=[part.strip() for part in kernels.split(",")],
+            kernels=(
+                list(bench_kernels.KERNELS)
+                if kernels == "all"
+                else [part.strip() for part in kernels.split(",")]
+            ),
             group_size=group_size,
             dtype=dtype,
             device=device,

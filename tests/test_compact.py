@@ -1,0 +1,328 @@
+"""Compact experts: every bit comes back, products are those of plain words, damage stays inside."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq import compact_ops, native, ops, reference_compact
+from speq.compact import CompactLayout
+from speq.errors import SpeqError
+from speq.ops import Int4Bank, quantize_int4
+
+# Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
+SHAPES = [(64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6)]
+GROUPS = [2, 16, 32, 64, None]
+SEED = 11
+Pair = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(params=native.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in native.supported_isas():
+        pytest.skip(f"this processor has no {request.param}")
+    before = native.isa()
+    native.limit_isa(request.param)
+    yield request.param
+    native.limit_isa(before)
+
+
+def normal(rows: int, columns: int, seed: int = SEED) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator).mul_(0.02).bfloat16()
+
+
+def any_bits(rows: int, columns: int, seed: int = SEED) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(1 << 15), 1 << 15, (rows, columns), generator=generator)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def any_codes(rows: int, columns: int, group: int) -> Pair:
+    generator = torch.Generator().manual_seed(SEED)
+    codes = torch.randint(256, (rows, columns // 2), generator=generator).byte()
+    scales = torch.randint(-(1 << 15), 1 << 15, (rows, columns // group), generator=generator)
+    return codes, scales.to(torch.int16).view(torch.float16)
+
+
+def bits_of(matrix: Tensor) -> Tensor:
+    return matrix.view(torch.int16)
+
+
+def of_reference(encode: Any, layout: CompactLayout, *parts: Tensor) -> Tensor:
+    record = torch.zeros(layout.most_bytes, dtype=torch.uint8)
+    nbytes = torch.zeros(1, dtype=torch.int64)
+    encode(*parts, record, nbytes)
+    return record[: int(nbytes)]
+
+
+def on_every_isa() -> Iterator[str]:
+    """The instruction sets of this processor, each in use in turn."""
+    best = native.isa()
+    for name in native.supported_isas():
+        native.limit_isa(name)
+        yield name
+    native.limit_isa(best)
+
+
+def check_decodes(decode: Any, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """decode(gate_up_proj, down_proj) fills matrices that are those given, bit for bit."""
+    found = torch.empty_like(gate_up_proj), torch.empty_like(down_proj)
+    decode(*found)
+    assert torch.equal(bits_of(found[0]), bits_of(gate_up_proj))
+    assert torch.equal(bits_of(found[1]), bits_of(down_proj))
+
+
+@pytest.mark.parametrize("make", [normal, any_bits])
+@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+def test_lossless_gives_every_bit_back(hidden: int, width: int, make: Any) -> None:
+    gate_up, down = make(2 * width, hidden), make(hidden, width)
+    record = compact_ops.encode_lossless(gate_up, down)
+    layout = CompactLayout(hidden, width, lossless=True)
+    wanted = of_reference(reference_compact.encode_lossless_out, layout, gate_up, down)
+    assert torch.equal(record, wanted)
+    assert layout.fixed_bytes <= len(record) <= layout.most_bytes
+    for _ in on_every_isa():
+        check_decodes(lambda *out: compact_ops.decode_lossless(record, *out), gate_up, down)
+    check_decodes(lambda *out: reference_compact.decode_lossless_out(record, *out), gate_up, down)
+
+
+@pytest.mark.parametrize("kind", ["rounded", "other codes", "any bits"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+def test_residual_gives_every_bit_back(
+    hidden: int, width: int, group: int | None, kind: str
+) -> None:
+    sizes = group or hidden, group or width
+    if hidden % sizes[0] or width % sizes[1]:
+        sizes = hidden, width
+    make = any_bits if kind == "any bits" else normal
+    gate_up, down = make(2 * width, hidden), make(hidden, width)
+    if kind == "rounded":
+        codes = quantize_int4(gate_up, sizes[0]), quantize_int4(down, sizes[1])
+    else:
+        codes = any_codes(2 * width, hidden, sizes[0]), any_codes(hidden, width, sizes[1])
+    record = compact_ops.encode_residual(gate_up, down, *codes)
+    layout = CompactLayout(hidden, width, lossless=False)
+    flat = *codes[0], *codes[1]
+    wanted = of_reference(reference_compact.encode_residual_out, layout, gate_up, down, *flat)
+    assert torch.equal(record, wanted)
+    assert layout.fixed_bytes <= len(record) <= layout.most_bytes
+    for _ in on_every_isa():
+        check_decodes(lambda *out: compact_ops.decode_residual(record, *codes, *out), gate_up, down)
+    check_decodes(
+        lambda *out: reference_compact.decode_residual_out(record, *flat, *out), gate_up, down
+    )
+
+
+SCALES = [0x0000, 0x8000, 0x0001, 0x03FF, 0x0400, 0x1234, 0x9234, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00]
+
+
+@pytest.mark.parametrize("scale", [*SCALES, 0x7E01], ids=hex)
+def test_every_word_with_every_code(isa: str, scale: int) -> None:
+    """Rows of gate and up: the 65,536 words, 8,192 to a row, with each of the sixteen codes."""
+    hidden, width = 8192, 64
+    words = torch.arange(1 << 16).view(8, hidden).repeat(16, 1)
+    gate_up = torch.where(words < 1 << 15, words, words - (1 << 16)).to(torch.int16)
+    codes = torch.arange(16).repeat_interleave(8).unsqueeze(1).expand(-1, hidden // 2)
+    bits = torch.full((2 * width, 1), scale - (1 << 16 if scale >> 15 else 0), dtype=torch.int16)
+    down = torch.zeros(hidden, width, dtype=torch.bfloat16)
+    pairs = (
+        ((codes | codes << 4).byte(), bits.view(torch.float16)),
+        quantize_int4(down, width),
+    )
+    exact = gate_up.view(torch.bfloat16)
+    record = compact_ops.encode_residual(exact, down, *pairs)
+    check_decodes(lambda *out: compact_ops.decode_residual(record, *pairs, *out), exact, down)
+
+
+def test_rounded_codes_have_no_exceptions() -> None:
+    """No byte more than a byte a weight, three bits a code 0, its escapes and the index."""
+    hidden, width = 256, 128
+    gate_up, down = normal(2 * width, hidden), normal(hidden, width)
+    codes = quantize_int4(gate_up, 128), quantize_int4(down, 128)
+    record = compact_ops.encode_residual(gate_up, down, *codes)
+    index = record[: 4 * (2 * width // 4 + hidden // 4)].view(torch.int32)
+    assert bool((index >= 0).all())
+    assert 8.3 < 8 * len(record) / (3 * hidden * width) < 8.9
+
+
+def slots_of(records: list[Tensor], order: Tensor) -> Tensor:
+    """Record e in slot order[e]; every slot ends where the largest record does."""
+    slots = torch.full((len(records), max(map(len, records)) + 3 & ~3), 0xA5, dtype=torch.uint8)
+    for expert, record in enumerate(records):
+        slots[order[expert], : len(record)] = record
+    return slots
+
+
+class Experts:
+    """A few experts as plain words, as records and as codes, in the same slots."""
+
+    count = 5
+
+    def __init__(self, hidden: int, width: int, group: int | None, perm: bool = False) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        self.width = width
+        self.order = torch.randperm(self.count, generator=generator)
+        exact = [(normal(2 * width, hidden, e), normal(hidden, width, -e)) for e in range(5)]
+        codes = [
+            (quantize_int4(gate_up, group or hidden), quantize_int4(down, group or width))
+            for gate_up, down in exact
+        ]
+        place = torch.argsort(self.order)
+        self.gate_up = torch.stack([gate_up for gate_up, _ in exact])[place]
+        self.down = torch.stack([down for _, down in exact])[place]
+        self.lossless = slots_of(
+            [compact_ops.encode_lossless(*matrices) for matrices in exact], self.order
+        )
+        self.residual = slots_of(
+            [
+                compact_ops.encode_residual(*matrices, *pairs)
+                for matrices, pairs in zip(exact, codes, strict=True)
+            ],
+            self.order,
+        )
+        self.base_slots = torch.randperm(self.count, generator=generator)
+        base = [codes[expert] for expert in torch.argsort(self.base_slots).tolist()]
+        self.perm = None
+        if perm:
+            perms = [torch.randperm(hidden, generator=generator) for _ in range(self.count)]
+            self.perm = torch.stack(perms).int()
+        self.bank = Int4Bank(
+            (torch.stack([b[0][0] for b in base]), torch.stack([b[0][1] for b in base])),
+            (torch.stack([b[1][0] for b in base]), torch.stack([b[1][1] for b in base])),
+            self.perm,
+        )
+
+    def run(self, codec: str, hidden_states: Tensor, topk_ids: Tensor) -> Tensor:
+        out = torch.zeros(*topk_ids.shape, hidden_states.shape[1], dtype=hidden_states.dtype)
+        rows = hidden_states, topk_ids, self.order
+        if codec == "raw":
+            ops.moe_grouped(*rows, self.gate_up, self.down, "silu", out)
+        elif codec == "lossless":
+            slots = self.lossless
+            compact_ops.moe_grouped_lossless(*rows, slots, self.width, "silu", out)
+        else:
+            slots = self.residual
+            compact_ops.moe_grouped_residual(*rows, slots, self.base_slots, self.bank, "silu", out)
+        return out
+
+
+def route(rows: int, experts: int = Experts.count, top_k: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.rand(rows, experts, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
+
+
+def inputs(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(rows, hidden, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "width", "group"),
+    [(64, 64, None), (130, 70, None), (40, 24, 8), (256, 64, 64), (128, 96, 32), (128, 192, 64)],
+)
+@pytest.mark.parametrize("codec", ["lossless", "residual"])
+def test_products_are_those_of_plain_words(
+    isa: str, codec: str, hidden: int, width: int, group: int | None, dtype: torch.dtype, rows: int
+) -> None:
+    experts = Experts(hidden, width, group)
+    hidden_states, topk_ids = inputs(rows, hidden, dtype), route(rows)
+    found = experts.run(codec, hidden_states, topk_ids)
+    assert torch.equal(found, experts.run("raw", hidden_states, topk_ids))
+    assert bool(found.isfinite().all()) and bool(found.any(2).all())
+    # A row does not depend on others of the call.
+    alone = experts.run(codec, hidden_states[-1:], topk_ids[-1:])
+    assert torch.equal(found[-1:], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_inputs_come_in_the_order_of_the_codes(dtype: torch.dtype) -> None:
+    experts = Experts(128, 64, 64, perm=True)
+    hidden_states, topk_ids = inputs(4, 128, dtype), route(4)
+    found = experts.run("residual", hidden_states, topk_ids)
+    assert experts.perm is not None
+    for row, ids in enumerate(topk_ids.tolist()):
+        for rank, expert in enumerate(ids):
+            perm = experts.perm[experts.base_slots[expert]].long()
+            x = hidden_states[row, perm].double()
+            slot = experts.order[expert]
+            gate, up = (experts.gate_up[slot].double() @ x).chunk(2)
+            wanted = experts.down[slot].double() @ (torch.nn.functional.silu(gate) * up)
+            torch.testing.assert_close(found[row, rank].double(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "residual"])
+def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
+    """Whatever index, classes and streams say, decoders end, and bytes of their own stay true.
+
+    Under AddressSanitizer this is also where a decoder would be caught reading outside.
+    """
+    hidden, width = 130, 70
+    gate_up, down = any_bits(2 * width, hidden), normal(hidden, width)
+    codes = any_codes(2 * width, hidden, hidden), any_codes(hidden, width, width)
+    lossless = codec == "lossless"
+    if lossless:
+        record = compact_ops.encode_lossless(gate_up, down)
+    else:
+        record = compact_ops.encode_residual(gate_up, down, *codes)
+    layout = CompactLayout(hidden, width, lossless)
+    # The last of the fixed sections are the bytes of the weights, three matrices of them.
+    sizes = [-(-rows * columns // 64) * 64 for rows, columns in layout.matrices]
+    streams = layout.fixed_bytes - 128
+    own = 0x80_7F if lossless else 0x00_FF
+    generator = torch.Generator().manual_seed(SEED)
+    for turn in range(24):
+        damaged = record.clone()
+        bytes_of = torch.randint(256, (len(record),), generator=generator).byte()
+        hit = torch.rand(len(record), generator=generator) < (1.0, 0.3, 0.01)[turn % 3]
+        hit[streams - sum(sizes) : streams] = False
+        damaged[hit] = bytes_of[hit]
+        if turn % 2:  # cut off as short as a slot may be
+            damaged = damaged[: layout.fixed_bytes + turn].clone()
+        found = torch.empty_like(gate_up), torch.empty_like(down)
+        if lossless:
+            compact_ops.decode_lossless(damaged, *found)
+        else:
+            compact_ops.decode_residual(damaged, *codes, *found)
+        for matrix, exact in zip(found, (gate_up, down), strict=True):
+            kept = bits_of(matrix).int() & own
+            assert torch.equal(kept, bits_of(exact).int() & own)
+
+
+def test_too_small_a_slot_is_refused_untouched() -> None:
+    gate_up, down = normal(128, 64), normal(64, 64)
+    record = compact_ops.encode_lossless(gate_up, down)
+    slot = torch.full((len(record) - 1,), 7, dtype=torch.uint8)
+    with pytest.raises(SpeqError, match=f"takes {len(record)} bytes .* made for {len(slot)}"):
+        compact_ops.encode_lossless_into(gate_up, down, slot)
+    assert bool((slot == 7).all())
+    slot = torch.zeros(len(record), dtype=torch.uint8)
+    assert compact_ops.encode_lossless_into(gate_up, down, slot) == len(record)
+    assert torch.equal(slot, record)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("gate_up_proj", torch.zeros(128, 64), "float32; it must be torch.bfloat16"),
+        ("gate_up_proj", torch.zeros(130, 64).bfloat16(), r"must be \[128, 64\]"),
+        ("record", torch.zeros(64).byte(), "has 64 bytes to a record"),
+        ("record", torch.zeros(64), "float32; it must be torch.uint8"),
+        ("down_proj", torch.zeros(64), "must be"),
+    ],
+)
+def test_errors_name_the_argument(name: str, value: Tensor, message: str) -> None:
+    gate_up, down = normal(128, 64), normal(64, 64)
+    arguments = {
+        "record": compact_ops.encode_lossless(gate_up, down),
+        "gate_up_proj": gate_up,
+        "down_proj": down,
+    }
+    compact_ops.decode_lossless(**arguments)
+    with pytest.raises(ValueError, match=f"^{name} .*{message}"):
+        compact_ops.decode_lossless(**(arguments | {name: value}))
