@@ -97,8 +97,7 @@ def usual_bytes(codec: ExpertCodec) -> int:
 
 def encoding(store: SafetensorsExpertStore, codec: str) -> EncodingStore:
     """A published checkpoint whose experts are encoded as they are read."""
-    made = codec_of(codec, store.codec.shape)
-    return EncodingStore(store, made, usual_bytes(made))
+    return EncodingStore(store, codec_of(codec, store.codec.shape))
 
 
 def side_by_side(codec: ExpertCodec, draft_bytes: int) -> list[Representation]:
