@@ -102,13 +102,15 @@ def encoding(store: SafetensorsExpertStore, codec: str) -> EncodingStore:
 
 
 def side_by_side(codec: ExpertCodec, draft_bytes: int) -> list[Representation]:
-    """All ways to keep experts of a shape, with and without a draft; `codec` is the one in use."""
+    """All ways to keep experts of a shape beside a draft, or without one (draft_bytes 0).
+
+    codec  the one in use, whose slots are known to hold these experts
+    """
     rows = []
-    for beside in (0, draft_bytes):
-        for name in codecs_for(codec.shape.dtype):
-            other = codec if name == codec.name else codec_of(name, codec.shape)
-            estimated = other is not codec and name in USUAL_BITS
-            slot_bytes = aligned(usual_bytes(other)) if estimated else other.slot_bytes
-            if beside or not other.needs_draft:
-                rows.append(Representation(name, beside, slot_bytes, estimated))
+    for name in codecs_for(codec.shape.dtype):
+        other = codec if name == codec.name else codec_of(name, codec.shape)
+        estimated = other is not codec and name in USUAL_BITS
+        slot_bytes = aligned(usual_bytes(other)) if estimated else other.slot_bytes
+        if draft_bytes or not other.needs_draft:
+            rows.append(Representation(name, draft_bytes, slot_bytes, estimated))
     return rows

@@ -151,7 +151,7 @@ class Runtime:
         with contextlib.closing(self._draft_source()) as draft:
             self._draft_layout = draft.layout
             self.opened = replace(opened, store=self._represented(first_context))
-            self.demand = self._measure_demand()
+            self.demand = self._demand_of(self.config)
             self.plan = self._first_plan(first_context)
             self._check_room()
             native.report_backends(self.device.type)
@@ -170,11 +170,17 @@ class Runtime:
 
     def begin_stats(self, start_s: float) -> RunStats:
         """Of a run that began at `start_s`: the budget item by item, and what else it would buy."""
-        codec = self.opened.store.codec
-        draft_bytes = self.demand.num_experts * self._draft_layout.nbytes
-        ways = representation.side_by_side(codec, draft_bytes)
-        rows = memory.slots_of(self.demand, self.plan.budget, self.plan.context, ways)
-        return RunStats(start_s, self.plan.report(), codec.name, rows)
+        codec, plan = self.opened.store.codec, self.plan
+        rows = []
+        for drafted in (False, True):
+            demand = self.demand
+            if drafted != plan.has_draft:
+                length = (self.config.draft_length or None) if drafted else 0
+                draft = "auto" if drafted else "none"
+                demand = self._demand_of(replace(self.config, draft=draft, draft_length=length))
+            ways = representation.side_by_side(codec, demand.draft_bytes if drafted else 0)
+            rows += memory.slots_of(demand, plan.budget, plan.context, ways)
+        return RunStats(start_s, plan.report(), codec.name, rows)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -234,7 +240,7 @@ class Runtime:
             all_fit = False
             with contextlib.suppress(SpeqError):  # of a budget that is too small for words
                 context = self.config.context_length or first_context
-                demand = self._measure_demand()
+                demand = self._demand_of(self.config)
                 plan = memory.plan(demand, self.config.memory_budget, context)
                 all_fit = plan.slots == store.num_layers * store.num_experts
             readers = self.config.reader_threads
@@ -255,14 +261,14 @@ class Runtime:
         )
         self.plan = memory.plan(self.demand, self.config.memory_budget, self.plan.context)
 
-    def _measure_demand(self) -> memory.Demand:
+    def _demand_of(self, config: RunConfig) -> memory.Demand:
         opened = self.opened
         return demand_of(
             opened.checkpoint,
             self.shape,
             opened.store,
             self._draft_layout,
-            self.config,
+            config,
             self.dtype,
             self.device,
         )
