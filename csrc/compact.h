@@ -33,7 +33,7 @@ namespace speq {
 
 constexpr std::int64_t kBlockColumns = 64;
 constexpr std::int64_t kQuadRows = 4;
-constexpr std::int64_t kSlackBytes = 64;
+constexpr std::int64_t kSlackBytes = 128;
 constexpr std::int64_t kExpertMatrices = 3;
 // In an entry of the index: weights of the quad whose codes are not zero have escapes.
 constexpr std::uint32_t kHasExceptions = 1u << 31;

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 LINE_BYTES = 64
 QUAD_ROWS = 4
 BLOCK_COLUMNS = 64
+# An entry of the index.
+INDEX_BYTES = 4
 # Read past the streams by decoders that take whole vectors.
-SLACK_BYTES = 64
+SLACK_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class CompactLayout:
     def fixed_bytes(self) -> int:
         """A record without its streams."""
         quads = sum(-(-rows // QUAD_ROWS) for rows, _ in self.matrices)
-        sections = [4 * (quads + 1)] + [rows * columns for rows, columns in self.matrices]
+        sections = [INDEX_BYTES * (quads + 1)] + [rows * columns for rows, columns in self.matrices]
         if self.lossless:
             sections += [8 * len(self.matrices)]
             sections += [rows * -(-columns // 8) * 3 for rows, columns in self.matrices]

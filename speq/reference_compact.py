@@ -5,12 +5,11 @@ What records hold is said in csrc/compact.h; sizes are in speq/compact.py. A mat
 what is past its edges is absent.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speq import windows
 from speq.compact import (
     BLOCK_COLUMNS,
     LINE_BYTES,
@@ -22,10 +21,7 @@ from speq.reference import check_ids, moe_grouped_out, unpack_int4
 
 CLASSES = 8
 ESCAPE = 7
-ZERO_CLASS = 3
 HAS_EXCEPTIONS = 1 << 31
-# Where the windows of codes begin, in scales, by magnitude; of code 0, where its window ends.
-WINDOW_STARTS = (0.5, 0.4375, 0.75, 1.25, 2.0, 2.5, 3.0, 3.5, 4.0)
 
 
 def encode_lossless_out(
@@ -99,17 +95,14 @@ def encode_residual_out(
     bytes_, quads = [], []
     codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
     for matrix, pair in zip(_matrices(gate_up_proj, down_proj), codes, strict=True):
-        words, base = _words(matrix), _Base.of(*pair)
-        high, low = words >> 8, words & 0xFF
-        bytes_.append(low)
-        classes = base.zero_classes(high)
-        escapes = torch.where(base.zero, classes == ESCAPE, base.high_bytes(low) != high)
+        words, (values, scales) = _words(matrix), _base(*pair)
+        bytes_.append(words & 0xFF)
         quads += _streams_of(
             len(matrix),
-            _blocks(escapes, 0) == 1,
-            _blocks(high, 0),
-            _blocks(base.zero, 0) == 1,
-            _blocks(classes, 0),
+            _blocks(windows.escapes(words, values, scales), 0) == 1,
+            _blocks(words >> 8, 0),
+            _blocks(values == 0, 0) == 1,
+            _blocks(windows.zero_classes(words, scales), 0),
         )
     _write(layout, [], bytes_, quads, record, nbytes)
 
@@ -133,12 +126,15 @@ def decode_residual_out(
     for matrix, pair, low, entries in zip(
         _matrices(gate_up_proj, down_proj), codes, bytes_, index, strict=True
     ):
-        base = _Base.of(*pair)
-        zero = _blocks(base.zero, 0) == 1
+        values, scales = _base(*pair)
+        zero = _blocks(values == 0, 0) == 1
         classes, exceptions = _front(len(matrix), zero, entries, streams)
-        high = base.high_bytes(low.long())
         classes = _unblocked(classes, matrix.shape)
-        high = torch.where(base.zero, base.zero_bytes(classes), high)
+        high = torch.where(
+            values == 0,
+            windows.zero_high_bytes(classes, scales),
+            windows.high_bytes(low.long(), values, scales),
+        )
         escapes = exceptions | (zero & (_blocks(classes, 0) == ESCAPE))
         blocks = _blocks(high, 0)
         blocks[escapes] = _escaped(escapes, entries, streams)
@@ -237,45 +233,6 @@ def _run_one(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """What codes say of a matrix [N, K]: starts of windows [N, K] as words, and which are 0."""
-
-    starts: Tensor
-    zero: Tensor
-
-    @classmethod
-    def of(cls, qweight: Tensor, scales: Tensor) -> "_Base":
-        codes = unpack_int4(qweight, torch.ones_like(scales)).int()
-        finite = scales.float().where(scales.isfinite(), 0)
-        steps = finite.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
-        factors = torch.tensor(WINDOW_STARTS, device=codes.device)[codes.abs()]
-        starts = factors.where(codes >= 0, -factors) * steps
-        return cls((starts.view(torch.int32) >> 16 & 0xFFFF).long(), codes == 0)
-
-    def high_bytes(self, low: Tensor) -> Tensor:
-        """Of words whose codes are not 0, from their low bytes."""
-        return (self.starts >> 8) + (low < (self.starts & 0xFF))
-
-    def zero_bytes(self, classes: Tensor) -> Tensor:
-        """Of words of code 0, from their classes."""
-        negative = classes > ZERO_CLASS
-        steps = torch.where(negative, classes - ZERO_CLASS - 1, classes)
-        bytes_ = ((self.starts >> 8 & 0x7F) - steps & 0x7F) | negative.long() << 7
-        return bytes_.where(classes != ZERO_CLASS, 0)
-
-    def zero_classes(self, high: Tensor) -> Tensor:
-        """Of words of code 0, from their high bytes; the first that tells, else the escape."""
-        window = self.starts >> 8 & 0x7F
-        classes = torch.full_like(high, ESCAPE)
-        for of in reversed(range(ESCAPE)):
-            steps = of - ZERO_CLASS - 1 if of > ZERO_CLASS else of
-            told = self.zero_bytes(torch.full_like(high, of)) == high
-            told &= (window >= steps) | (of == ZERO_CLASS)
-            classes = torch.where(told, of, classes)
-        return classes
-
-
 class _Sections:
     """The sections of a record, taken one behind the other."""
 
@@ -307,6 +264,12 @@ def _layout(down_proj: Tensor, lossless: bool) -> CompactLayout:
 
 def _matrices(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
     return [*gate_up_proj.chunk(2), down_proj]
+
+
+def _base(qweight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and the scale of each, [N, K]."""
+    codes = unpack_int4(qweight, torch.ones_like(scales)).int()
+    return codes, scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
 
 
 def _halves(qweight: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -50,6 +50,7 @@ TABLE = {
             "speq.routing",
             "speq.sequence",
             "speq.stats",
+            "speq.windows",
         ),
         ("leaves",),
         never=("transformers",),

@@ -29,12 +29,14 @@ from speq.quantize.calibration import Calibration, calibration_of, read_texts, t
 from speq.quantize.lanes import Lanes
 from speq.quantize.quantizer import Source, quantize
 from speq.quantize.report import QuantizeReport
-from speq.quantize.settings import QuantizeSettings, check_sizes
+from speq.quantize.settings import QuantizeSettings, check_sizes, codes_for
 from speq.runtime import open_model
 from speq.store.expert_store import SafetensorsExpertStore
 from speq.store.pack import pack
+from speq.windows import words_of
 from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, load_plain, write_model
+from tests.window_words import told
 
 Folder = Callable[[str], Path]
 ROOT = Path(__file__).parent.parent
@@ -286,6 +288,62 @@ def test_the_folder_is_a_gptq_checkpoint(
     assert not [*out.glob("*.activations"), *out.glob("*.journal"), *out.glob("*.partial")]
 
 
+def test_decodable_codes_tell_the_exact_words(
+    small: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but their low bytes, of a model in bfloat16; a run that was interrupted comes to the same
+    bytes, and codes that are free to other ones."""
+    settings = replace(SETTINGS, codes="decodable")
+    out, again = tmp_path / "out", tmp_path / "again"
+    report = quantise_to(out, small, settings)
+    tensors, source = tensors_in(out), tensors_in(small)
+    exact = {
+        name.replace("block_sparse_moe", "mlp").replace(old, new): tensor
+        for name, tensor in source.items()
+        for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
+        if f".{old}." in name
+    }
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    assert len(modules) == len(exact) == 24
+    count = 0
+    for module in modules:
+        weights = exact[f"{module}.weight"]
+        scales = tensors[f"{module}.scales"][tensors[f"{module}.g_idx"].long()].t()
+        codes = (unpacked(tensors, module) / scales.float()).round()
+        count += weights.numel()
+        for row in range(0, len(weights), 7):
+            values = (words_of(weights[row]), codes[row].int(), scales[row])
+            assert all(
+                code == 0 or told(word, code, scale)
+                for word, code, scale in zip(*(v.tolist() for v in values), strict=True)
+            )
+    residual = report.residuals["residual"]
+    assert (residual.weights, residual.exceptions) == (count, 0)
+    assert report.residuals["rounding_residual"].exceptions == 0
+    interrupted(small, again, monkeypatch, settings)
+    quantise_to(again, small, settings)
+    assert contents(again) == contents(out)
+    shards = [name for name in contents(out) if name.startswith("model-00001")]
+    assert [contents(out)[name] for name in shards] != [whole[name] for name in shards]
+    free = json.loads(whole["quantize_report.json"])
+    assert free["residual"]["exceptions"] > 0
+    assert free["residual"]["record_bytes"] > residual.record_bytes
+
+
+def test_codes_for_models_that_are_not_in_bfloat16(tiny: Folder, tmp_path: Path) -> None:
+    assert [codes_for(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+        "decodable",
+        "free",
+        "free",
+    ]
+    with pytest.raises(SpeqError, match="is for checkpoints in bfloat16 and this one is in fl"):
+        quantise_to(tmp_path / "out", tiny("olmoe"), replace(SETTINGS, codes="decodable"))
+    assert not (tmp_path / "out").exists()
+    report = quantise_to(tmp_path / "out", tiny("olmoe"))
+    assert report.residuals == {}
+    assert "residual" not in report.to_json()
+
+
 def test_gate_and_up_share_the_order_of_their_inputs(tiny: Folder, tmp_path: Path) -> None:
     settings = replace(SETTINGS, group_size=32, column_order="activation")
     quantise_to(tmp_path / "out", tiny("olmoe"), settings)
@@ -328,6 +386,11 @@ def test_gptq_is_better_where_experts_saw_enough(bundled: Path, tmp_path: Path) 
     few = [e for layer in report["experts_by_layer"].values() for e in layer if e["tokens"] < 16]
     assert len(few) == report["rounded_for_lack_of_tokens"]
     assert all(expert["squared_error"] == expert["rounding_error"] for expert in few)
+    assert report["settings"]["codes"] == "decodable"  # as the model is in bfloat16
+    residual, plain_residual = report["residual"], report["rounding_residual"]
+    assert residual["exceptions"] == plain_residual["exceptions"] == 0
+    assert residual["bits_per_weight"] < min(9, plain_residual["bits_per_weight"])
+    assert f"residual {residual['bits_per_weight']:.2f} bits a weight, " in done.stdout
     assert "calibrated on 2048 tokens, judged on 256 held out" in done.stdout
 
 
@@ -508,7 +571,12 @@ def test_folders_that_are_taken(small: Path, tmp_path: Path) -> None:
         quantise_to(out, small)
 
 
-def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(
+    model: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: QuantizeSettings = SETTINGS,
+) -> None:
     """A run that ended before its second layer."""
 
     def enough(done: int, total: int) -> None:
@@ -516,7 +584,7 @@ def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantise_to(out, model, progress=enough)
+        quantise_to(out, model, settings, progress=enough)
 
 
 def test_going_on_wants_the_same(
@@ -524,7 +592,13 @@ def test_going_on_wants_the_same(
 ) -> None:
     out = tmp_path / "out"
     interrupted(small, out, monkeypatch)
-    for change in ({"group_size": 32}, {"damp": 0.02}, {"column_order": "given"}, {"seed": 1}):
+    for change in (
+        {"group_size": 32},
+        {"damp": 0.02},
+        {"column_order": "given"},
+        {"codes": "decodable"},
+        {"seed": 1},
+    ):
         with pytest.raises(SpeqError, match=r"was begun with .*; give the same ones to go on"):
             quantise_to(out, small, replace(SETTINGS, **change))
     with pytest.raises(SpeqError, match="was begun with another calibration text"):
@@ -552,6 +626,7 @@ def test_going_on_wants_the_same(
         ({"group_size": 100}, "group_size is 100; it must be one of 16, 32, 64, 128, -1"),
         ({"method": "awq"}, "method is 'awq'; it must be one of gptq, rtn"),
         ({"column_order": "best"}, "column_order is 'best'; it must be one of static, activation"),
+        ({"codes": "any"}, "codes is 'any'; it must be one of free, decodable"),
         ({"damp": 0.0}, "damp is 0.0; it must be above 0"),
         ({"damp": float("nan")}, "damp is nan; it must be above 0"),
         ({"samples": 0}, "samples is 0; it must be at least 1"),

@@ -74,6 +74,6 @@ private:
 
 } // namespace
 
-const MicroKernels avx2_kernels = with_coded<Avx2, Avx2Lossless, Avx2Residual>();
+const MicroKernels avx2_kernels = with_coded<Avx2, Avx2Lossless, Avx2Residual, PortableResidual>();
 
 } // namespace speq::cpu

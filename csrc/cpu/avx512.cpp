@@ -3,6 +3,7 @@
 
 namespace speq::cpu {
 
-const MicroKernels avx512_kernels = with_coded<Avx512, Avx2Lossless, Avx2Residual>();
+const MicroKernels avx512_kernels =
+    with_coded<Avx512, Avx2Lossless, Avx2Residual, PortableResidual>();
 
 } // namespace speq::cpu

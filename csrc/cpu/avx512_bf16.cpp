@@ -99,10 +99,12 @@ struct PairProduct {
 };
 
 constexpr MicroKernels with_pairs() {
-  MicroKernels kernels = with_coded<Avx512, VectorLossless, VectorResidual>();
+  MicroKernels kernels =
+      with_coded<Avx512, VectorLossless, VectorResidual, Avx2Residual, PortableResidual>();
   kernels.dot_bfloat16_pairs = dot_pairs;
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
-  kernels.residual.dot_pairs = dot_residual<PairProduct, VectorResidual, dot_pairs>;
+  kernels.residual.dot_pairs =
+      dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
   return kernels;
 }
 

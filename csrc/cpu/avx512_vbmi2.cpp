@@ -3,6 +3,7 @@
 
 namespace speq::cpu {
 
-const MicroKernels avx512_vbmi2_kernels = with_coded<Avx512, VectorLossless, VectorResidual>();
+const MicroKernels avx512_vbmi2_kernels =
+    with_coded<Avx512, VectorLossless, VectorResidual, Avx2Residual, PortableResidual>();
 
 } // namespace speq::cpu

@@ -39,14 +39,14 @@ template <typename V> struct FloatProduct {
   }
 };
 
-// All kernels over vectors V, with decoders of compact matrices.
-template <typename V, typename Lossless, typename Residual> constexpr MicroKernels with_coded() {
+// All kernels over vectors V, with decoders of compact matrices, the last one for all residuals.
+template <typename V, typename Lossless, typename... Residual> constexpr MicroKernels with_coded() {
   MicroKernels kernels = kernels_over<V>;
   constexpr DotExact kDot = dot_exact<V, BFloat16>;
   kernels.lossless = {dot_coded<FloatProduct<V>, Lossless, kDot, LosslessRows>, nullptr,
                       decode_quad<Lossless, LosslessRows>};
-  kernels.residual = {dot_residual<FloatProduct<V>, Residual, kDot>, nullptr,
-                      decode_residual<Residual>};
+  kernels.residual = {dot_residual<FloatProduct<V>, kDot, Residual...>, nullptr,
+                      decode_residual<Residual...>};
   return kernels;
 }
 

@@ -109,27 +109,26 @@ void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const v
   }
 }
 
-// Group sizes whose tables a vector decoder has, a table to sixteen columns: all others go block by
-// block through plain C++.
-inline bool takes_tables(const Int4Matrix &codes) {
-  return codes.group_size == codes.columns || codes.group_size % kBlockColumns == 0 ||
-         codes.group_size == 32 || codes.group_size == 16;
-}
-
-template <typename Product, typename Decoder, DotExact kDot>
+// A decoder of vectors says which groups it takes; the next one that does takes the others.
+template <typename Product, DotExact kDot, typename Decoder, typename... Others>
 void dot_residual(const ResidualRows &matrix, std::int64_t begin, std::int64_t end,
                   const void *const *inputs, std::int64_t count, float *const *outs) {
-  const auto dot = takes_tables(matrix.codes)
-                       ? dot_coded<Product, Decoder, kDot, ResidualRows>
-                       : dot_coded<Product, PortableResidual, kDot, ResidualRows>;
-  dot(matrix, begin, end, inputs, count, outs);
+  if constexpr (sizeof...(Others) > 0) {
+    if (!Decoder::takes(matrix.codes)) {
+      return dot_residual<Product, kDot, Others...>(matrix, begin, end, inputs, count, outs);
+    }
+  }
+  dot_coded<Product, Decoder, kDot>(matrix, begin, end, inputs, count, outs);
 }
 
-template <typename Decoder>
+template <typename Decoder, typename... Others>
 void decode_residual(const ResidualRows &matrix, std::int64_t quad, BFloat16 *words) {
-  const auto decode = takes_tables(matrix.codes) ? decode_quad<Decoder, ResidualRows>
-                                                 : decode_quad<PortableResidual, ResidualRows>;
-  decode(matrix, quad, words);
+  if constexpr (sizeof...(Others) > 0) {
+    if (!Decoder::takes(matrix.codes)) {
+      return decode_residual<Others...>(matrix, quad, words);
+    }
+  }
+  decode_quad<Decoder>(matrix, quad, words);
 }
 
 } // namespace

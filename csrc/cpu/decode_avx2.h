@@ -146,7 +146,12 @@ class Avx2Residual {
 public:
   using Block = WordBlock;
 
-  // For groups of which `takes_tables` holds.
+  // For groups of whole halves of vectors: each sixteen columns have tables of their own.
+  static bool takes(const Int4Matrix &codes) {
+    return codes.group_size == codes.columns || codes.group_size % kBlockColumns == 0 ||
+           codes.group_size == 32 || codes.group_size == 16;
+  }
+
   Avx2Residual(const ResidualRows &matrix, std::int64_t quad)
       : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)) {}
 

@@ -1,8 +1,11 @@
 // Blocks of compact matrices with AVX-512 VBMI and VBMI2: 64 weights at a time, in registers.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/avx512_vectors.h"
 #include "cpu/coded_kernels.h"
+#include "cpu/decode_avx2.h"
 
 namespace speq::cpu {
 namespace {
@@ -62,11 +65,11 @@ inline VectorBlock words_of(__m512i low, __m512i high, std::int64_t present) {
   return block;
 }
 
-// Of bytes, those that a mask names replaced by the next of a stream's back.
-inline __m512i with_escapes(__m512i bytes, __mmask64 escapes, const std::uint8_t *streams,
-                            QuadStreams &positions) {
-  const std::int64_t at = positions.take_back(__builtin_popcountll(escapes));
-  return _mm512_mask_expand_epi8(bytes, escapes, load64(streams + at));
+// 64 bytes in a register: some processors expand bytes from memory very slowly.
+inline __m512i loaded(const std::uint8_t *bytes) {
+  __m512i values = load64(bytes);
+  asm("" : "+v"(values));
+  return values;
 }
 
 class VectorLossless {
@@ -80,7 +83,7 @@ public:
         exponents_(_mm512_broadcast_i32x4(
             _mm_loadl_epi64(reinterpret_cast<const __m128i *>(matrix.exponents)))) {}
 
-  void begin(std::int64_t) {}
+  void begin(std::int64_t) { streams_.back = std::max<std::int64_t>(streams_.back, 0); }
 
   Block next(int n, std::int64_t first, std::int64_t present) {
     const std::uint8_t *bytes = bytes_ + n * columns_ + first;
@@ -90,8 +93,9 @@ public:
     const __m512i of = classes_at(classes);
     const __mmask64 escapes =
         _mm512_mask_cmpeq_epi8_mask(first_of_64(present), of, _mm512_set1_epi8(kEscape));
-    const __m512i exponents =
-        with_escapes(_mm512_shuffle_epi8(exponents_, of), escapes, stream_, streams_);
+    streams_.back -= __builtin_popcountll(escapes);
+    const __m512i exponents = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(exponents_, of), escapes,
+                                                      loaded(stream_ + streams_.back));
     // The exponent's lowest bit above the mantissa, the others below the sign.
     const __m512i sign_mantissa = load64(bytes), low_bits = _mm512_set1_epi8(0x7F);
     const __m512i low = _mm512_ternarylogic_epi32(low_bits, sign_mantissa,
@@ -114,27 +118,28 @@ class VectorResidual {
 public:
   using Block = VectorBlock;
 
-  // For groups of which `takes_tables` holds.
+  // For groups of whole blocks.
+  static bool takes(const Int4Matrix &codes) {
+    return codes.group_size == codes.columns || codes.group_size % kBlockColumns == 0;
+  }
+
   VectorResidual(const ResidualRows &matrix, std::int64_t quad)
       : codes_(matrix.codes), row_(quad * kQuadRows), rows_(matrix.rows - row_),
         bytes_(matrix.bytes + row_ * matrix.columns), stream_(matrix.streams),
         streams_(matrix.quad(quad)) {}
 
   void begin(std::int64_t first) {
-    if (first != next_tables_) {
-      return;
-    }
-    const std::int64_t group = codes_.group_size;
-    next_tables_ += group < kBlockColumns ? kBlockColumns : group;
-    SPEQ_UNROLL
-    for (int n = 0; n < kQuadRows; ++n) {
-      if (n < rows_) {
-        const Float16 *scales = codes_.scales + (row_ + n) * codes_.row_groups();
-        tables_[n] = group < kBlockColumns && group != codes_.columns
-                         ? tables_of_lanes(scales, first)
-                         : tables_of(window_scale(scales[first / group]));
+    // Once for the block: its rows take no more than what may be read beyond.
+    streams_.front = std::min(streams_.front, streams_.end);
+    streams_.back = std::max<std::int64_t>(streams_.back, 0);
+    if (first == next_tables_) {
+      const std::int64_t group = first / codes_.group_size;
+      for (int n = 0; n < kQuadRows && n < rows_; ++n) {
+        fill(tables_[n], codes_.scales[(row_ + n) * codes_.row_groups() + group]);
       }
+      next_tables_ += codes_.group_size;
     }
+    asm("" : "+m"(tables_)); // kept in memory: registers have too much else to hold
   }
 
   Block next(int n, std::int64_t first, std::int64_t present) {
@@ -152,30 +157,34 @@ public:
                                            _mm512_set1_epi8(0xF));
     const __m512i low = load64(bytes);
     const Tables &tables = tables_[n];
-    __m512i high = _mm512_shuffle_epi8(tables.start_high, codes);
+    __m512i high = _mm512_shuffle_epi8(spread(tables.start_high), codes);
     const __mmask64 carry =
-        _mm512_cmplt_epu8_mask(low, _mm512_shuffle_epi8(tables.start_low, codes));
+        _mm512_cmplt_epu8_mask(low, _mm512_shuffle_epi8(spread(tables.start_low), codes));
     high = _mm512_mask_sub_epi8(high, carry, high, _mm512_set1_epi8(-1));
 
     const __mmask64 zeros =
         _mm512_mask_cmpeq_epi8_mask(mask, codes, _mm512_set1_epi8(kInt4ZeroPoint));
-    const std::int64_t front = streams_.take_front(class_bytes(__builtin_popcountll(zeros)));
+    const std::int64_t front = streams_.front;
+    streams_.front += class_bytes(__builtin_popcountll(zeros));
     const __m512i classes = _mm512_maskz_expand_epi8(zeros, classes_at(stream_ + front));
-    high = _mm512_mask_shuffle_epi8(high, zeros, tables.zero_high, classes);
+    high = _mm512_mask_shuffle_epi8(high, zeros, spread(tables.zero_high), classes);
 
     __mmask64 escapes = _mm512_mask_cmpeq_epi8_mask(zeros, classes, _mm512_set1_epi8(kEscape));
     if (streams_.has_exceptions) {
       escapes |= exceptions();
     }
-    return words_of(low, with_escapes(high, escapes, stream_, streams_), present);
+    streams_.back -= __builtin_popcountll(escapes);
+    high = _mm512_mask_expand_epi8(high, escapes, loaded(stream_ + streams_.back));
+    return words_of(low, high, present);
   }
 
 private:
-  // By code: the bytes of the window's start, and, by class, the high bytes of code 0; of the scale
-  // of each sixteen columns.
-  struct Tables {
-    __m512i start_low, start_high, zero_high;
+  // By code: the bytes of the window's start, and, by class, the high bytes of code 0.
+  struct alignas(64) Tables {
+    __m128i start_low, start_high, zero_high, unused;
   };
+
+  static __m512i spread(const __m128i &table) { return _mm512_broadcast_i32x4(table); }
 
   __mmask64 exceptions() {
     __mmask64 columns = 0;
@@ -186,46 +195,39 @@ private:
     return columns;
   }
 
-  static Tables tables_of(float scale) {
-    alignas(64) static constexpr auto starts = [] {
-      struct {
-        float of[16];
-      } windows{};
-      for (int code = -8; code < 8; ++code) {
-        windows.of[code + 8] = code < 0 ? -kWindowStarts[-code] : kWindowStarts[code];
-      }
-      return windows;
-    }();
-    const __m512i words = _mm512_srli_epi32(
-        _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(starts.of), _mm512_set1_ps(scale))), 16);
-    const __m128i low = _mm512_cvtepi32_epi8(words);
-    const __m128i high = _mm512_cvtepi32_epi8(_mm512_srli_epi32(words, 8));
-    const __m128i window =
-        _mm_and_si128(_mm_shuffle_epi8(high, _mm_set1_epi8(kInt4ZeroPoint)), _mm_set1_epi8(0x7F));
-    const __m128i steps =
-        _mm_sub_epi8(window, _mm_setr_epi8(0, 1, 2, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    const __m128i magnitude = _mm_and_si128(
-        steps, _mm_setr_epi8(127, 127, 127, 0, 127, 127, 127, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    const __m128i zero_high = _mm_or_si128(
-        magnitude, _mm_setr_epi8(0, 0, 0, 0, -128, -128, -128, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    return {_mm512_broadcast_i32x4(low), _mm512_broadcast_i32x4(high),
-            _mm512_broadcast_i32x4(zero_high)};
-  }
-
-  // Of groups of less than a block.
-  Tables tables_of_lanes(const Float16 *scales, std::int64_t first) const {
-    Tables lanes{};
-    for (int lane = 0; lane < 4; ++lane) {
-      const std::int64_t column = first + lane * 16;
-      if (column < codes_.columns) {
-        const Tables tables = tables_of(window_scale(scales[column / codes_.group_size]));
-        const __mmask8 mask = __mmask8(3 << 2 * lane);
-        lanes.start_low = _mm512_mask_mov_epi64(lanes.start_low, mask, tables.start_low);
-        lanes.start_high = _mm512_mask_mov_epi64(lanes.start_high, mask, tables.start_high);
-        lanes.zero_high = _mm512_mask_mov_epi64(lanes.zero_high, mask, tables.zero_high);
-      }
+  // What `fill` works with, where its tables lie: which bytes of the starts they are made of, what
+  // is taken off those, and the bits that are kept of them and set.
+  struct Steps {
+    alignas(64) float starts[16];
+    alignas(64) std::uint8_t bytes[64], less[64], kept[64], set[64];
+  };
+  static constexpr Steps steps = [] {
+    Steps of{};
+    for (int i = 0; i < 16; ++i) {
+      const int code = i - kInt4ZeroPoint;
+      of.starts[i] = code < 0 ? -kWindowStarts[-code] : kWindowStarts[code];
+      of.bytes[i] = std::uint8_t(4 * i), of.bytes[16 + i] = std::uint8_t(4 * i + 1);
+      of.kept[i] = of.kept[16 + i] = 0xFF;
+      const int zero_class = i % kClasses;
+      const bool negative = zero_class > kZeroClass;
+      of.bytes[32 + i] = 4 * kInt4ZeroPoint + 1;
+      of.less[32 + i] = std::uint8_t(negative ? zero_class - kZeroClass - 1 : zero_class);
+      of.kept[32 + i] = zero_class == kZeroClass ? 0 : 0x7F;
+      of.set[32 + i] = negative ? 0x80 : 0;
     }
-    return lanes;
+    return of;
+  }();
+
+  static void fill(Tables &tables, Float16 scale) {
+    const bool finite = (scale.bits & 0x7C00) != 0x7C00;
+    const __m512 scales = _mm512_cvtph_ps(_mm256_set1_epi16(short(finite ? scale.bits : 0)));
+    const __m512i words = _mm512_srli_epi32(
+        _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(steps.starts), scales)), 16);
+    const __m512i bytes = _mm512_permutexvar_epi8(load64(steps.bytes), words);
+    const __m512i stepped = _mm512_sub_epi8(bytes, load64(steps.less));
+    constexpr int kAndOr = 0xEA; // (first and second) or third
+    _mm512_store_si512(
+        &tables, _mm512_ternarylogic_epi32(stepped, load64(steps.kept), load64(steps.set), kAndOr));
   }
 
   const Int4Matrix &codes_;

@@ -34,15 +34,12 @@ private:
 
 // The class of a word of code 0, by its high byte.
 int zero_class_of(std::uint16_t start, int high) {
-  for (int of = 0; of < kEscape; ++of) {
-    const int sign = of > kZeroClass ? 0x80 : 0;
-    const int steps = of > kZeroClass ? of - kZeroClass - 1 : of;
-    const int magnitude = (start >> 8 & 0x7F) - steps;
-    if (of == kZeroClass ? high == 0 : (magnitude >= 0 && high == (sign | magnitude))) {
-      return of;
-    }
+  if (high == 0) {
+    return kZeroClass;
   }
-  return kEscape;
+  const int steps = (start >> 8 & 0x7F) - (high & 0x7F);
+  const int sign = high < 0x80 ? 0 : kZeroClass + 1;
+  return steps >= 0 && steps < kZeroClass ? sign + steps : kEscape;
 }
 
 int code_at(const std::uint8_t *qweight, std::int64_t column) {

@@ -1,5 +1,6 @@
 """`speq quantize`: a GPTQ copy of a model's experts, to draft with."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +58,13 @@ def quantize(
             "loaders must undo.",
         ),
     ] = False,
+    codes: Annotated[
+        str | None,
+        typer.Option(
+            help="free, or decodable: only those that tell all of the exact bfloat16 word but its "
+            "low byte; default: decodable for a model in bfloat16, free for others."
+        ),
+    ] = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(help="Memory for all of it, such as 8GiB; default: 3/4 of what is free."),
@@ -75,7 +83,7 @@ def quantize(
     from speq.quantize.calibration import calibration_of, read_texts, tokenised
     from speq.quantize.quantizer import Source
     from speq.quantize.quantizer import quantize as write
-    from speq.quantize.settings import QuantizeSettings
+    from speq.quantize.settings import QuantizeSettings, codes_for
     from speq.runtime import open_model
     from speq.store.draft_source import gptq_beside
     from speq.store.host_tier import available_bytes
@@ -85,6 +93,7 @@ def quantize(
         group_size=group_size,
         method=method,
         column_order="activation" if act_order else "static",
+        codes="free" if codes is None else codes,
         damp=damp,
         samples=samples,
         sequence_length=sequence_length,
@@ -100,6 +109,8 @@ def quantize(
                 f"model {model!r} is packed as residuals of a draft; give the one it was packed "
                 "from"
             )
+        if codes is None:
+            settings = replace(settings, codes=codes_for(opened.store.codec.shape.dtype))
         tokenizer = load_tokenizer(opened.checkpoint.path)
         paths = default_texts() if calibration is None else [calibration]
         tokens = tokenised(
@@ -157,6 +168,14 @@ def show(model: str, report: "QuantizeReport") -> None:
         f"calibrated on {report.tokens} tokens, judged on {report.held_out_tokens} held out; "
         f"{report.rounded} experts rounded for lack of tokens"
     )
+    residuals = report.residuals
+    if residuals:
+        draft, rounded = residuals["residual"], residuals["rounding_residual"]
+        typer.echo(
+            f"residual {draft.bits_per_weight:.2f} bits a weight, {rounded.bits_per_weight:.2f} "
+            f"over rounding; {draft.exceptions / draft.weights:.2%} of weights are exceptions, "
+            f"{draft.zero_escapes / draft.weights:.2%} escapes of code 0"
+        )
     for lane, text in report.text.items():
         name = "exact" if lane == "held out" else lane
         typer.echo(

@@ -37,7 +37,7 @@ from speq.store.pack import COPY_BYTES, whole
 from speq.store.range_file import bytes_of
 from speq.store.safetensors_file import header_of
 
-FORMAT = "speq-quantize-1"
+FORMAT = "speq-quantize-2"
 REPORT = "quantize_report.json"
 # Beside the weights these are copied: settings, tokenizers, templates, and what the licence asks.
 COPIED = (*HUB_PATTERNS, "LICENSE*", "NOTICE*")
@@ -157,10 +157,10 @@ class QuantizeFolder:
                 f"{self._journal} is damaged; remove {self.out} and quantise again"
             ) from error
         for key, what in (
+            ("format", "another version"),
             ("source", "another model"),
             ("calibration", "another calibration text"),
             ("settings", "other settings"),
-            ("format", "another version"),
         ):
             if begun[key] != self._header[key]:
                 raise SpeqError(
@@ -304,5 +304,9 @@ def quantization_config(settings: QuantizeSettings, version: str) -> dict[str, A
         "format": CHECKPOINT_FORMAT,
         "pack_dtype": "int32",
         "dynamic": {NOT_EXPERTS: {}},
-        "meta": {"quantizer": [f"speq:{version}"], "calibrated": settings.method == "gptq"},
+        "meta": {
+            "quantizer": [f"speq:{version}"],
+            "calibrated": settings.method == "gptq",
+            "codes": settings.codes,
+        },
     }

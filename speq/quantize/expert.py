@@ -118,7 +118,8 @@ def quantise_expert(
         wanted = settings.damp_for(hessians.tokens, inputs)
         factor = factored(hessian, wanted, settings.column_order != "given")
         static = settings.column_order == "static"
-        parts.append(quantise(matrix, factor, settings.group_of(inputs), static))
+        decodable = settings.codes == "decodable"
+        parts.append(quantise(matrix, factor, settings.group_of(inputs), static, decodable))
         damp = max(damp, factor.damp)
     return QuantisedExpert(parts[0], parts[1], "gptq", damp)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.ops import quantize_int4
+from speq.windows import SIGN, WINDOW, window_starts, words_of
 
 ZERO_POINT = 8
 MAX_CODE = 7
@@ -94,7 +95,11 @@ def factored(hessian: Tensor, damp: float, by_activation: bool) -> InverseFactor
 
 
 def quantise(
-    matrix: Tensor, factor: InverseFactor, group_size: int, static_groups: bool
+    matrix: Tensor,
+    factor: InverseFactor,
+    group_size: int,
+    static_groups: bool,
+    decodable: bool = False,
 ) -> QuantisedMatrix:
     """Quantise a matrix [N, K] float32; group_size divides K.
 
@@ -104,6 +109,8 @@ def quantise(
 
     static_groups  choose all scales beforehand; groups are of neighbours in the matrix, whatever
                    the order
+    decodable      take only codes that `nearest_decodable` leaves a weight; the matrix must hold
+                   BF16 words
     """
     order = factor.order
     weights = matrix.t()[order]  # [K, N]: what is one column there is contiguous here
@@ -122,6 +129,8 @@ def quantise(
                 scales[group_of[at]] = scale_of(weights[at : at + group_size])
             scale = scales[group_of[at]].float()
             values = code_values(weights[at], scale)
+            if decodable:
+                values = nearest_decodable(values, matrix[:, order[at]], scales[group_of[at]])
             codes[at] = values + ZERO_POINT
             error = errors[at - begin]
             torch.sub(weights[at], values.mul_(scale), out=error)
@@ -146,6 +155,32 @@ def code_values(weights: Tensor, scale: Tensor) -> Tensor:
     """The nearest codes, from -8 to 7, as float32; zero where the scale is."""
     divisor = scale.where(scale > 0, torch.inf)
     return (weights / divisor).round_().clamp_(-ZERO_POINT, MAX_CODE)
+
+
+def nearest_decodable(values: Tensor, exact: Tensor, scales: Tensor) -> Tensor:
+    """The codes nearest to `values` from which the exact weight's word can be told.
+
+    values  [N] float32, the nearest of all codes; exact: [N] float32, BF16 words; scales: [N]
+            float16, none below 0
+
+    Windows of larger codes begin and end later, so those that hold a word are neighbours and to
+    clamp is to choose the nearest. Code 0 is left to a word below all windows, and to one in the
+    window of 1 whose class tells it: an escape buys too little. A word beyond all windows gets the
+    outermost code and is an exception; a scale chosen from exact weights leaves no such word, if
+    float16 can hold it well.
+    """
+    words = words_of(exact)
+    magnitudes, negative = words & ~SIGN, words >= SIGN
+    starts = window_starts(torch.arange(ZERO_POINT + 1)[:, None], scales)
+    ends = starts + WINDOW
+    # Classes of 0 end with the last word that has the high byte of its start.
+    ends[0] = (starts[0] | WINDOW - 1).add_(1).minimum(ends[1])
+    highest = (magnitudes >= starts[1:]).sum(0).minimum(MAX_CODE + negative.long())
+    highest = highest.where(scales > 0, 0)
+    lowest = (magnitudes >= ends).sum(0)
+    signs = 1 - 2 * negative.long()
+    # Below all windows, and beyond them, the bounds have crossed: clamp gives the upper one.
+    return (values * signs).clamp(lowest, highest) * signs
 
 
 def scale_of(weights: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from speq.quantize.expert import FloatExpert, Hessians, QuantisedExpert
 from speq.quantize.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
 from speq.quantize.plan import SCORED_ROWS, plan_of
 from speq.quantize.report import ExpertReport, LayerReport, QuantizeReport, TextReport
-from speq.quantize.settings import QuantizeSettings, check_sizes
+from speq.quantize.residual import ResidualCount, residual_of
+from speq.quantize.settings import QuantizeSettings, check_dtype, check_sizes
 from speq.quantize.text_score import TextScore
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import (
@@ -66,6 +67,7 @@ def quantize(
     """
     layout = source.shape.experts
     check_sizes(settings, layout.hidden_size, layout.expert_width)
+    check_dtype(settings, source.store.codec.shape.dtype)
     if settings.sequence_length > source.shape.max_context:
         raise SpeqError(
             f"sequence_length is {settings.sequence_length}; the model's limit is "
@@ -217,17 +219,34 @@ class Quantizer:
         quantised = expert.quantise_expert(exact, hessians, self._settings, where)
         tokens = hessians.tokens
         del hessians
-        draft = quantised.dequantised(exact.activation)
-        plain = draft
+        rounded = quantised
         if quantised.method != "rtn":
-            plain = expert.round_expert(exact, self._settings).dequantised(exact.activation)
+            rounded = expert.round_expert(exact, self._settings)
+        residuals = self._residuals(exact, quantised, rounded)
+        draft = quantised.dequantised(exact.activation)
+        plain = draft if rounded is quantised else rounded.dequantised(exact.activation)
         self._add(DRAFT, index, draft)
         self._add(ROUNDED, index, plain)
         held_out, error, rounding_error, output = self._add_held_out(index, exact, draft, plain)
         report = ExpertReport(
-            tokens, held_out, quantised.method, quantised.damp, error, rounding_error, output
+            tokens,
+            held_out,
+            quantised.method,
+            quantised.damp,
+            error,
+            rounding_error,
+            output,
+            *residuals,
         )
         return quantised, report
+
+    def _residuals(
+        self, exact: FloatExpert, *drafts: QuantisedExpert
+    ) -> tuple[ResidualCount | None, ...]:
+        """What the exact expert takes over each draft of it, where it is in bfloat16."""
+        if self._source.store.codec.shape.dtype != torch.bfloat16:
+            return (None,) * len(drafts)
+        return tuple(residual_of(exact, draft) for draft in drafts)
 
     def _add(
         self, lane: str, index: int, experts: FloatExpert, hessians: Hessians | None = None

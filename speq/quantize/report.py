@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from speq.quantize.residual import ResidualCount
+
 # Experts are compared with their rounding where at least so many held-out tokens came to them.
 JUDGED_TOKENS = 8
 
@@ -18,6 +20,8 @@ class ExpertReport:
     damp             share of the mean of a Hessian's diagonal that was added to it
     squared_error    of its weighted outputs for held-out tokens, summed; rounding_error: that of
                      plain rounding; squared_output: what they are part of
+    residual         of exact weights over the draft; rounding_residual: over plain rounding. None
+                     where the model is not in bfloat16
     """
 
     tokens: int
@@ -27,6 +31,15 @@ class ExpertReport:
     squared_error: float
     rounding_error: float
     squared_output: float
+    residual: ResidualCount | None = None
+    rounding_residual: ResidualCount | None = None
+
+    @classmethod
+    def from_json(cls, entries: dict[str, Any]) -> "ExpertReport":
+        """Raises KeyError or TypeError for what `asdict` has not made."""
+        residuals = {name: entries[name] for name in ("residual", "rounding_residual")}
+        counts = {name: count and ResidualCount(**count) for name, count in residuals.items()}
+        return cls(**(entries | counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,7 @@ class LayerReport:
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "LayerReport":
         """Raises KeyError, TypeError or ValueError for what `asdict` has not made."""
-        experts = tuple(ExpertReport(**expert) for expert in entries["experts"])
+        experts = tuple(ExpertReport.from_json(expert) for expert in entries["experts"])
         return cls(**(entries | {"experts": experts}))
 
     @property
@@ -81,7 +94,17 @@ class LayerReport:
             "better": sum(e.squared_error < e.rounding_error for e in judged),
             "route_recall": self.route_recall,
             "same_routes": self.same_routes,
+        } | {lane: count.to_json() for lane, count in self.residuals.items()}
+
+    @property
+    def residuals(self) -> dict[str, ResidualCount]:
+        """Of exact weights over the draft, and over plain rounding; empty but for bfloat16."""
+        found = {
+            "residual": [expert.residual for expert in self.experts],
+            "rounding_residual": [expert.rounding_residual for expert in self.experts],
         }
+        known = {lane: [c for c in counts if c is not None] for lane, counts in found.items()}
+        return {lane: sum(c, ResidualCount()) for lane, c in known.items() if c}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +158,7 @@ class QuantizeReport:
             "rounded_for_lack_of_tokens": self.rounded,
             "judged": sum(row["judged"] for row in rows),
             "better_than_rounding": sum(row["better"] for row in rows),
+            **{lane: count.to_json() for lane, count in self.residuals.items()},
             "text": {lane: asdict(text) for lane, text in self.text.items()},
             "layers": rows,
             "experts_by_layer": {
@@ -142,6 +166,15 @@ class QuantizeReport:
                 for layer in self.moe_layers
             },
         }
+
+    @property
+    def residuals(self) -> dict[str, ResidualCount]:
+        """As a layer's, of all."""
+        found: dict[str, ResidualCount] = {}
+        for layer in self.moe_layers:
+            for lane, count in layer.residuals.items():
+                found[lane] = found.get(lane, ResidualCount()) + count
+        return found
 
     @property
     def rounded(self) -> int:

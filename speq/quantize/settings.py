@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from speq.config import checked_choice, checked_int
 from speq.errors import SpeqError
 from speq.int4 import whole_groups
@@ -14,6 +16,10 @@ METHODS = ("gptq", "rtn")
 #   activation  the most active first, and groups follow that order (desc_act)
 #   given       as they come, as in the paper
 COLUMN_ORDERS = ("static", "activation", "given")
+# Which codes GPTQ may choose for a weight.
+#   free       the nearest to what makes good for the columns before
+#   decodable  of those that tell the exact BF16 word but for its low byte, the nearest to it
+CODES = ("free", "decodable")
 BITS = 4
 # -1: one group, all columns.
 GROUP_SIZES = (16, 32, 64, 128, -1)
@@ -39,6 +45,7 @@ class QuantizeSettings:
     group_size: int = 128
     method: str = "gptq"
     column_order: str = "static"
+    codes: str = "free"
     damp: float = 0.01
     samples: int = 512
     sequence_length: int = 512
@@ -54,6 +61,7 @@ class QuantizeSettings:
             )
         checked_choice("method", self.method, METHODS)
         checked_choice("column_order", self.column_order, COLUMN_ORDERS)
+        checked_choice("codes", self.codes, CODES)
         if not isinstance(self.damp, float | int) or not 0 < self.damp <= 1:
             raise SpeqError(f"damp is {self.damp}; it must be above 0 and at most 1, such as 0.01")
         checked_int("samples", self.samples, 1)
@@ -84,6 +92,21 @@ class QuantizeSettings:
         SETTLED_ROWS for each input, and ends where columns are only rounded.
         """
         return self.damp * max(1.0, SETTLED_ROWS * inputs / tokens) ** 2
+
+
+def codes_for(dtype: torch.dtype) -> str:
+    """The codes to choose from where nobody said, for a checkpoint of experts in `dtype`."""
+    return "decodable" if dtype == torch.bfloat16 else "free"
+
+
+def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
+    """Raise SpeqError where codes are to tell words that the checkpoint does not hold."""
+    if settings.codes == "decodable" and dtype != torch.bfloat16:
+        found = str(dtype).removeprefix("torch.")
+        raise SpeqError(
+            f"codes decodable is for checkpoints in bfloat16 and this one is in {found}; quantise "
+            "with codes free"
+        )
 
 
 def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int) -> None:

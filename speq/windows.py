@@ -1,0 +1,75 @@
+"""What an INT4 code and its scale tell of the exact BF16 word: all but the low byte, mostly.
+
+A code names a window of 256 words that follow one another, and of these the low byte names one. So
+the exact weight is the code, which the draft has anyway, and a byte. A word outside its code's
+window has an escape: its high byte is kept as well. csrc/compact.h has the same in C++.
+
+Words are the bits of BF16, 0 to 65,535, in int32; codes are whole numbers from -8 to 7 of any
+integer dtype; scales are float16. Arguments broadcast.
+"""
+
+import torch
+from torch import Tensor
+
+# Where the words of a code begin, in scales, by the code's magnitude. What rounds to a code takes
+# less than the two octaves of a window, so windows begin low enough to hold most of what GPTQ moves
+# to it as well. Of code 0: where its classes count down from.
+WINDOW_STARTS = (1 / 2, 7 / 16, 3 / 4, 5 / 4, 2.0, 5 / 2, 3.0, 7 / 2, 4.0)
+WINDOW = 256
+SIGN = 0x8000
+# Of a word with code 0 three bits tell the high byte: as many steps below that of the start as the
+# class says, 0 byte, the same three steps with a negative sign, or none of these.
+ZERO_CLASS_STEPS = 3
+TINY_CLASS = 3
+ESCAPE_CLASS = 7
+
+
+def words_of(weights: Tensor) -> Tensor:
+    """The words of weights in bfloat16, or in float32 that bfloat16 holds exactly."""
+    if weights.dtype == torch.bfloat16:
+        return weights.view(torch.int16).to(torch.int32) & 0xFFFF
+    return weights.view(torch.int32) >> 16 & 0xFFFF
+
+
+def window_starts(codes: Tensor, scales: Tensor) -> Tensor:
+    """The first word of each code's window. A scale that is not finite counts as 0."""
+    starts = torch.tensor(WINDOW_STARTS, device=codes.device)[codes.abs().long()]
+    starts = starts.where(codes >= 0, -starts)
+    steps = scales.where(scales.isfinite(), 0).float()
+    # A product of a float16 and a start has few bits: it is exact.
+    return words_of(starts * steps)
+
+
+def high_bytes(low_bytes: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """The high bytes, int32, of words in the windows of codes that are not 0."""
+    starts = window_starts(codes, scales)
+    return (starts >> 8) + (low_bytes < (starts & 0xFF)).to(torch.int32)
+
+
+def zero_classes(words: Tensor, scales: Tensor) -> Tensor:
+    """The classes, int32, of words with code 0; ESCAPE_CLASS where no other is theirs."""
+    steps = _zero_start(scales) - (words >> 8 & 0x7F)
+    classes = torch.where(words < SIGN, steps, steps + TINY_CLASS + 1)
+    classes = classes.where((steps >= 0) & (steps < ZERO_CLASS_STEPS), ESCAPE_CLASS)
+    return classes.where(words >= WINDOW, TINY_CLASS)
+
+
+def zero_high_bytes(classes: Tensor, scales: Tensor) -> Tensor:
+    """The high bytes, int32, of words with code 0, from their classes; no escapes."""
+    negative = classes > TINY_CLASS
+    steps = classes.where(~negative, classes - TINY_CLASS - 1)
+    found = (_zero_start(scales) - steps & 0x7F) + negative.to(torch.int32) * (SIGN >> 8)
+    return found.where(classes != TINY_CLASS, 0)
+
+
+def _zero_start(scales: Tensor) -> Tensor:
+    """The high byte, without a sign, of half a scale."""
+    return window_starts(torch.zeros((), dtype=torch.int32), scales) >> 8 & 0x7F
+
+
+def escapes(words: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """Whether code and low byte, or class, leave a word's high byte untold: bool."""
+    offsets = words - window_starts(codes, scales)
+    inside = (offsets >= 0) & (offsets < WINDOW)
+    told = torch.where(codes == 0, zero_classes(words, scales) != ESCAPE_CLASS, inside)
+    return ~told
