@@ -78,6 +78,7 @@ def quantize(
     """
     from speq import __version__
     from speq.config import format_bytes, parse_bytes
+    from speq.errors import SpeqError
     from speq.generator import load_tokenizer, tokens_of
     from speq.quantize.calibration import calibration_of, read_texts, tokenised
     from speq.quantize.quantizer import Source
@@ -103,6 +104,11 @@ def quantize(
         budget = parse_bytes(memory_budget)
     opened = open_model(model)
     try:
+        if opened.store.codec.needs_draft:
+            raise SpeqError(
+                f"model {model!r} is packed as residuals of a draft; give the one it was packed "
+                "from"
+            )
         if codes is None:
             settings = replace(settings, codes=codes_for(opened.store.codec.shape.dtype))
         tokenizer = load_tokenizer(opened.checkpoint.path)
