@@ -135,15 +135,15 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
 
 
 def budget_for(model: str, fraction: float, context: int) -> int:
-    """Bytes for the weights outside the experts, the KV cache and so much of the experts: slots,
-    the draft and what a pass needs come out of that share.
+    """Bytes for the weights outside the experts, the KV cache and so much of the experts' plain
+    words: slots, the draft and what a pass needs come out of that share.
     """
     opened = open_model(model)
     try:
         shape, store = opened.shape, opened.store
         dtype = store.codec.shape.dtype
         kv_bytes = context * shape.kv_elements_per_token * dtype.itemsize
-        experts = store.num_layers * store.num_experts * store.codec.record_bytes
+        experts = store.num_layers * store.num_experts * store.codec.shape.nbytes
         return shape.resident_bytes(dtype) + kv_bytes + int(fraction * experts)
     finally:
         opened.close()
