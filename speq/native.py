@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq import reference
+from speq import reference, reference_compact
 from speq.reference import ACTIVATIONS
 
 logger = logging.getLogger("speq")
@@ -58,11 +58,40 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "Tensor down_proj, int activation, Tensor(a!) out) -> ()",
         _named(reference.moe_grouped_out),
     ),
+    "encode_lossless": (
+        "(Tensor gate_up_proj, Tensor down_proj, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        reference_compact.encode_lossless_out,
+    ),
+    "decode_lossless": (
+        "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_compact.decode_lossless_out,
+    ),
+    "moe_grouped_lossless": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        _named(reference_compact.moe_grouped_lossless_out),
+    ),
+    "encode_residual": (
+        "(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight, Tensor gate_up_scales, "
+        "Tensor down_qweight, Tensor down_scales, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        reference_compact.encode_residual_out,
+    ),
+    "decode_residual": (
+        "(Tensor record, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
+        "Tensor down_scales, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_compact.decode_residual_out,
+    ),
+    "moe_grouped_residual": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
+        "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
+        _named(reference_compact.moe_grouped_residual_out),
+    ),
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
 # On a GPU torch's own is the fast one.
-CPU_ONLY = frozenset({"linear"})
+CPU_ONLY = frozenset({"linear", "encode_lossless", "encode_residual"})
 
 _library = torch.library.Library("speq", "DEF")
 for _name, (_schema, _reference) in OPS.items():
@@ -129,7 +158,7 @@ def report_backends(device: str) -> None:
 
 
 # Instruction sets that the CPU kernels are compiled for, best first.
-ISAS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
+ISAS = ("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 def isa() -> str:

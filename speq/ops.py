@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speq import native, reference
+from speq.arguments import EXACT_DTYPES, FLOAT_DTYPES, activation_code, check_int4, check_tensor
 from speq.reference import ACTIVATIONS, combine, quantize_int4
 
 __all__ = [
@@ -25,8 +26,6 @@ __all__ = [
     "read_sum",
 ]
 
-FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows a CUDA kernel takes at a time: they all stay in registers while weights stream by.
 MAX_CUDA_ROWS = 16
 # Rows up to which the native dense product is faster than torch's, which is made for many.
@@ -53,14 +52,14 @@ class Int4Bank:
             for part, tensor, dtype in zip(
                 ("qweight", "scales"), pair, (torch.uint8, torch.float16), strict=True
             ):
-                _check(f"{name}_{part}", tensor, (slots, None, None), (dtype,), self.device)
+                check_tensor(f"{name}_{part}", tensor, (slots, None, None), (dtype,), self.device)
         width = self.gate_up[0].shape[1] // 2
         hidden_size = self.down[0].shape[1]
-        _check_int4("gate_up", *self.gate_up, 2 * width, hidden_size)
-        _check_int4("down", *self.down, hidden_size, width)
+        check_int4("gate_up", *self.gate_up, 2 * width, hidden_size)
+        check_int4("down", *self.down, hidden_size, width)
         if self.input_perm is not None:
             shape = (slots, hidden_size)
-            _check("input_perm", self.input_perm, shape, (torch.int32,), self.device)
+            check_tensor("input_perm", self.input_perm, shape, (torch.int32,), self.device)
             if not _is_index(self.input_perm, hidden_size):
                 raise ValueError(f"input_perm names inputs outside the {hidden_size} there are")
 
@@ -97,12 +96,12 @@ def linear_int4(
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
     """
     device = inputs.device
-    _check("inputs", inputs, (None, None), FLOAT_DTYPES, device)
-    _check("qweight", qweight, (None, None), (torch.uint8,), device)
-    _check("scales", scales, (None, None), (torch.float16,), device)
-    _check_int4("", qweight, scales, qweight.shape[0], inputs.shape[1])
+    check_tensor("inputs", inputs, (None, None), FLOAT_DTYPES, device)
+    check_tensor("qweight", qweight, (None, None), (torch.uint8,), device)
+    check_tensor("scales", scales, (None, None), (torch.float16,), device)
+    check_int4("", qweight, scales, qweight.shape[0], inputs.shape[1])
     if input_perm is not None:
-        _check("input_perm", input_perm, (inputs.shape[1],), (torch.int32,), device)
+        check_tensor("input_perm", input_perm, (inputs.shape[1],), (torch.int32,), device)
         if not _is_index(input_perm, inputs.shape[1]):
             raise ValueError(f"input_perm names inputs outside the {inputs.shape[1]} there are")
     out = inputs.new_empty(inputs.shape[0], qweight.shape[0])
@@ -125,12 +124,12 @@ def moe_int4(
     IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
     """
     device = hidden_states.device
-    _check("hidden_states", hidden_states, (None, bank.hidden_size), FLOAT_DTYPES, device)
+    check_tensor("hidden_states", hidden_states, (None, bank.hidden_size), FLOAT_DTYPES, device)
     _check_route(topk_ids, topk_weights, hidden_states)
-    _check("base_slots", base_slots, (None,), (torch.int64,), device)
+    check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
     if bank.device != device:
         raise ValueError(f"the INT4 bank is on {bank.device} and hidden_states on {device}")
-    code = _activation_code(activation)
+    code = activation_code(activation)
     weights = topk_weights.float()
     out = torch.empty_like(hidden_states)
     for rows, ids, part, target in _row_blocks(hidden_states, topk_ids, weights, out):
@@ -194,13 +193,15 @@ def moe_grouped(
     """
     rows, hidden_size = hidden_states.shape
     device = hidden_states.device
-    _check("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
-    _check("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
-    _check("slot_table", slot_table, (None,), (torch.int64,), device)
+    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
+    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    check_tensor("slot_table", slot_table, (None,), (torch.int64,), device)
     dtypes = FLOAT_DTYPES if hidden_states.dtype == torch.float64 else EXACT_DTYPES
-    _check("gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True)
+    check_tensor(
+        "gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True
+    )
     slots, width = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2
-    _check(
+    check_tensor(
         "down_proj",
         down_proj,
         (slots, hidden_size, width),
@@ -208,8 +209,8 @@ def moe_grouped(
         device,
         strided=True,
     )
-    _check("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
-    code = _activation_code(activation)
+    check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
+    code = activation_code(activation)
     if hidden_states.dtype == torch.float64 or (device.type == "cuda" and rows > MAX_CUDA_ROWS):
         # Prompts on a GPU: many rows to an expert, which torch's own matrix products are for.
         reference.moe_grouped_out(
@@ -223,7 +224,7 @@ def moe_grouped(
 
 def read_sum(words: Tensor) -> int:
     """The sum of [N] int64 words, wrapped to 64 bits: a plain read of memory, for benchmarks."""
-    _check("words", words, (None,), (torch.int64,), words.device)
+    check_tensor("words", words, (None,), (torch.int64,), words.device)
     out = words.new_empty(1)
     native.call("read_sum", words, out)
     return int(out)
@@ -236,62 +237,12 @@ def _row_blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return list(zip(*(tensor.split(MAX_CUDA_ROWS) for tensor in tensors), strict=True))
 
 
-def _check(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    strided: bool = False,
-) -> None:
-    """Raise ValueError unless `tensor` is as wanted; None in shape is any size.
-
-    strided  whether the first dimension may have any stride, as slots of an arena do
-    """
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
-    given = tensor.shape
-    if len(given) != len(shape) or any(
-        wanted is not None and size != wanted for size, wanted in zip(given, shape, strict=True)
-    ):
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(given)}; it must be [{sizes}]")
-    contiguous = tensor.is_contiguous()
-    if not contiguous and not (strided and (not len(tensor) or tensor[0].is_contiguous())):
-        raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
-
-
-def _check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: int) -> None:
-    """Raise ValueError unless codes and scales describe matrices [..., rows, columns]."""
-    prefix = f"{name}_" if name else ""
-    if qweight.shape[-2:] != (rows, columns // 2) or columns % 2:
-        raise ValueError(
-            f"{prefix}qweight has shape {list(qweight.shape)}; of a matrix [{rows}, {columns}] it "
-            f"must be [{rows}, {columns} / 2]"
-        )
-    groups = scales.shape[-1]
-    if scales.shape[-2] != rows or not groups or columns % groups or (columns // groups) % 2:
-        raise ValueError(
-            f"{prefix}scales has shape {list(scales.shape)}; of a matrix [{rows}, {columns}] it "
-            f"must be [{rows}, {columns} / group_size] with an even group_size"
-        )
-
-
 def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) -> None:
     rows, device = hidden_states.shape[0], hidden_states.device
-    _check("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
-    _check("topk_weights", topk_weights, tuple(topk_ids.shape), FLOAT_DTYPES, device)
+    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    check_tensor("topk_weights", topk_weights, tuple(topk_ids.shape), FLOAT_DTYPES, device)
 
 
 def _is_index(perm: Tensor, count: int) -> bool:
     """Whether all of perm lies in [0, count)."""
     return bool(((perm >= 0) & (perm < count)).all())
-
-
-def _activation_code(activation: str) -> int:
-    code = native.ACTIVATION_CODES.get(activation)
-    if code is None:
-        raise ValueError(f"activation {activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    return code

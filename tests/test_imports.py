@@ -43,13 +43,24 @@ BELOW_ENGINE = (
 )
 TABLE = {
     "leaves": Layer(
-        ("speq.errors", "speq.config", "speq.sequence", "speq.stats", "speq.routing"),
+        (
+            "speq.compact",
+            "speq.config",
+            "speq.errors",
+            "speq.routing",
+            "speq.sequence",
+            "speq.stats",
+        ),
         ("leaves",),
         never=("transformers",),
     ),
-    "reference": Layer(("speq.reference",), ("leaves",), never=("transformers",)),
+    "reference": Layer(
+        ("speq.reference", "speq.reference_compact"),
+        ("leaves", "reference"),
+        never=("transformers",),
+    ),
     "ops": Layer(
-        ("speq.ops", "speq.native", "speq.int4"),
+        ("speq.ops", "speq.arguments", "speq.compact_ops", "speq.native", "speq.int4"),
         ("leaves", "reference", "ops"),
         never=("transformers",),
     ),
@@ -86,7 +97,8 @@ TABLE = {
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
-ONLY_BY = {"speq.reference": frozenset({"speq.ops", "speq.native"})}
+OPS = frozenset({"speq.ops", "speq.compact_ops", "speq.arguments", "speq.native"})
+ONLY_BY = {"speq.reference": OPS | {"speq.reference_compact"}, "speq.reference_compact": OPS}
 # Imports and attributes that execute what they read, or let the environment steer a run.
 FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})
 FORBIDDEN = frozenset(

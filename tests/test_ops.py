@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from speq import native, ops, reference
+from speq.arguments import FLOAT_DTYPES
 from speq.int4 import Int4Arena, Int4Layout, group_size_of
 from speq.layers.streamed_linear import StreamedLinear, stream_linears
 from speq.native import Backend
-from speq.ops import FLOAT_DTYPES, Int4Bank
+from speq.ops import Int4Bank
 
 POISON = 12345.0
 
@@ -96,8 +97,15 @@ def test_processor_says_the_same() -> None:
     if {"avx2", "fma", "f16c"} <= flags:
         wanted = "avx2"
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
-            wanted = "avx512_vnni" if "avx512_vnni" in flags else "avx512"
-            wanted = "avx512_bf16" if {"avx512_vnni", "avx512_bf16"} <= flags else wanted
+            wanted = "avx512"
+            for name, needed in zip(
+                ("avx512_vnni", "avx512_vbmi2", "avx512_bf16"),
+                ({"avx512_vnni"}, {"avx512vbmi", "avx512_vbmi2"}, {"avx512_bf16"}),
+                strict=True,
+            ):
+                if not needed <= flags:
+                    break
+                wanted = name
     assert native.supported_isas()[0] == wanted
 
 

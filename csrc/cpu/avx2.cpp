@@ -1,6 +1,7 @@
 // The vectors of AVX2 with FMA and F16C, for tiles.h.
 #include <immintrin.h>
 
+#include "cpu/decode_avx2.h"
 #include "cpu/tiles.h"
 
 namespace speq::cpu {
@@ -73,6 +74,6 @@ private:
 
 } // namespace
 
-const MicroKernels avx2_kernels = kernels_over<Avx2>;
+const MicroKernels avx2_kernels = with_coded<Avx2, Avx2Lossless, Avx2Residual>();
 
 } // namespace speq::cpu

@@ -1,5 +1,5 @@
-// AVX-512 with VNNI, and with products of pairs of bfloat16.
-#include "cpu/avx512_vectors.h"
+// AVX-512 with VNNI, VBMI and VBMI2, and with products of pairs of bfloat16.
+#include "cpu/decode_vbmi2.h"
 
 namespace speq::cpu {
 namespace {
@@ -68,9 +68,41 @@ void dot_pairs(const void *weights, std::int64_t columns, std::int64_t rows,
   in_tiles(rows, count, PairTile{static_cast<const BFloat16 *>(weights), columns, inputs, outs});
 }
 
+// PairTile's sums over blocks of compact matrices.
+struct PairProduct {
+  using Sum = __m512;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static float total(Sum sum) { return _mm512_reduce_add_ps(sum); }
+
+  static __m512i words(const VectorBlock &block, int half) { return block.halves[half]; }
+  static __m512i words(const WordBlock &block, int half) {
+    return _mm512_load_si512(block.words + half * PairTile::kPairColumns);
+  }
+
+  template <bool kWhole, typename Block>
+  static void add(Sum *sums, const Block *blocks, const void *input, std::int64_t present) {
+    const auto *values = static_cast<const BFloat16 *>(input);
+    SPEQ_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      if (kWhole || half * PairTile::kPairColumns < present) {
+        const __m512bh x = (__m512bh)_mm512_loadu_si512(values + half * PairTile::kPairColumns);
+        SPEQ_UNROLL
+        for (int n = 0; n < kQuadRows; ++n) {
+          sums[n] = _mm512_dpbf16_ps(sums[n], (__m512bh)words(blocks[n], half), x);
+        }
+      }
+    }
+  }
+  static const void *at(const void *input, std::int64_t first) {
+    return static_cast<const BFloat16 *>(input) + first;
+  }
+};
+
 constexpr MicroKernels with_pairs() {
-  MicroKernels kernels = kernels_over<Avx512>;
+  MicroKernels kernels = with_coded<Avx512, VectorLossless, VectorResidual>();
   kernels.dot_bfloat16_pairs = dot_pairs;
+  kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
+  kernels.residual.dot_pairs = dot_residual<PairProduct, VectorResidual, dot_pairs>;
   return kernels;
 }
 

@@ -62,12 +62,12 @@ struct Avx512 {
     }
   }
 
-private:
-  static __mmask16 first(std::int64_t count) { return __mmask16((1u << count) - 1); }
-
   static Floats widened(__m256i words) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
   }
+
+private:
+  static __mmask16 first(std::int64_t count) { return __mmask16((1u << count) - 1); }
 
   // sum + u8 . s8 over the four bytes of each lane. Codes are below 16, so that the 16-bit sums of
   // the detour without VNNI, at most 2 * 15 * 127 each, cannot overflow.

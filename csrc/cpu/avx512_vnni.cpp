@@ -1,7 +1,8 @@
 #include "cpu/avx512_vectors.h"
+#include "cpu/decode_avx2.h"
 
 namespace speq::cpu {
 
-const MicroKernels avx512_vnni_kernels = kernels_over<Avx512>;
+const MicroKernels avx512_vnni_kernels = with_coded<Avx512, Avx2Lossless, Avx2Residual>();
 
 } // namespace speq::cpu

@@ -6,44 +6,16 @@
 #include <optional>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
+#include "cpu/grouped_binding.h"
 #include "cpu/linear.h"
-#include "cpu/moe_grouped.h"
 #include "cpu/moe_int4.h"
+#include "cpu/tensors.h"
 
 namespace {
 
 using namespace speq;
 using namespace speq::cpu;
-using torch::headeronly::ScalarType;
-using torch::stable::parallel_for;
-using torch::stable::Tensor;
-
-// Bytes of weights a thread should have before it is worth waking another.
-constexpr std::int64_t kGrainBytes = 128 << 10;
-
-std::int64_t grain(std::int64_t bytes_per_item) {
-  return 1 + kGrainBytes / std::max<std::int64_t>(bytes_per_item, 1);
-}
-
-void check(const Tensor &tensor, const char *name, std::int64_t dim, ScalarType type) {
-  STD_TORCH_CHECK(tensor.dim() == dim && tensor.is_contiguous() && tensor.scalar_type() == type,
-                  name, " has another dtype, layout or number of dimensions than it must");
-}
-
-std::span<const std::int64_t> ids_of(const Tensor &tensor) {
-  return {static_cast<const std::int64_t *>(tensor.const_data_ptr()), std::size_t(tensor.numel())};
-}
-
-Activation activation_of(std::int64_t code) {
-  STD_TORCH_CHECK(code >= 0 && code < kActivations, "activation is ", code, "; it must be from 0 ",
-                  "to ", kActivations - 1);
-  return Activation(code);
-}
 
 // Calls body with a null pointer to the C++ type of a tensor's elements.
 template <typename Body> void with_type(const Tensor &tensor, const char *name, const Body &body) {
@@ -84,33 +56,6 @@ void from_floats(const Buffer<float> &floats, Tensor &out) {
       store(floats.data()[i], words[i]);
     }
   });
-}
-
-// Codes and scales of matrices [rows, columns] in the last two dimensions.
-Int4Slots int4_slots(const Tensor &qweight, const Tensor &scales, std::int64_t rows,
-                     std::int64_t columns, const char *name) {
-  check(qweight, name, qweight.dim(), ScalarType::Byte);
-  check(scales, name, qweight.dim(), ScalarType::Half);
-  const std::int64_t last = qweight.dim() - 1, groups = scales.size(last);
-  STD_TORCH_CHECK(
-      qweight.size(last - 1) == rows && scales.size(last - 1) == rows &&
-          qweight.size(last) * 2 == columns && groups > 0 && columns % groups == 0 &&
-          (columns / groups) % 2 == 0 && (last < 2 || qweight.size(0) == scales.size(0)),
-      name, ": qweight and scales do not describe matrices [", rows, ", ", columns, "]");
-  return {static_cast<const std::uint8_t *>(qweight.const_data_ptr()),
-          static_cast<const Float16 *>(scales.const_data_ptr()), rows, columns, columns / groups};
-}
-
-// What a perm holds is checked where a bank is made: it is too long to look at in every call.
-const std::int32_t *perm_of(const std::optional<Tensor> &perm, std::int64_t matrices,
-                            std::int64_t columns) {
-  if (!perm.has_value()) {
-    return nullptr;
-  }
-  check(*perm, "input_perm", perm->dim(), ScalarType::Int);
-  STD_TORCH_CHECK(perm->numel() == matrices * columns && perm->size(perm->dim() - 1) == columns,
-                  "input_perm must name ", columns, " inputs of each of ", matrices, " matrices");
-  return static_cast<const std::int32_t *>(perm->const_data_ptr());
 }
 
 void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional<Tensor> input_perm,
@@ -191,66 +136,26 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
   from_floats(results, out);
 }
 
-Word word_of(const Tensor &tensor, const char *name) {
-  switch (tensor.scalar_type()) {
-  case ScalarType::Float:
-    return Word::float32;
-  case ScalarType::BFloat16:
-    return Word::bfloat16;
-  case ScalarType::Half:
-    return Word::float16;
-  default:
-    STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
-  }
-}
-
-ExactSlots exact_slots(const Tensor &tensor, const char *name) {
+RawWeights::Slots raw_slots(const Tensor &tensor, const char *name) {
   STD_TORCH_CHECK(tensor.dim() == 3 && tensor.stride(2) == 1 && tensor.stride(1) == tensor.size(2),
                   name, " must hold matrices whose rows follow one another");
-  const Word word = word_of(tensor, name);
   return {static_cast<const std::byte *>(tensor.const_data_ptr()),
-          tensor.stride(0) * bytes_of(word), tensor.size(1), tensor.size(2), word};
+          tensor.stride(0) * bytes_of(word_of(tensor, name))};
 }
 
 void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj,
                      Tensor down_proj, std::int64_t activation, Tensor out) {
-  STD_TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous() && out.dim() == 3 &&
-                      out.is_contiguous() && out.scalar_type() == hidden_states.scalar_type(),
-                  "hidden_states [T, H] and out [T, K, H] must be contiguous and of one dtype");
-  check(topk_ids, "topk_ids", 2, ScalarType::Long);
-  check(slot_table, "slot_table", 1, ScalarType::Long);
-  const std::int64_t rows = hidden_states.size(0), hidden_size = hidden_states.size(1);
-  STD_TORCH_CHECK(topk_ids.size(0) == rows && out.size(0) == rows &&
-                      out.size(1) == topk_ids.size(1) && out.size(2) == hidden_size,
-                  "topk_ids must be [T, K] and out [T, K, H] of hidden_states [T, H]");
-  if (out.numel() == 0) {
-    return;
-  }
-  const ExactSlots gate_up = exact_slots(gate_up_proj, "gate_up_proj");
-  const ExactSlots down = exact_slots(down_proj, "down_proj");
-  STD_TORCH_CHECK(gate_up.columns == hidden_size && down.rows == hidden_size &&
-                      gate_up.rows == 2 * down.columns && gate_up.word == down.word &&
+  const RawWeights::Slots gate_up = raw_slots(gate_up_proj, "gate_up_proj");
+  const RawWeights::Slots down = raw_slots(down_proj, "down_proj");
+  const std::int64_t hidden_size = gate_up_proj.size(2), width = down_proj.size(2);
+  STD_TORCH_CHECK(gate_up_proj.size(1) == 2 * width && down_proj.size(1) == hidden_size &&
+                      gate_up_proj.scalar_type() == down_proj.scalar_type() &&
                       gate_up_proj.size(0) == down_proj.size(0),
                   "gate_up_proj must be [S, 2F, H] and down_proj [S, H, F], of one dtype");
-  const MoeGroupedProblem problem{
-      rows,
-      topk_ids.size(1),
-      hidden_states.const_data_ptr(),
-      word_of(hidden_states, "hidden_states"),
-      ids_of(topk_ids),
-      ids_of(slot_table),
-      gate_up_proj.size(0),
-      gate_up,
-      down,
-      activation_of(activation),
-      out.mutable_data_ptr(),
-  };
-  MoeGrouped moe(problem);
-  const std::int64_t word_bytes = bytes_of(gate_up.word);
-  parallel_for(0, moe.inner_tiles(), grain(2 * moe.width_tile() * hidden_size * word_bytes),
-               [&](std::int64_t begin, std::int64_t end) { moe.gate_up(begin, end); });
-  parallel_for(0, moe.out_tiles(), grain(moe.hidden_tile() * down.columns * word_bytes),
-               [&](std::int64_t begin, std::int64_t end) { moe.down(begin, end); });
+  run_grouped({hidden_states, topk_ids, slot_table, out},
+              RawWeights(hidden_size, width, gate_up_proj.size(0),
+                         word_of(gate_up_proj, "gate_up_proj"), gate_up, down),
+              activation);
 }
 
 void linear_out(Tensor inputs, Tensor weight, std::optional<Tensor> bias, Tensor out) {

@@ -26,6 +26,19 @@ template <typename Body> void with_type(Word word, const Body &body) {
   }
 }
 
+// The product of weights with inputs that are stored as float32, or as bfloat16 for pairs.
+inline DotExact dot_exact_for(Word weights, Word stored) {
+  const MicroKernels &kernels = micro_kernels();
+  switch (weights) {
+  case Word::bfloat16:
+    return stored == Word::bfloat16 ? kernels.dot_bfloat16_pairs : kernels.dot_bfloat16;
+  case Word::float16:
+    return kernels.dot_float16;
+  default:
+    return kernels.dot_float32;
+  }
+}
+
 class ExactRows {
 public:
   // weights and values are the dtypes of the two sides.
@@ -56,18 +69,15 @@ public:
     put(row, first, count, [&](std::int64_t i) { return values[i]; });
   }
 
-  // The product of such rows with weights.
-  DotExact dot() const {
-    const MicroKernels &kernels = micro_kernels();
-    switch (weights_) {
-    case Word::bfloat16:
-      return stored_ == Word::bfloat16 ? kernels.dot_bfloat16_pairs : kernels.dot_bfloat16;
-    case Word::float16:
-      return kernels.dot_float16;
-    default:
-      return kernels.dot_float32;
-    }
+  // Fill a row from words in the order of a perm.
+  template <typename Type>
+  void fill(std::int64_t row, const Type *words, const std::int32_t *perm) {
+    put(row, 0, columns_, [&](std::int64_t i) { return to_float(words[perm[i]]); });
   }
+
+  Word stored() const { return stored_; }
+  // The product of such rows with weights.
+  DotExact dot() const { return dot_exact_for(weights_, stored_); }
 
 private:
   template <typename Value>

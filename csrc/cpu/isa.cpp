@@ -18,7 +18,10 @@ Isa detect() {
     if (!__builtin_cpu_supports("avx512vnni")) {
       return Isa::avx512;
     }
-    return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512_vnni;
+    if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vbmi2")) {
+      return Isa::avx512_vnni;
+    }
+    return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512_vbmi2;
   }
   if (avx2) {
     return Isa::avx2;
@@ -43,6 +46,8 @@ const MicroKernels &micro_kernels() {
 #ifdef SPEQ_X86
   case Isa::avx512_bf16:
     return avx512_bf16_kernels;
+  case Isa::avx512_vbmi2:
+    return avx512_vbmi2_kernels;
   case Isa::avx512_vnni:
     return avx512_vnni_kernels;
   case Isa::avx512:

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "compact.h"
 #include "half.h"
 #include "int4.h"
 
@@ -35,8 +36,28 @@ struct Int4Matrix {
   const Float16 *scales;
   std::int64_t columns, group_size;
 
-  std::int64_t row_bytes() const { return columns / 2; }
-  std::int64_t row_groups() const { return columns / group_size; }
+  SPEQ_MEMBER std::int64_t row_bytes() const { return columns / 2; }
+  SPEQ_MEMBER std::int64_t row_groups() const { return columns / group_size; }
+};
+
+// A BF16 matrix of a compact record: a byte for each weight in `bytes`, and what the streams say.
+struct CodedRows {
+  std::int64_t rows, columns;
+  const std::uint8_t *bytes, *streams;
+  const std::uint32_t *index; // from the matrix's first quad on
+  std::int64_t stream_bytes;
+
+  SPEQ_MEMBER QuadStreams quad(std::int64_t quad) const {
+    return quad_streams(index + quad, stream_bytes);
+  }
+};
+
+struct LosslessRows : CodedRows {
+  const std::uint8_t *exponents, *classes;
+};
+
+struct ResidualRows : CodedRows {
+  Int4Matrix codes;
 };
 
 // Weight rows [begin, end) by `count` inputs: outs[r][n - begin] = row n . inputs[r].
@@ -48,6 +69,19 @@ using DotInt4 = void (*)(const Int4Matrix &matrix, std::int64_t begin, std::int6
 using DotExact = void (*)(const void *weights, std::int64_t columns, std::int64_t rows,
                           const void *const *inputs, std::int64_t count, float *const *outs);
 
+// The same of rows [begin, end) of a compact matrix, begin a multiple of a quad: rebuilt in
+// registers while they are multiplied, and exactly what the products of their words are.
+template <typename Rows>
+using DotCoded = void (*)(const Rows &matrix, std::int64_t begin, std::int64_t end,
+                          const void *const *inputs, std::int64_t count, float *const *outs);
+
+// What a compact matrix is multiplied with, or read by; `pairs` null as above.
+template <typename Rows> struct CodedKernels {
+  DotCoded<Rows> dot, dot_pairs;
+  // Words of the rows of a quad, `columns` of the matrix apart.
+  void (*decode)(const Rows &matrix, std::int64_t quad, BFloat16 *words);
+};
+
 struct MicroKernels {
   DotInt4 dot_int4; // group sizes for which `takes_group` holds
   DotExact dot_float32, dot_bfloat16, dot_float16;
@@ -56,6 +90,8 @@ struct MicroKernels {
   void (*round_block)(const float *values, std::int64_t columns, Int8Step *steps,
                       std::int64_t block);
   std::int64_t (*read_sum)(const std::int64_t *words, std::int64_t count);
+  CodedKernels<LosslessRows> lossless;
+  CodedKernels<ResidualRows> residual;
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.
@@ -69,6 +105,7 @@ extern const MicroKernels portable_kernels;
 extern const MicroKernels avx2_kernels;
 extern const MicroKernels avx512_kernels;
 extern const MicroKernels avx512_vnni_kernels;
+extern const MicroKernels avx512_vbmi2_kernels;
 extern const MicroKernels avx512_bf16_kernels;
 #endif
 

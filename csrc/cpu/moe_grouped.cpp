@@ -5,9 +5,9 @@ namespace {
 
 constexpr std::int64_t kTileBytes = 128 << 10;
 
-std::int64_t tile_of(const ExactSlots &matrix) {
-  const std::int64_t rows = kTileBytes / (matrix.columns * bytes_of(matrix.word));
-  return std::clamp<std::int64_t>(rows / 4 * 4, 4, 32);
+std::int64_t tile_of(const ExpertWeights &weights, Projection projection) {
+  const std::int64_t row_bytes = weights.columns(projection) * bytes_of(weights.word);
+  return std::clamp<std::int64_t>(kTileBytes / row_bytes / 4 * 4, 4, 32);
 }
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
@@ -15,32 +15,47 @@ std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile -
 } // namespace
 
 MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
-    : problem_(problem),
-      groups_(group_by_expert(problem.ids, problem.slots, problem.num_slots, true, "slot_table")),
-      width_tile_(tile_of(problem.gate_up)), hidden_tile_(tile_of(problem.down)),
-      inputs_(problem.rows, problem.hidden_size(), problem.gate_up.word, problem.dtype),
-      inner_(std::int64_t(problem.ids.size()), problem.expert_width(), problem.down.word,
+    : problem_(problem), groups_(group_by_expert(problem.ids, problem.slots,
+                                                 problem.weights.num_slots, true, "slot_table")),
+      width_tile_(tile_of(problem.weights, Projection::gate)),
+      hidden_tile_(tile_of(problem.weights, Projection::down)),
+      inputs_(problem.weights.has_input_perm() ? std::int64_t(problem.ids.size()) : problem.rows,
+              problem.weights.hidden_size, problem.weights.word, problem.dtype),
+      inner_(std::int64_t(problem.ids.size()), problem.weights.expert_width, problem.weights.word,
              problem.dtype) {
+  const std::int64_t hidden_size = problem_.weights.hidden_size;
   with_type(problem_.dtype, [&](auto type) {
     const auto *words = static_cast<const decltype(type) *>(problem_.hidden_states);
-    for (std::int64_t row = 0; row < problem_.rows; ++row) {
-      inputs_.fill(row, words + row * problem_.hidden_size());
+    if (!problem_.weights.has_input_perm()) {
+      for (std::int64_t row = 0; row < problem_.rows; ++row) {
+        inputs_.fill(row, words + row * hidden_size);
+      }
+      return;
+    }
+    for (const ExpertRows &group : groups_) {
+      const std::int32_t *perm = problem_.weights.input_perm(group.expert);
+      for (const std::int64_t place : group.places) {
+        inputs_.fill(place, words + place / problem_.top_k * hidden_size, perm);
+      }
     }
   });
 }
 
+const void *MoeGrouped::input(std::int64_t place) const {
+  return inputs_.row(problem_.weights.has_input_perm() ? place : place / problem_.top_k);
+}
+
 std::int64_t MoeGrouped::inner_tiles() const {
-  return std::int64_t(groups_.size()) * tiles(problem_.expert_width(), width_tile_);
+  return std::int64_t(groups_.size()) * tiles(problem_.weights.expert_width, width_tile_);
 }
 
 std::int64_t MoeGrouped::out_tiles() const {
-  return std::int64_t(groups_.size()) * tiles(problem_.hidden_size(), hidden_tile_);
+  return std::int64_t(groups_.size()) * tiles(problem_.weights.hidden_size, hidden_tile_);
 }
 
 void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
-  const std::int64_t width = problem_.expert_width(), columns = problem_.hidden_size();
+  const std::int64_t width = problem_.weights.expert_width;
   const std::int64_t per_group = tiles(width, width_tile_);
-  const DotExact dot = inputs_.dot();
   std::vector<const void *> inputs;
   std::vector<float> gates, ups;
   std::vector<float *> gate_rows, up_rows;
@@ -52,14 +67,15 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
     inputs.resize(count), gate_rows.resize(count), up_rows.resize(count);
     gates.resize(count * width_tile_), ups.resize(count * width_tile_);
     for (std::int64_t r = 0; r < count; ++r) {
-      inputs[r] = inputs_.row(group.places[r] / problem_.top_k);
+      inputs[r] = input(group.places[r]);
       gate_rows[r] = &gates[r * width_tile_];
       up_rows[r] = &ups[r * width_tile_];
     }
-    dot(problem_.gate_up.row(group.slot, first), columns, rows, inputs.data(), count,
-        gate_rows.data());
-    dot(problem_.gate_up.row(group.slot, width + first), columns, rows, inputs.data(), count,
-        up_rows.data());
+    const Inputs multiplied{inputs.data(), count, inputs_.stored()};
+    problem_.weights.dot(Projection::gate, group.expert, group.slot, first, rows, multiplied,
+                         gate_rows.data());
+    problem_.weights.dot(Projection::up, group.expert, group.slot, first, rows, multiplied,
+                         up_rows.data());
     with_type(problem_.dtype, [&](auto type) {
       const auto round = [](float value) { return rounded_to<decltype(type)>(value); };
       for (std::int64_t r = 0; r < count; ++r) {
@@ -74,9 +90,8 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
 }
 
 void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
-  const std::int64_t width = problem_.expert_width(), hidden_size = problem_.hidden_size();
+  const std::int64_t hidden_size = problem_.weights.hidden_size;
   const std::int64_t per_group = tiles(hidden_size, hidden_tile_);
-  const DotExact dot = inner_.dot();
   std::vector<const void *> inputs;
   std::vector<float> values;
   std::vector<float *> value_rows;
@@ -90,7 +105,8 @@ void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
       inputs[r] = inner_.row(group.places[r]);
       value_rows[r] = &values[r * hidden_tile_];
     }
-    dot(problem_.down.row(group.slot, first), width, rows, inputs.data(), count, value_rows.data());
+    problem_.weights.dot(Projection::down, group.expert, group.slot, first, rows,
+                         {inputs.data(), count, inner_.stored()}, value_rows.data());
     with_type(problem_.dtype, [&](auto type) {
       auto *out = static_cast<decltype(type) *>(problem_.out);
       for (std::int64_t r = 0; r < count; ++r) {

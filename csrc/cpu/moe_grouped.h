@@ -6,21 +6,10 @@
 #include <vector>
 
 #include "activation.h"
-#include "cpu/exact_rows.h"
+#include "cpu/expert_weights.h"
 #include "cpu/routing.h"
 
 namespace speq::cpu {
-
-// Matrices [rows, columns] in slots that lie slot_bytes apart.
-struct ExactSlots {
-  const std::byte *words;
-  std::int64_t slot_bytes, rows, columns;
-  Word word;
-
-  const std::byte *row(std::int64_t slot, std::int64_t row) const {
-    return words + slot * slot_bytes + row * columns * bytes_of(word);
-  }
-};
 
 struct MoeGroupedProblem {
   std::int64_t rows, top_k;
@@ -28,13 +17,9 @@ struct MoeGroupedProblem {
   Word dtype;
   std::span<const std::int64_t> ids;   // [rows * top_k]
   std::span<const std::int64_t> slots; // [E], negative where an expert is in none
-  std::int64_t num_slots;
-  ExactSlots gate_up, down;
+  const ExpertWeights &weights;
   Activation activation;
   void *out; // [rows, top_k, hidden_size]
-
-  std::int64_t hidden_size() const { return gate_up.columns; }
-  std::int64_t expert_width() const { return down.columns; }
 };
 
 class MoeGrouped {
@@ -56,10 +41,12 @@ public:
   void down(std::int64_t begin, std::int64_t end);
 
 private:
+  const void *input(std::int64_t place) const;
+
   MoeGroupedProblem problem_;
   std::vector<ExpertRows> groups_;
   std::int64_t width_tile_, hidden_tile_;
-  ExactRows inputs_; // of hidden_size, a row each
+  ExactRows inputs_; // of hidden_size, a row each, or a place where experts have an order of them
   ExactRows inner_;  // of expert_width, a place each
 };
 

@@ -1,6 +1,6 @@
 // The inner loops in plain C++: for processors without a file of their own, for group sizes that
 // vectors do not take, and to read the others by.
-#include "cpu/blocks.h"
+#include "cpu/coded_tile.h"
 
 namespace speq::cpu {
 namespace {
@@ -93,11 +93,49 @@ void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
   }
 }
 
+// dot_exact's sums over blocks of compact matrices.
+struct LaneProduct {
+  struct Sum {
+    float lanes[kLanes];
+  };
+  static Sum zero() { return {}; }
+  static float total(const Sum &sum) {
+    float total = 0.0f;
+    for (const float lane : sum.lanes) {
+      total += lane;
+    }
+    return total;
+  }
+  static const void *at(const void *input, std::int64_t first) {
+    return static_cast<const float *>(input) + first;
+  }
+
+  template <bool kWhole>
+  static void add(Sum *sums, const WordBlock *blocks, const void *input, std::int64_t present) {
+    const auto *values = static_cast<const float *>(input);
+    const std::int64_t columns = kWhole ? kBlockColumns : present;
+    for (int n = 0; n < kQuadRows; ++n) {
+      for (std::int64_t k = 0; k < columns; ++k) {
+        sums[n].lanes[k % kLanes] += to_float(blocks[n].words[k]) * values[k];
+      }
+    }
+  }
+};
+
 } // namespace
 
 const MicroKernels portable_kernels = {
-    dot_int4,    dot_exact<float>, dot_exact<BFloat16>, dot_exact<Float16>, nullptr,
-    round_block, read_sum,
+    dot_int4,
+    dot_exact<float>,
+    dot_exact<BFloat16>,
+    dot_exact<Float16>,
+    nullptr,
+    round_block,
+    read_sum,
+    {dot_coded<LaneProduct, PortableLossless, dot_exact<BFloat16>, LosslessRows>, nullptr,
+     decode_quad<PortableLossless, LosslessRows>},
+    {dot_coded<LaneProduct, PortableResidual, dot_exact<BFloat16>, ResidualRows>, nullptr,
+     decode_quad<PortableResidual, ResidualRows>},
 };
 
 } // namespace speq::cpu

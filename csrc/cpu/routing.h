@@ -10,8 +10,9 @@
 
 namespace speq::cpu {
 
-// The places t * top_k + j of a route whose expert lies in `slot`.
+// The places t * top_k + j of a route that chose an expert, and the slot it lies in.
 struct ExpertRows {
+  std::int64_t expert;
   std::int64_t slot;
   std::vector<std::int64_t> places;
 };
@@ -42,7 +43,7 @@ inline std::vector<ExpertRows> group_by_expert(std::span<const std::int64_t> top
     }
     if (group_of[expert] < 0) {
       group_of[expert] = int(groups.size());
-      groups.push_back({slot, {}});
+      groups.push_back({expert, slot, {}});
     }
     groups[group_of[expert]].places.push_back(std::int64_t(place));
   }

@@ -189,6 +189,8 @@ constexpr MicroKernels kernels_over = {
     nullptr,
     round_block,
     read_sum,
+    {},
+    {},
 };
 
 } // namespace speq::cpu

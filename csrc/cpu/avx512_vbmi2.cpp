@@ -1,0 +1,8 @@
+// AVX-512 with VNNI, VBMI and VBMI2.
+#include "cpu/decode_vbmi2.h"
+
+namespace speq::cpu {
+
+const MicroKernels avx512_vbmi2_kernels = with_coded<Avx512, VectorLossless, VectorResidual>();
+
+} // namespace speq::cpu

@@ -1,0 +1,54 @@
+// The products of compact matrices over the vectors of an instruction set, as tiles.h has them of
+// plain words.
+#pragma once
+
+#include "cpu/coded_tile.h"
+#include "cpu/tiles.h"
+
+namespace speq::cpu {
+namespace {
+
+template <typename V> struct FloatProduct {
+  using Sum = typename V::Floats;
+  static Sum zero() { return V::zero(); }
+  static float total(Sum sum) { return V::sum(sum); }
+
+  static typename V::Floats load(const WordBlock &block, std::int64_t at) {
+    return V::load(block.words + at);
+  }
+  template <typename Block> static typename V::Floats load(const Block &block, std::int64_t at) {
+    return V::widened(block.part(at));
+  }
+
+  template <bool kWhole, typename Block>
+  static void add(Sum *sums, const Block *blocks, const void *input, std::int64_t present) {
+    const auto *values = static_cast<const float *>(input);
+    SPEQ_UNROLL
+    for (std::int64_t at = 0; at < kBlockColumns; at += V::kLanes) {
+      if (kWhole || at < present) {
+        const auto x = V::load(values + at);
+        SPEQ_UNROLL
+        for (int n = 0; n < kQuadRows; ++n) {
+          sums[n] = V::fmadd(load(blocks[n], at), x, sums[n]);
+        }
+      }
+    }
+  }
+  static const void *at(const void *input, std::int64_t first) {
+    return static_cast<const float *>(input) + first;
+  }
+};
+
+// All kernels over vectors V, with decoders of compact matrices.
+template <typename V, typename Lossless, typename Residual> constexpr MicroKernels with_coded() {
+  MicroKernels kernels = kernels_over<V>;
+  constexpr DotExact kDot = dot_exact<V, BFloat16>;
+  kernels.lossless = {dot_coded<FloatProduct<V>, Lossless, kDot, LosslessRows>, nullptr,
+                      decode_quad<Lossless, LosslessRows>};
+  kernels.residual = {dot_residual<FloatProduct<V>, Residual, kDot>, nullptr,
+                      decode_residual<Residual>};
+  return kernels;
+}
+
+} // namespace
+} // namespace speq::cpu

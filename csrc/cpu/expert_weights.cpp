@@ -1,0 +1,105 @@
+#include "cpu/expert_weights.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace speq::cpu {
+namespace {
+
+// The part of a matrix that lossless and residual records have alike.
+CodedRows coded_rows(const CompactLayout &layout, const RecordSlots &slots, Projection projection,
+                     std::int64_t slot) {
+  const int m = int(projection);
+  const std::uint8_t *record = slots.record(slot);
+  return {layout.rows[m],
+          layout.columns[m],
+          record + layout.bytes[m],
+          record + layout.streams,
+          reinterpret_cast<const std::uint32_t *>(record + layout.index) + layout.first_quad[m],
+          slots.slot_bytes - layout.streams - kSlackBytes};
+}
+
+template <typename Rows>
+void dot_rows(const CodedKernels<Rows> &kernels, const Rows &matrix, std::int64_t first,
+              std::int64_t rows, const Inputs &inputs, float *const *outs) {
+  const auto dot = inputs.stored == Word::bfloat16 ? kernels.dot_pairs : kernels.dot;
+  dot(matrix, first, first + rows, inputs.rows, inputs.count, outs);
+}
+
+} // namespace
+
+void RawWeights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
+                     std::int64_t rows, const Inputs &inputs, float *const *outs) const {
+  const Slots &slots = projection == Projection::down ? down_ : gate_up_;
+  const std::int64_t row = first + (projection == Projection::up ? expert_width : 0);
+  const std::int64_t width = columns(projection);
+  dot_exact_for(word,
+                inputs.stored)(slots.words + slot * slots.slot_bytes + row * width * bytes_of(word),
+                               width, rows, inputs.rows, inputs.count, outs);
+}
+
+LosslessWeights::LosslessWeights(std::int64_t hidden_size, std::int64_t expert_width,
+                                 RecordSlots slots)
+    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
+      layout_(compact_layout(hidden_size, expert_width, true)), slots_(slots) {}
+
+std::int64_t LosslessWeights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
+  return compact_layout(hidden_size, expert_width, true).streams + kSlackBytes;
+}
+
+LosslessRows LosslessWeights::rows(Projection projection, std::int64_t slot) const {
+  const std::uint8_t *record = slots_.record(slot);
+  return {coded_rows(layout_, slots_, projection, slot), record + int(projection) * kClasses,
+          record + layout_.classes[int(projection)]};
+}
+
+void LosslessWeights::dot(Projection projection, std::int64_t, std::int64_t slot,
+                          std::int64_t first, std::int64_t count, const Inputs &inputs,
+                          float *const *outs) const {
+  dot_rows(micro_kernels().lossless, rows(projection, slot), first, count, inputs, outs);
+}
+
+ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width,
+                                 RecordSlots slots, BaseExperts base)
+    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
+      layout_(compact_layout(hidden_size, expert_width, false)), slots_(slots), base_(base) {}
+
+std::int64_t ResidualWeights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
+  return compact_layout(hidden_size, expert_width, false).streams + kSlackBytes;
+}
+
+std::int64_t ResidualWeights::base_slot(std::int64_t expert) const {
+  const std::int64_t slot = base_.base_slots[expert];
+  if (slot < 0 || slot >= base_.count) {
+    throw std::out_of_range("base_slots holds " + std::to_string(slot) + "; there are " +
+                            std::to_string(base_.count) + " base slots");
+  }
+  return slot;
+}
+
+ResidualRows ResidualWeights::rows(Projection projection, std::int64_t expert,
+                                   std::int64_t slot) const {
+  const bool down = projection == Projection::down;
+  const std::int64_t width = columns(projection);
+  const std::int64_t group_size = down ? base_.down_group_size : base_.gate_up_group_size;
+  const std::int64_t of_expert = down ? hidden_size : 2 * expert_width;
+  const std::int64_t first =
+      base_slot(expert) * of_expert + (projection == Projection::up ? expert_width : 0);
+  const std::uint8_t *qweight = down ? base_.down_qweight : base_.gate_up_qweight;
+  const Float16 *scales = down ? base_.down_scales : base_.gate_up_scales;
+  return {
+      coded_rows(layout_, slots_, projection, slot),
+      {qweight + first * (width / 2), scales + first * (width / group_size), width, group_size}};
+}
+
+void ResidualWeights::dot(Projection projection, std::int64_t expert, std::int64_t slot,
+                          std::int64_t first, std::int64_t count, const Inputs &inputs,
+                          float *const *outs) const {
+  dot_rows(micro_kernels().residual, rows(projection, expert, slot), first, count, inputs, outs);
+}
+
+const std::int32_t *ResidualWeights::input_perm(std::int64_t expert) const {
+  return has_input_perm() ? base_.input_perm + base_slot(expert) * hidden_size : nullptr;
+}
+
+} // namespace speq::cpu

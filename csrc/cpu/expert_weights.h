@@ -1,0 +1,117 @@
+// Exact experts in slots, whatever code they are in: the products of their rows.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "cpu/exact_rows.h"
+
+namespace speq::cpu {
+
+enum class Projection : int { gate, up, down };
+
+// Rows of inputs, all of one kind, and where a product's results go: outs[r][n].
+struct Inputs {
+  const void *const *rows;
+  std::int64_t count;
+  Word stored; // bfloat16 where pairs are multiplied
+};
+
+class ExpertWeights {
+public:
+  ExpertWeights(std::int64_t hidden_size, std::int64_t expert_width, std::int64_t num_slots,
+                Word word)
+      : hidden_size(hidden_size), expert_width(expert_width), num_slots(num_slots), word(word) {}
+  virtual ~ExpertWeights() = default;
+
+  // Rows [first, first + rows) of a projection of the expert in a slot; first is a multiple of
+  // four.
+  virtual void dot(Projection projection, std::int64_t expert, std::int64_t slot,
+                   std::int64_t first, std::int64_t rows, const Inputs &inputs,
+                   float *const *outs) const = 0;
+
+  // The order that an expert's inputs are multiplied in, where that is not their own.
+  virtual const std::int32_t *input_perm(std::int64_t) const { return nullptr; }
+  virtual bool has_input_perm() const { return false; }
+
+  std::int64_t columns(Projection projection) const {
+    return projection == Projection::down ? expert_width : hidden_size;
+  }
+
+  const std::int64_t hidden_size, expert_width, num_slots;
+  const Word word;
+};
+
+// Plain words: gate_up [S, 2F, H] and down [S, H, F], in slots that lie some bytes apart.
+class RawWeights : public ExpertWeights {
+public:
+  struct Slots {
+    const std::byte *words;
+    std::int64_t slot_bytes;
+  };
+  RawWeights(std::int64_t hidden_size, std::int64_t expert_width, std::int64_t num_slots, Word word,
+             Slots gate_up, Slots down)
+      : ExpertWeights(hidden_size, expert_width, num_slots, word), gate_up_(gate_up), down_(down) {}
+
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+
+private:
+  Slots gate_up_, down_;
+};
+
+// Records in slots [S, slot_bytes] that lie `stride` bytes apart.
+struct RecordSlots {
+  const std::uint8_t *records;
+  std::int64_t count, slot_bytes, stride;
+
+  const std::uint8_t *record(std::int64_t slot) const { return records + slot * stride; }
+};
+
+class LosslessWeights : public ExpertWeights {
+public:
+  // slot_bytes must be at least those of a record without streams.
+  LosslessWeights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots);
+
+  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
+  LosslessRows rows(Projection projection, std::int64_t slot) const;
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+
+private:
+  CompactLayout layout_;
+  RecordSlots slots_;
+};
+
+// The codes that records are residuals of: by expert, its base slot.
+struct BaseExperts {
+  std::span<const std::int64_t> base_slots; // [E]
+  std::int64_t count;                       // of base slots
+  const std::uint8_t *gate_up_qweight, *down_qweight;
+  const Float16 *gate_up_scales, *down_scales;
+  std::int64_t gate_up_group_size, down_group_size;
+  const std::int32_t *input_perm; // [N, hidden_size] or null
+};
+
+class ResidualWeights : public ExpertWeights {
+public:
+  ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots,
+                  BaseExperts base);
+
+  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
+  // Throws std::out_of_range where the expert's base slot does not exist.
+  ResidualRows rows(Projection projection, std::int64_t expert, std::int64_t slot) const;
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+  const std::int32_t *input_perm(std::int64_t expert) const override;
+  bool has_input_perm() const override { return base_.input_perm != nullptr; }
+
+private:
+  std::int64_t base_slot(std::int64_t expert) const;
+
+  CompactLayout layout_;
+  RecordSlots slots_;
+  BaseExperts base_;
+};
+
+} // namespace speq::cpu

@@ -1,0 +1,49 @@
+// What the ops over exact experts in slots have alike, whatever code those are in.
+#pragma once
+
+#include "cpu/moe_grouped.h"
+#include "cpu/tensors.h"
+
+namespace speq::cpu {
+
+// hidden_states [T, H], topk_ids [T, K], slot_table [E], out [T, K, H].
+struct Grouped {
+  const Tensor &hidden_states, &topk_ids, &slot_table;
+  Tensor &out;
+};
+
+inline void run_grouped(const Grouped &tensors, const ExpertWeights &weights,
+                        std::int64_t activation) {
+  const auto &[hidden_states, topk_ids, slot_table, out] = tensors;
+  STD_TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous() && out.dim() == 3 &&
+                      out.is_contiguous() && out.scalar_type() == hidden_states.scalar_type(),
+                  "hidden_states [T, H] and out [T, K, H] must be contiguous and of one dtype");
+  check(topk_ids, "topk_ids", 2, ScalarType::Long);
+  check(slot_table, "slot_table", 1, ScalarType::Long);
+  const std::int64_t rows = hidden_states.size(0), hidden_size = weights.hidden_size;
+  STD_TORCH_CHECK(hidden_states.size(1) == hidden_size && topk_ids.size(0) == rows &&
+                      out.size(0) == rows && out.size(1) == topk_ids.size(1) &&
+                      out.size(2) == hidden_size,
+                  "topk_ids must be [T, K] and out [T, K, H] of hidden_states [T, H]");
+  if (out.numel() == 0) {
+    return;
+  }
+  MoeGrouped moe({
+      rows,
+      topk_ids.size(1),
+      hidden_states.const_data_ptr(),
+      word_of(hidden_states, "hidden_states"),
+      ids_of(topk_ids),
+      ids_of(slot_table),
+      weights,
+      activation_of(activation),
+      out.mutable_data_ptr(),
+  });
+  const std::int64_t word_bytes = bytes_of(weights.word);
+  parallel_for(0, moe.inner_tiles(), grain(2 * moe.width_tile() * hidden_size * word_bytes),
+               [&](std::int64_t begin, std::int64_t end) { moe.gate_up(begin, end); });
+  parallel_for(0, moe.out_tiles(), grain(moe.hidden_tile() * weights.expert_width * word_bytes),
+               [&](std::int64_t begin, std::int64_t end) { moe.down(begin, end); });
+}
+
+} // namespace speq::cpu

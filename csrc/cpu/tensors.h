@@ -1,0 +1,83 @@
+// Arguments of ops as the kernels take them: checks that guard memory, and views.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "cpu/exact_rows.h"
+#include "cpu/moe_int4.h"
+
+namespace speq::cpu {
+
+using torch::headeronly::ScalarType;
+using torch::stable::parallel_for;
+using torch::stable::Tensor;
+
+// Bytes of weights a thread should have before it is worth waking another.
+constexpr std::int64_t kGrainBytes = 128 << 10;
+
+inline std::int64_t grain(std::int64_t bytes_per_item) {
+  return 1 + kGrainBytes / std::max<std::int64_t>(bytes_per_item, 1);
+}
+
+inline void check(const Tensor &tensor, const char *name, std::int64_t dim, ScalarType type) {
+  STD_TORCH_CHECK(tensor.dim() == dim && tensor.is_contiguous() && tensor.scalar_type() == type,
+                  name, " has another dtype, layout or number of dimensions than it must");
+}
+
+inline std::span<const std::int64_t> ids_of(const Tensor &tensor) {
+  return {static_cast<const std::int64_t *>(tensor.const_data_ptr()), std::size_t(tensor.numel())};
+}
+
+inline Activation activation_of(std::int64_t code) {
+  STD_TORCH_CHECK(code >= 0 && code < kActivations, "activation is ", code, "; it must be from 0 ",
+                  "to ", kActivations - 1);
+  return Activation(code);
+}
+
+// Codes and scales of matrices [rows, columns] in the last two dimensions.
+inline Int4Slots int4_slots(const Tensor &qweight, const Tensor &scales, std::int64_t rows,
+                            std::int64_t columns, const char *name) {
+  check(qweight, name, qweight.dim(), ScalarType::Byte);
+  check(scales, name, qweight.dim(), ScalarType::Half);
+  const std::int64_t last = qweight.dim() - 1, groups = scales.size(last);
+  STD_TORCH_CHECK(
+      qweight.size(last - 1) == rows && scales.size(last - 1) == rows &&
+          qweight.size(last) * 2 == columns && groups > 0 && columns % groups == 0 &&
+          (columns / groups) % 2 == 0 && (last < 2 || qweight.size(0) == scales.size(0)),
+      name, ": qweight and scales do not describe matrices [", rows, ", ", columns, "]");
+  return {static_cast<const std::uint8_t *>(qweight.const_data_ptr()),
+          static_cast<const Float16 *>(scales.const_data_ptr()), rows, columns, columns / groups};
+}
+
+// What a perm holds is checked where a bank is made: it is too long to look at in every call.
+inline const std::int32_t *perm_of(const std::optional<Tensor> &perm, std::int64_t matrices,
+                                   std::int64_t columns) {
+  if (!perm.has_value()) {
+    return nullptr;
+  }
+  check(*perm, "input_perm", perm->dim(), ScalarType::Int);
+  STD_TORCH_CHECK(perm->numel() == matrices * columns && perm->size(perm->dim() - 1) == columns,
+                  "input_perm must name ", columns, " inputs of each of ", matrices, " matrices");
+  return static_cast<const std::int32_t *>(perm->const_data_ptr());
+}
+
+inline Word word_of(const Tensor &tensor, const char *name) {
+  switch (tensor.scalar_type()) {
+  case ScalarType::Float:
+    return Word::float32;
+  case ScalarType::BFloat16:
+    return Word::bfloat16;
+  case ScalarType::Half:
+    return Word::float16;
+  default:
+    STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+  }
+}
+
+} // namespace speq::cpu

@@ -1,0 +1,48 @@
+"""Sizes of compact records of experts; what lies in them is said in csrc/compact.h."""
+
+from dataclasses import dataclass
+
+LINE_BYTES = 64
+QUAD_ROWS = 4
+BLOCK_COLUMNS = 64
+# Read past the streams by decoders that take whole vectors.
+SLACK_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CompactLayout:
+    """Sections of the record of one expert of gate and up [F, H] and down [H, F].
+
+    lossless  whether the record is complete in itself, or else what INT4 codes do not say
+    """
+
+    hidden_size: int
+    expert_width: int
+    lossless: bool
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of gate, up and down."""
+        hidden, width = self.hidden_size, self.expert_width
+        return (width, hidden), (width, hidden), (hidden, width)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """A record without its streams."""
+        quads = sum(-(-rows // QUAD_ROWS) for rows, _ in self.matrices)
+        sections = [4 * (quads + 1)] + [rows * columns for rows, columns in self.matrices]
+        if self.lossless:
+            sections += [8 * len(self.matrices)]
+            sections += [rows * -(-columns // 8) * 3 for rows, columns in self.matrices]
+        return sum(-(-size // LINE_BYTES) * LINE_BYTES for size in sections) + SLACK_BYTES
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest record that any weights and codes can have."""
+        escapes = sum(rows * columns for rows, columns in self.matrices)
+        if self.lossless:
+            return self.fixed_bytes + escapes
+        # Of each block of each row: three bits for each code 0, and the number and the columns of
+        # exceptions, which have other codes.
+        blocks = sum(rows * -(-columns // BLOCK_COLUMNS) for rows, columns in self.matrices)
+        return self.fixed_bytes + 2 * escapes + 2 * blocks
