@@ -24,6 +24,7 @@ def chat(
     draft_length: opt.DraftLength = "auto",
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
+    codec: opt.Codec = "auto",
     reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
     max_new_tokens: opt.MaxNewTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -54,6 +55,7 @@ def chat(
         draft_length=draft_length,
         cache_policy=cache_policy,
         prefetch=prefetch,
+        codec=codec,
         reader_threads=reader_threads,
     )
     messages: list[dict[str, str]] = []
