@@ -14,8 +14,8 @@ AHEAD = ("lookahead", "three-phase")
 
 
 @dataclass(frozen=True, slots=True)
-class Representation:
-    """How an exact expert is held.
+class CodecCost:
+    """What an exact expert takes with a codec.
 
     weights      of an expert
     slot_bytes   of a slot: the largest record, in whole blocks

@@ -77,6 +77,7 @@ class EngineRuns:
             self.stores[candidate.codec],
             budget,
             context_length=context,
+            codec=candidate.codec,
             draft="auto" if candidate.has_draft else "none",
             draft_length=candidate.draft_length,
             cache_policy=candidate.cache_policy,

@@ -18,6 +18,7 @@ COLUMNS: dict[str, Column] = {
     "system": ("system", "{}"),
     "codec": ("codec", "{}"),
     "k": ("draft_length", "{}"),
+    "eviction": ("cache_policy", "{}"),
     "slots": ("slots", "{}"),
     "moved/token": ("moved_bytes_per_token", format_bytes),
     "of LRU raw's": ("ratio_to_lru_raw", "{:.2f}"),
@@ -34,14 +35,21 @@ AIM_COLUMNS: dict[str, Column] = {
     "at most": ("limit", "{:.3f}"),
     "": ("met", lambda met: "met" if met else "MISSED"),
 }
-# Figures of a row that are medians of outcomes, by the outcome's name for them.
-MEDIANS = {
-    "moved_bytes_per_token": "moved_bytes",
-    "rejected_bytes_per_token": "rejected_bytes",
-    "tpot_ms": "tpot_ms",
-    "compute_ms": "compute_ms",
-    "link_ms": "link_ms",
-}
+# What a row says of a system that fits.
+FIGURES = (
+    "codec",
+    "draft_length",
+    "cache_policy",
+    "prefetch",
+    "moved_bytes_per_token",
+    "ratio_to_lru_raw",
+    "rejected_bytes_per_token",
+    "tpot_ms",
+    "tpot_spread",
+    "compute_ms",
+    "link_ms",
+    "acceptance_rate",
+)
 Row = dict[str, Any]
 
 
@@ -53,24 +61,30 @@ def rows_of(part: str, fraction: float, standings: Mapping[str, Standing]) -> li
 
 def row_of(part: str, fraction: float, system: str, standing: Standing, lru: Standing) -> Row:
     candidate, outcomes = standing.candidate, standing.outcomes
-    fits = candidate is not None
-    figures = {name: standing.median(of) if fits else None for name, of in MEDIANS.items()}
-    moved = figures["moved_bytes_per_token"]
-    comparable = moved is not None and lru.candidate is not None
-    return {
+    row: Row = {
         "part": part,
         "f": fraction,
         "system": system,
-        "codec": candidate.codec if candidate else None,
-        "draft_length": candidate.draft_length if candidate else None,
-        "cache_policy": candidate.cache_policy if candidate else None,
-        "prefetch": candidate.prefetch if candidate else None,
-        "slots": outcomes[0].slots if fits else 0,
-        "ratio_to_lru_raw": ratio(moved, lru.median("moved_bytes")) if comparable else None,
-        "tpot_spread": standing.tpot_spread if fits else None,
-        "acceptance_rate": outcomes[0].acceptance_rate if fits else None,
+        "slots": 0,
         "samples": len(outcomes),
-        **figures,
+    } | dict.fromkeys(FIGURES)
+    if candidate is None:
+        return row
+    moved_bytes = standing.median("moved_bytes")
+    return row | {
+        "codec": candidate.codec,
+        "draft_length": candidate.draft_length,
+        "cache_policy": candidate.cache_policy,
+        "prefetch": candidate.prefetch,
+        "slots": outcomes[0].slots,
+        "moved_bytes_per_token": moved_bytes,
+        "ratio_to_lru_raw": ratio(moved_bytes, lru.median("moved_bytes")) if lru.outcomes else None,
+        "rejected_bytes_per_token": standing.median("rejected_bytes"),
+        "tpot_ms": standing.median("tpot_ms"),
+        "tpot_spread": standing.tpot_spread,
+        "compute_ms": standing.median("compute_ms"),
+        "link_ms": standing.median("link_ms"),
+        "acceptance_rate": outcomes[0].acceptance_rate,
     }
 
 

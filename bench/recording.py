@@ -5,16 +5,16 @@ real drafts of that length. The first quarter of a replay warms the slots, and b
 which no figure counts, a choice is made.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from speq.bench.candidates import (
     Candidate,
+    CodecCost,
     ExpertMemory,
     Outcome,
-    Representation,
     Standing,
     choose,
 )
@@ -46,19 +46,28 @@ class Recording:
         cls,
         model: str,
         memory_budget: str,
-        draft_lengths: Iterable[int],
+        draft_lengths: Sequence[int],
         prompts: list[str],
         max_new_tokens: int,
         link_bytes_per_s: int | None,
+        progress: Progress | None = None,
     ) -> "Recording":
         """Generate with room for all experts. link_bytes_per_s: None measures it."""
         transfer_s, moved_bytes = link_of(model)
         if link_bytes_per_s is not None:
             transfer_s = moved_bytes / link_bytes_per_s
         traces, times, draft_bytes = {}, {}, 0
-        for length in draft_lengths:
+        for done, length in enumerate(draft_lengths, start=1):
             draft = "auto" if length else "none"
-            trace, run = record(model, memory_budget, length, prompts, max_new_tokens, draft=draft)
+            trace, run = record(
+                model,
+                memory_budget,
+                length,
+                prompts,
+                max_new_tokens,
+                draft=draft,
+                codec="raw",
+            )
             if length and not run.memory["draft"]:
                 raise SpeqError(
                     f"memory_budget is {memory_budget}, which has no room for the draft; routes "
@@ -67,6 +76,8 @@ class Recording:
             traces[length] = trace
             times[length] = measured(run, trace, transfer_s, moved_bytes)
             draft_bytes = max(draft_bytes, run.memory["draft"])
+            if progress is not None:
+                progress("recording routes", done, len(draft_lengths))
         return cls(traces, times, draft_bytes)
 
     @property
@@ -85,18 +96,16 @@ class Recording:
             "draft_bytes": self.draft_bytes,
         }
 
-    def replay(
-        self, candidate: Candidate, representation: Representation, slots: int
-    ) -> list[StepStats]:
+    def replay(self, candidate: Candidate, cost: CodecCost, slots: int) -> list[StepStats]:
         """Every step of one candidate with so many slots."""
-        times = representation.times(self.times[candidate.draft_length])
+        times = cost.times(self.times[candidate.draft_length])
         scheduling = Scheduling(slots, candidate.cache_policy, candidate.prefetch)
         return Replay(self.traces[candidate.draft_length], times, scheduling).run().stats.steps
 
     def compete(
         self,
         systems: Mapping[str, list[Candidate]],
-        representations: Mapping[str, Representation],
+        costs: Mapping[str, CodecCost],
         fraction: float,
         progress: Progress | None = None,
     ) -> dict[str, Standing]:
@@ -104,10 +113,10 @@ class Recording:
         trials, counted = {}, {}
         every = list(dict.fromkeys(c for candidates in systems.values() for c in candidates))
         for done, candidate in enumerate(every, start=1):
-            held = representations[candidate.codec]
-            slots = self.memory.slots(fraction, held.slot_bytes, candidate.has_draft)
+            cost = costs[candidate.codec]
+            slots = self.memory.slots(fraction, cost.slot_bytes, candidate.has_draft)
             if slots:
-                steps = self.replay(candidate, held, slots)
+                steps = self.replay(candidate, cost, slots)
                 trials[candidate] = outcome_of(slots, steps, TRIAL, COUNTED).tpot_ms
                 counted[candidate] = outcome_of(slots, steps, COUNTED)
             if progress is not None:
@@ -134,7 +143,7 @@ def outcome_of(
             f"the texts have {sum(step.emitted for step in steps)} tokens, too few to try "
             "candidates on the first of them; give more prompts, or more max_new_tokens"
         )
-    return Outcome.of(slots, [RunStats(0.0, {}, window).summary()])
+    return Outcome.of(slots, [RunStats(0.0, {}, steps=window).summary()])
 
 
 def first_step(steps: list[StepStats], share: Fraction) -> int:

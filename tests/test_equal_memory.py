@@ -11,9 +11,9 @@ from speq import SpeqError
 from speq.bench import equal_memory_picture
 from speq.bench.candidates import (
     Candidate,
+    CodecCost,
     ExpertMemory,
     Outcome,
-    Representation,
     Standing,
     candidates_of,
     choose,
@@ -31,10 +31,10 @@ DRAFT_RESIDUAL = Candidate("residual", 8, "lookahead", "three-phase")
 LOSSLESS_AHEAD = Candidate("lossless", 0, "lookahead", "three-phase")
 
 # An expert of 1,000 weights, in whole blocks of 64 bytes.
-REPRESENTATIONS = {
-    "raw": Representation("raw", 1000, slot_bytes=2048, moved_bytes=2000),
-    "lossless": Representation("lossless", 1000, slot_bytes=1472, moved_bytes=1400, compute=1.1),
-    "residual": Representation("residual", 1000, slot_bytes=1152, moved_bytes=1100, compute=0.9),
+COSTS = {
+    "raw": CodecCost("raw", 1000, slot_bytes=2048, moved_bytes=2000),
+    "lossless": CodecCost("lossless", 1000, slot_bytes=1472, moved_bytes=1400, compute=1.1),
+    "residual": CodecCost("residual", 1000, slot_bytes=1152, moved_bytes=1100, compute=0.9),
 }
 
 
@@ -68,14 +68,14 @@ def test_a_model_of_one_expert_needs_one_slot() -> None:
     assert ExpertMemory(1, 2000, 0).slots(1.1, 2048, False) == 1
 
 
-def test_times_of_a_representation_by_hand() -> None:
+def test_times_with_a_codec_by_hand() -> None:
     raw = Times(1.0, 2.0, expert_s=10.0, transfer_s=40.0, begun=2, moved_bytes=2000)
-    found = REPRESENTATIONS["lossless"].times(raw)
+    found = COSTS["lossless"].times(raw)
     assert found.expert_s == pytest.approx(11.0)
     assert found.transfer_s == pytest.approx(28.0)
     assert (found.moved_bytes, found.begun) == (1400, 2)
     assert (found.draft_layer_s, found.layer_s) == (1.0, 2.0)
-    assert REPRESENTATIONS["residual"].row()["bits_per_weight"] == pytest.approx(8.8)
+    assert COSTS["residual"].row()["bits_per_weight"] == pytest.approx(8.8)
 
 
 def test_who_competes() -> None:
@@ -196,7 +196,7 @@ def test_aims_met_and_aims_that_are_none() -> None:
 @pytest.fixture(scope="module")
 def recording() -> Recording:
     trace = RouteTrace.read(RECORDED)
-    trace = replace(trace, steps=trace.steps[:16])
+    trace = replace(trace, steps=trace.steps[:12])
     # The link takes twice as long for a raw expert as a layer takes to compute.
     times = Times(1e-3, 2e-3, 2e-4, transfer_s=4e-3, begun=2, moved_bytes=2000)
     return Recording({0: trace.plain(), 8: trace}, {0: times, 8: times}, draft_bytes=136_000)
@@ -223,11 +223,11 @@ def loads_of_lru(steps: list[TraceStep], slots: int, layers: int, counted_from: 
 
 @pytest.mark.parametrize("fraction", [0.35, 0.5, 0.75])
 def test_bytes_of_lru_beside_a_count_of_its_own(fraction: float, recording: Recording) -> None:
-    standings = recording.compete(candidates_of([8]), REPRESENTATIONS, fraction)
+    standings = recording.compete(candidates_of([8]), COSTS, fraction)
     steps = recording.traces[0].steps
     counted = len(steps) - -(-len(steps) // 4)  # tokens one by one: all but a quarter of the steps
     for name, held in (("LRU raw", "raw"), ("LRU lossless", "lossless")):
-        size = REPRESENTATIONS[held]
+        size = COSTS[held]
         slots = min(int(fraction * 256 * 2000) // size.slot_bytes, 256)
         (found,) = standings[name].outcomes
         assert found.slots == slots
@@ -248,7 +248,7 @@ def test_every_system_by_its_best_candidate(recording: Recording) -> None:
         traces=recording.traces | {4: replace(trace, steps=cut, draft_length=4)},
         times=recording.times | {4: recording.times[8]},
     )
-    standings = worse.compete(candidates_of([4, 8]), REPRESENTATIONS, 0.5)
+    standings = worse.compete(candidates_of([4, 8]), COSTS, 0.5)
     assert standings["draft + raw"].candidate == DRAFT_RAW
     assert standings["draft + residual"].candidate == DRAFT_RESIDUAL
     assert standings["draft + residual"].outcomes[0].slots == 104
@@ -261,18 +261,18 @@ def test_every_system_by_its_best_candidate(recording: Recording) -> None:
 
 
 def test_who_has_no_room_does_not_compete(recording: Recording) -> None:
-    standings = recording.compete(candidates_of([8]), REPRESENTATIONS, 0.26)
+    standings = recording.compete(candidates_of([8]), COSTS, 0.26)
     assert standings["draft + raw"] == standings["draft + residual"] == Standing()
     chosen = standings["auto"].candidate
     assert chosen is not None and not chosen.has_draft
-    alone = recording.compete({"draft + raw": [DRAFT_RAW]}, REPRESENTATIONS, 0.1)
+    alone = recording.compete({"draft + raw": [DRAFT_RAW]}, COSTS, 0.1)
     assert alone == {"draft + raw": Standing()}
 
 
 def test_auto_looks_at_the_trial_alone(recording: Recording) -> None:
     """Whatever the counted part is like: of other experts, one and the same for all tokens."""
     systems = candidates_of([8])
-    before = recording.compete(systems, REPRESENTATIONS, 0.4)["auto"]
+    before = recording.compete(systems, COSTS, 0.4)["auto"]
     changed = {}
     for length, trace in recording.traces.items():
         at = first_step_of(trace.steps, COUNTED)
@@ -285,7 +285,7 @@ def test_auto_looks_at_the_trial_alone(recording: Recording) -> None:
             for step in trace.steps[at:]
         ]
         changed[length] = replace(trace, steps=trace.steps[:at] + rest)
-    after = replace(recording, traces=changed).compete(systems, REPRESENTATIONS, 0.4)["auto"]
+    after = replace(recording, traces=changed).compete(systems, COSTS, 0.4)["auto"]
     assert after.candidate == before.candidate
     assert after.median("moved_bytes") < before.median("moved_bytes") / 2
 
