@@ -1,11 +1,9 @@
-"""Pictures of a fidelity report: pages that need nothing beside them, plotly's code included."""
+"""Pictures of a fidelity report."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
-from speq.store.atomic_file import check_target, replacing
+from speq.bench import pictures
 
 # MoE-SpeQ's Figures 5 and 6, and how both go on along a draft.
 ACTIVATION, MATCHES, DRAFT = "activation.html", "matches.html", "draft.html"
@@ -14,12 +12,8 @@ Rows = list[dict[str, Any]]
 
 def check(folder: Path, force: bool) -> None:
     """Refuse before minutes are spent measuring."""
-    if importlib.util.find_spec("plotly") is None:
-        raise SpeqError(
-            "pictures are drawn by plotly, which is not installed; pip install 'speq[plots]'"
-        )
     for name in (ACTIVATION, MATCHES, DRAFT):
-        check_target(folder / name, force)
+        pictures.check(folder / name, force)
 
 
 def write(folder: Path, model: str, rows: Rows, positions: Rows) -> None:
@@ -31,12 +25,7 @@ def write(folder: Path, model: str, rows: Rows, positions: Rows) -> None:
         DRAFT: along_a_draft(model, positions),
     }
     for name, figure in figures.items():
-        page = figure.to_html(include_plotlyjs=True, full_html=True)
-        try:
-            with replacing(folder / name) as file:
-                file.write(page.encode())
-        except OSError as error:
-            raise SpeqError(f"{folder / name} cannot be written: {error.strerror}") from error
+        pictures.write(folder / name, figure)
 
 
 def activation(model: str, layers: Rows) -> Any:

@@ -139,12 +139,13 @@ def measured(run: RunStats, trace: RouteTrace, transfer_s: float, moved_bytes: i
     steps = run.steps
     layers = trace.num_layers
     drafted = sum(step.draft_length for step in steps)
+    draft_s = sum(step.draft_s for step in steps)
     requests = sum(step.requests for step in steps)
     stall_s = sum(step.stall_s for step in steps)
     experts_s = sum(e.duration_s for step in steps for e in step.events if e.kind == "layer")
     verify_s = sum(step.verify_s for step in steps)
     return Times(
-        draft_layer_s=sum(step.draft_s for step in steps) / (drafted * layers),
+        draft_layer_s=draft_s / (drafted * layers) if drafted else 0.0,
         layer_s=(verify_s - experts_s) / (len(steps) * layers),
         expert_s=(experts_s - stall_s) / requests,
         transfer_s=transfer_s,

@@ -136,8 +136,8 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
 
 
 def budget_for(model: str, fraction: float, context: int) -> int:
-    """Bytes for the weights outside the experts, the KV cache and so much of the experts: slots,
-    the draft and what a pass needs come out of that share.
+    """Bytes for the weights outside the experts, the KV cache and so much of the experts' plain
+    words: slots, the draft and what a pass needs come out of that share.
     """
     opened = open_model(model)
     try:

@@ -290,6 +290,71 @@ def schedule(
     ).print(bench_schedule.COLUMNS)
 
 
+@bench_app.command("equal-memory")
+def equal_memory(
+    model: opt.ModelArgument,
+    memory_budget: Annotated[
+        str, typer.Option(help="Room for all experts and the draft, to record routes in.")
+    ],
+    fractions: Annotated[
+        str, typer.Option(help="Shares of the experts' memory, separated by commas.")
+    ] = "0.35,0.4,0.5,0.6,0.75",
+    draft_lengths: Annotated[
+        str, typer.Option(help="Draft lengths to choose from, separated by commas.")
+    ] = "2,4,8",
+    lossless: Annotated[
+        Path | None, typer.Option(help="The model packed with codec lossless.")
+    ] = None,
+    residual: Annotated[
+        Path | None, typer.Option(help="The model packed with codec residual.")
+    ] = None,
+    engine_fractions: Annotated[
+        str | None, typer.Option(help="Shares to run the engine at, from the packed models.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Bytes a second that replays move, such as 1.2GB.")
+    ] = None,
+    prompts: opt.Prompts = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them, and one to try on.")] = 4,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    rounds: Annotated[int, typer.Option(help="Times the engine runs each system.")] = 3,
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw bytes and times into this HTML page.")
+    ] = None,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """LRU, drafts and compact experts at equal device memory: bytes moved and time per token."""
+    from speq.bench import equal_memory as bench_equal_memory
+
+    settings = bench_equal_memory.Settings(
+        memory_budget=memory_budget,
+        fractions=fractions,
+        draft_lengths=draft_lengths,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        rounds=rounds,
+        reader_threads=reader_threads,
+        link=link,
+        lossless=lossless,
+        residual=residual,
+        engine_fractions=engine_fractions,
+    )
+    with opt.progress_bar() as progress:
+        report = bench_equal_memory.run(
+            model,
+            settings,
+            json_file=json_file,
+            picture=picture,
+            force=force,
+            progress=progress,
+        )
+    report.print_all()
+    typer.echo(bench_equal_memory.NOTE)
+
+
 @bench_app.command("fidelity")
 def fidelity(
     model: opt.ModelArgument,
