@@ -7,7 +7,7 @@ k = 0, plain decoding, is an operating point like any other. (The paper counts a
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Term = Literal["draft", "verification", "link"]
 Points = tuple[tuple[float, float], ...]
@@ -79,9 +79,10 @@ class Costs:
         return interpolated(self.verify, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Cycle:
+class Cycle(NamedTuple):
     """One cycle as the model sees it: an operating point of the roofline, with its roofs.
+
+    A tuple, since a governor makes a dozen of them for each decision.
 
     tokens         1 + k_accept(k)
     draft_s, verify_s  T_draft(k) and T_verify(k + 1), all experts in slots
