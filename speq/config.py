@@ -32,8 +32,6 @@ DRAFT_KERNELS = ("fused", "unfused")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
-# The fixed length of `auto`, until a governor chooses it from measurements.
-DEFAULT_DRAFT_LENGTH = 4
 
 
 def parse_bytes(text: str | int) -> int:
@@ -93,7 +91,9 @@ class RunConfig:
     context_length  tokens the KV cache holds; None: what each request needs
     draft           "auto", "none", or the folder or hub id of a checkpoint whose experts draft,
                     as they are (GPTQ) or rounded
-    draft_length    tokens drafted per step; None: chosen by the governor
+    draft_length    tokens drafted per step; None: chosen by the governor, cycle by cycle
+    tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
+    latency_slo_ms  the same for the first cycle after the prompt, and between bursts of tokens
     draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
                     for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
@@ -106,6 +106,8 @@ class RunConfig:
     context_length: int | None = None
     draft: str = "auto"
     draft_length: int | None = None
+    tpot_slo_ms: float | None = None
+    latency_slo_ms: float | None = None
     cache_policy: str = "lru"
     prefetch: str = "none"
     draft_kernel: str = "fused"
@@ -140,9 +142,25 @@ class RunConfig:
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
         checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
+        for name in ("tpot_slo_ms", "latency_slo_ms"):
+            checked_slo(name, getattr(config, name), config.draft_length)
         if config.draft == "":
             raise SpeqError("draft is empty; give auto, none, a folder or a hub id")
         return config
+
+
+def checked_slo(name: str, value: Any, draft_length: int | None) -> None:
+    """Raises SpeqError for what is no time, and where there is nothing to choose by it."""
+    if value is None:
+        return
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not 0 < value < math.inf:
+        raise SpeqError(f"{name} is {value!r}; it must be a positive number of milliseconds")
+    if draft_length is not None:
+        raise SpeqError(
+            f"{name} is given and draft_length is {draft_length}; objectives are kept to by "
+            "choosing the draft length, which then must be auto"
+        )
 
 
 def _draft_length(value: str | int | None) -> int | None:

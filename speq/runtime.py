@@ -7,6 +7,7 @@ the expert slots share the rest of the budget and are laid out for the context a
 import contextlib
 import gc
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from speq import memory, native
-from speq.config import DEFAULT_DRAFT_LENGTH, RunConfig, format_bytes
+from speq.config import RunConfig, format_bytes
 from speq.drafters.drafter import Drafter, PlainDecoding
 from speq.drafters.self_draft import SelfDraft
 from speq.engine import Engine, Offload
 from speq.errors import SpeqError
-from speq.governor.draft_length import FixedDraftLength
+from speq.governor.adaptive import LONGEST, make_governor
+from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.slo import Objectives
 from speq.int4 import Int4Arena, Int4Layout
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
@@ -99,6 +102,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def objectives_of(config: RunConfig) -> Objectives:
+    def seconds(limit_ms: float | None) -> float:
+        return math.inf if limit_ms is None else limit_ms / 1e3
+
+    return Objectives(seconds(config.tpot_slo_ms), seconds(config.latency_slo_ms))
+
+
 def fetch_from(source: ExpertStore | HostTier) -> Fetch:
     """Reads of one source, which holds on to nothing else."""
 
@@ -139,6 +149,8 @@ class Runtime:
                 self.opened.family, self.opened.checkpoint, self.dtype, self.device
             )
             self.draft_bank = self._draft_bank(draft, progress) if self.plan.has_draft else None
+        # What it learns outlives the arenas that are laid out anew.
+        self._governor = make_governor(config.draft_length, objectives_of(config))
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
 
@@ -214,8 +226,9 @@ class Runtime:
 
     @property
     def _draft_length(self) -> int:
+        """Of the longest draft that may be verified."""
         length = self.config.draft_length
-        return DEFAULT_DRAFT_LENGTH if length is None else length
+        return LONGEST if length is None else length
 
     def _loading_bytes(self) -> int:
         """What loading holds beside the weights it leaves: those in another dtype, as stored."""
@@ -274,10 +287,10 @@ class Runtime:
         slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
         cache = KVCache(shape.num_layers, shape.kv_shapes, plan.context, self.dtype, self.device)
         drafter: Drafter = PlainDecoding()
-        governor = FixedDraftLength(0, self._no_draft_reason())
+        governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.draft_bank is not None:
             drafter = SelfDraft(self.model, self.draft_bank, cache)
-            governor = FixedDraftLength(self._draft_length)
+            governor = self._governor
         return Engine(
             model=self.model,
             cache=cache,

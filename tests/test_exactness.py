@@ -139,7 +139,9 @@ def run_cell(
     assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
     result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True)
     assert result.token_ids == expected, cell
-    steps = generator.runtime.engine.steps
+    run = generator.last_run
+    assert run is not None, "a run has ended"
+    steps = [step for step in run.steps if step.phase == "decode"]
     if cell.draft_length:
         assert max(step.draft_length for step in steps) == cell.draft_length
         assert generator.runtime.plan.has_draft

@@ -1,0 +1,97 @@
+"""What was measured of a machine with a model, as data: the offline half of MoE-SpeQ 3.2.2."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from speq.config import checked_int
+from speq.errors import SpeqError
+from speq.governor.roofline import Costs, Link, Points
+
+FORMAT = "speq-profile-1"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """What a profile holds for, and for nothing else."""
+
+    model: str
+    device: str
+    budget_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times and rates of one model on one machine under one budget.
+
+    link               (bytes of a read, bytes per second) in rising order of size
+    transfer_overhead_s  of a batch of transfers; first_fetch_s: until the first expert came
+    expert_bytes       moved for one expert
+    draft_base_s, draft_token_s  T_draft(k) = base + k * token
+    verify             (rows, seconds) of verifications with all experts in slots, in rising order
+    distinct           (rows, distinct experts of all layers that a pass of so many rows asks for)
+    decode_bytes_per_s  of each codec of exact experts, by name
+    """
+
+    key: ProfileKey
+    link: Points
+    transfer_overhead_s: float
+    first_fetch_s: float
+    expert_bytes: int
+    draft_base_s: float
+    draft_token_s: float
+    verify: Points
+    distinct: Points = ()
+    decode_bytes_per_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises SpeqError for figures that cannot have been measured."""
+        checked_int("expert_bytes", self.expert_bytes, 1)
+        for name in ("link", "verify"):
+            if not getattr(self, name):
+                raise SpeqError(f"{name} of a profile is empty; it must have at least one point")
+        for name in ("link", "verify", "distinct"):
+            points = getattr(self, name)
+            sizes = [x for x, _ in points]
+            if sizes != sorted(set(sizes)) or not all(x > 0 and y > 0 for x, y in points):
+                raise SpeqError(
+                    f"{name} of a profile is {points}; it must be pairs of positive numbers, the "
+                    "first of each rising"
+                )
+        for name in ("transfer_overhead_s", "first_fetch_s", "draft_base_s", "draft_token_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise SpeqError(f"{name} of a profile is {getattr(self, name)}; it must be a time")
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.draft_base_s, self.draft_token_s, self.verify)
+
+    @property
+    def slow_tier(self) -> Link:
+        """The link at the largest size that was measured: experts are large."""
+        return Link(self.link[-1][1], self.transfer_overhead_s, self.first_fetch_s)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the profile") -> "Profile":
+        """Raises SpeqError, naming `source`, for anything but what `to_json` writes."""
+        try:
+            content = json.loads(text)
+            if content.pop("format") != FORMAT:
+                raise ValueError("another format")
+            key = ProfileKey(**content.pop("key"))
+            points = {name: _points(content.pop(name)) for name in ("link", "verify", "distinct")}
+            return cls(key=key, **points, **content)
+        except SpeqError as error:
+            raise SpeqError(f"{source}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpeqError(
+                f"{source} is no profile of format {FORMAT} ({error}); measure it again"
+            ) from error
+
+
+def _points(pairs: Any) -> Points:
+    return tuple((float(x), float(y)) for x, y in pairs)
