@@ -19,6 +19,7 @@ from speq.int4 import Int4Layout
 from speq.runtime import open_model
 from speq.stats import RunStats
 from speq.store.atomic_file import check_target
+from speq.store.expert_store import mean_moved_bytes
 
 # Of 64 experts a layer, so many slots: the paper's low, medium and high capacities.
 CAPACITIES = (6, 16, 32)
@@ -127,8 +128,8 @@ def link_of(model: str) -> tuple[float, int]:
         readers = DEFAULT_READER_THREADS
         arena = arena_for(2 * readers, opened.store.codec.slot_bytes)
         sample = expert_reads(opened, arena, readers, LINK_BYTES, seed=0)
-        record_bytes = opened.store.codec.record_bytes
-        return sample.seconds * record_bytes / sample.payload_bytes, record_bytes
+        moved_bytes = round(mean_moved_bytes(opened.store))
+        return sample.seconds * moved_bytes / sample.payload_bytes, moved_bytes
     finally:
         opened.close()
 

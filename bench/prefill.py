@@ -18,6 +18,7 @@ from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.runtime import Runtime
 from speq.store.atomic_file import check_target
+from speq.store.expert_store import mean_moved_bytes
 from speq.store.host_tier import available_bytes
 
 COLUMNS: dict[str, Column] = {
@@ -92,7 +93,7 @@ def load(model: str, settings: Settings, budget: str | int) -> Generator:
     generator = Generator.from_pretrained(
         model,
         budget,
-        draft="none",
+        draft_length=0,
         device="cpu",
         dtype=settings.dtype,
         reader_threads=settings.reader_threads,
@@ -159,7 +160,7 @@ def measure(model: str, settings: Settings, budget: str, resident: Generator | N
 def distinct_bytes(runtime: Runtime) -> int:
     """Bytes of the experts that the one prompt run so far wanted, each counted once."""
     wanted = runtime.engine.offload.stream.history.chosen
-    return wanted * runtime.opened.store.codec.record_bytes
+    return round(wanted * mean_moved_bytes(runtime.opened.store))
 
 
 def summarise(budget: str, settings: Settings, samples: list[Sample]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def record(
         generator.reserve(longest + max_new_tokens)
         engine = runtime.engine
         lookahead = engine.offload.prefetcher.lookahead
-        steps, run = [], RunStats(0.0, runtime.plan.report())
+        steps, run = [], runtime.begin_stats(0.0)
         for prompt in prompts:
             request = Sequence(
                 generator.encode(prompt),

@@ -20,6 +20,7 @@ from speq.runtime import open_model
 from speq.stats import ratio
 from speq.store.atomic_file import check_target
 from speq.store.checkpoint import locate
+from speq.store.expert_store import mean_moved_bytes
 
 # Name in the table: eviction, prefetching.
 SYSTEMS = {
@@ -64,7 +65,7 @@ class Sample:
     """One system's texts in one round. link_s: the link's time for a byte in that round."""
 
     slots: int
-    record_bytes: int
+    moved_bytes_each: float
     link_s: float
     runs: list[dict[str, Any]]
 
@@ -91,7 +92,7 @@ class Sample:
     @property
     def useful_bytes(self) -> float:
         """Per token: without experts that were evicted before they were used."""
-        return self.moved_bytes - self.total("wasted") * self.record_bytes / self.tokens
+        return self.moved_bytes - self.total("wasted") * self.moved_bytes_each / self.tokens
 
     @property
     def useful_ms(self) -> float:
@@ -143,7 +144,7 @@ def budget_for(model: str, fraction: float, context: int) -> int:
         shape, store = opened.shape, opened.store
         dtype = store.codec.shape.dtype
         kv_bytes = context * shape.kv_elements_per_token * dtype.itemsize
-        experts = store.num_layers * store.num_experts * store.codec.record_bytes
+        experts = store.num_layers * store.num_experts * store.codec.shape.nbytes
         return shape.resident_bytes(dtype) + kv_bytes + int(fraction * experts)
     finally:
         opened.close()
@@ -163,7 +164,6 @@ def measure(
         model,
         budget_for(model, fraction, context),
         context_length=context,
-        draft="auto" if settings.draft_length else "none",
         draft_length=settings.draft_length,
         cache_policy=policy,
         prefetch=prefetch,
@@ -182,9 +182,8 @@ def measure(
         readers = settings.reader_threads
         arena = arena_for(2 * readers, opened.store.codec.slot_bytes)
         link = expert_reads(opened, arena, readers, LINK_BYTES, seed=0)
-        return Sample(
-            plan.slots, opened.store.codec.record_bytes, link.seconds / link.payload_bytes, runs
-        )
+        each = mean_moved_bytes(opened.store)
+        return Sample(plan.slots, each, link.seconds / link.payload_bytes, runs)
     finally:
         generator.close()
 

@@ -109,7 +109,6 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     generator = Generator.from_pretrained(
         model,
         settings.memory_budget,
-        draft="none" if settings.draft_length == "0" else "auto",
         draft_length=settings.draft_length,
         draft_kernel=settings.draft_kernel,
         device=settings.device,

@@ -33,6 +33,7 @@ MEDIANS = (
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
     "k": ("draft_length", "{}"),
+    "codec": ("codec", "{}"),
     "slots": ("slots_bytes", format_bytes),
     "TPOT ms": ("tpot_ms", "{:.1f}"),
     "TTFT ms": ("ttft_ms", "{:.0f}"),
@@ -90,7 +91,6 @@ def measure(
     generator = Generator.from_pretrained(
         model,
         budget,
-        draft="none" if length == "0" else "auto",
         draft_length=length,
         **settings.run,
     )
@@ -117,6 +117,7 @@ def summarise(budget: str, length: str, samples: list[dict[str, Any]]) -> dict[s
         "budget": budget,
         "budget_bytes": parse_bytes(budget),
         "draft_length": length,
+        "codec": samples[0]["codec"],
         "draft_bytes": memory["draft"],
         "slots_bytes": memory["slots"],
         "samples": len(samples),

@@ -22,14 +22,14 @@ from speq.bench.page_cache import cached_bytes, drop
 from speq.bench.report import Column, Report
 from speq.config import MAX_READER_THREADS, checked_int, format_bytes, parse_bytes
 from speq.errors import SpeqError
-from speq.runtime import Opened, fetch_from, open_model
+from speq.runtime import Opened, fetch_from, moved_from, open_model
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority, Ticket
 from speq.stats import Recorder
 from speq.store.alignment import ALIGNMENT, aligned_bytes
 from speq.store.atomic_file import check_target
-from speq.store.expert_store import is_expert_tensor
+from speq.store.expert_store import is_expert_tensor, mean_moved_bytes
 from speq.store.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.store.range_file import RangeFile
 
@@ -160,16 +160,15 @@ def expert_reads(
 ) -> Sample:
     """Have the transfer engine bring random experts into rows of `arena`, as fast as it can."""
     store, recorder = opened.store, Recorder(clock)
-    record_bytes = store.codec.record_bytes
     count = store.num_layers * store.num_experts
-    wanted = min(max(volume // record_bytes, readers), count)
+    wanted = min(max(int(volume // mean_moved_bytes(store)), readers), count)
     keys = [
         ExpertKey(*divmod(at, store.num_experts))
         for at in random.Random(seed).sample(range(count), wanted)
     ]
     # As many again as are read: a reader never waits for the next request.
     slots = arena[: 2 * readers, : store.codec.slot_bytes]
-    engine = ReaderThreads(fetch_from(store), slots, record_bytes, recorder, readers)
+    engine = ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)
     step = recorder.begin("bench")
     tickets: dict[int, Ticket] = {}
     try:
@@ -248,7 +247,7 @@ def measure(
             {
                 "store": source.name,
                 "kind": "plain reads" if size is not None else f"experts, {source.kind}",
-                "request_bytes": size or source.opened.store.codec.record_bytes,
+                "request_bytes": size or round(mean_moved_bytes(source.opened.store)),
                 "readers": readers,
                 "gb_per_s": median(rates) / 1e9,
                 "read_gb_per_s": median(s.read_bytes / s.seconds for s in samples[at]) / 1e9,

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from speq.scheduler.expert_cache import ExpertKey
-from speq.scheduler.transfer import Fetch, Priority, State, Ticket, record
+from speq.scheduler.transfer import Fetch, MovedBytes, Priority, State, Ticket, record
 from speq.stats import Event, Recorder
 
 
@@ -151,13 +151,18 @@ class ReaderThreads:
     """A TransferEngine of `readers` threads, which is also how many transfers are under way.
 
     slots        [S, slot_bytes] uint8, the arena
-    moved_bytes  of a record
+    moved_bytes  of each expert
 
     Readers end with `close`, or once nobody holds the engine any more, or with the process.
     """
 
     def __init__(
-        self, fetch: Fetch, slots: Tensor, moved_bytes: int, recorder: Recorder, readers: int
+        self,
+        fetch: Fetch,
+        slots: Tensor,
+        moved_bytes: MovedBytes,
+        recorder: Recorder,
+        readers: int,
     ) -> None:
         assert readers > 0
         self._moved_bytes = moved_bytes
@@ -199,7 +204,7 @@ class ReaderThreads:
         while self._line.ended:
             ticket = self._line.ended.popleft()
             if ticket.error is None:
-                record(self._recorder, ticket, self._moved_bytes)
+                record(self._recorder, ticket, self._moved_bytes(ticket.key))
 
     def quiesce(self) -> None:
         for ticket in self._line.withdraw_all():

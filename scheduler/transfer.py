@@ -13,6 +13,8 @@ from speq.stats import Event, Recorder
 # Brings one expert's record into the slot given, [slot_bytes] uint8 on the device, from any thread;
 # returns bytes read from the disk. It holds on to nothing that holds on to the engine.
 Fetch = Callable[[ExpertKey, Tensor], int]
+# What has to be moved to bring an expert into a slot.
+MovedBytes = Callable[[ExpertKey], int]
 
 
 class Priority(IntEnum):
@@ -128,10 +130,12 @@ class SynchronousTransfer:
     """Moves each expert when it is asked for, while the caller waits: all of it is stall.
 
     slots        [S, slot_bytes] uint8, the arena
-    moved_bytes  of a record
+    moved_bytes  of each expert
     """
 
-    def __init__(self, fetch: Fetch, slots: Tensor, moved_bytes: int, recorder: Recorder) -> None:
+    def __init__(
+        self, fetch: Fetch, slots: Tensor, moved_bytes: MovedBytes, recorder: Recorder
+    ) -> None:
         self._fetch = fetch
         self._slots = slots
         self._moved_bytes = moved_bytes
@@ -143,7 +147,7 @@ class SynchronousTransfer:
         ticket.read_bytes = self._fetch(key, self._slots[slot])
         ticket.end_s = self._recorder.clock()
         ticket.state = State.DONE
-        record(self._recorder, ticket, self._moved_bytes)
+        record(self._recorder, ticket, self._moved_bytes(key))
         self._recorder.add(Event("stall", ticket.start_s, ticket.end_s, key.layer, key.expert))
         return ticket
 

@@ -28,6 +28,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 CACHE_POLICIES = ("lru", "lfu", "entropy", "lookahead")
 PREFETCH_MODES = ("none", "single-sooner", "single-later", "three-phase")
 DRAFT_KERNELS = ("fused", "unfused")
+CODECS = ("auto", "raw", "lossless", "residual")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
@@ -94,6 +95,9 @@ class RunConfig:
     draft_length    tokens drafted per step; None: chosen by the governor, cycle by cycle
     tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
     latency_slo_ms  the same for the first cycle after the prompt, and between bursts of tokens
+    codec           how exact experts lie in slots: "raw", "lossless" or "residual" (over the
+                    draft's codes); "auto": as the model is packed, or else raw where all experts
+                    fit so or encoding would hold reads up, lossless where not
     draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
                     for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
@@ -110,6 +114,7 @@ class RunConfig:
     latency_slo_ms: float | None = None
     cache_policy: str = "lru"
     prefetch: str = "none"
+    codec: str = "auto"
     draft_kernel: str = "fused"
     verify_reads: bool = False
     reader_threads: int = DEFAULT_READER_THREADS
@@ -141,6 +146,7 @@ class RunConfig:
         checked_choice("dtype", config.dtype, DTYPES)
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
+        checked_choice("codec", config.codec, CODECS)
         checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
         for name in ("tpot_slo_ms", "latency_slo_ms"):
             checked_slo(name, getattr(config, name), config.draft_length)

@@ -104,8 +104,8 @@ class Generator:
 
         memory_budget  for everything on the device, such as "8GiB"
         options        device, dtype, context_length, draft, draft_length, tpot_slo_ms,
-                       latency_slo_ms, draft_kernel, cache_policy, prefetch, verify_reads,
-                       reader_threads; see RunConfig
+                       latency_slo_ms, draft_kernel, codec, cache_policy, prefetch,
+                       verify_reads, reader_threads; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
 
@@ -254,7 +254,7 @@ class Generator:
         self, request: Request, text: TextStream, start_s: float, progress: Progress | None
     ) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        stats = self.last_run = RunStats(start_s, self._runtime.plan.report())
+        stats = self.last_run = self._runtime.begin_stats(start_s)
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:

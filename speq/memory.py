@@ -1,7 +1,7 @@
 """One budget for everything on the device, item by item; exact-expert slots get what is left."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speq.config import format_bytes
 from speq.errors import SpeqError
@@ -20,6 +20,7 @@ class Demand:
 
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
     draft_bytes    0 where no draft is wanted
+    draft_needed   whether exact experts are read over the draft, which then cannot be left out
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
@@ -33,6 +34,21 @@ class Demand:
     slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
+    draft_needed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Representation:
+    """A way to keep exact experts in slots.
+
+    draft_bytes  of the draft beside them; 0: none
+    estimated    whether slot_bytes is what such experts usually take, not what these do
+    """
+
+    codec: str
+    draft_bytes: int
+    slot_bytes: int
+    estimated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +75,14 @@ class MemoryPlan:
 
 
 def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
-    """Spend `budget`: with a draft where that leaves two slots, else without.
+    """Spend `budget`: with a draft where that leaves two slots, else without if that will do.
 
     Raises SpeqError, item by item, where even that is too little.
     """
     fewest = min(MIN_SLOTS, demand.num_experts)
     loading = demand.non_expert_bytes + demand.loading_bytes
-    for draft_bytes in dict.fromkeys((demand.draft_bytes, 0)):
+    drafts = (demand.draft_bytes, demand.draft_bytes if demand.draft_needed else 0)
+    for draft_bytes in dict.fromkeys(drafts):
         items = {
             "non_expert_weights": demand.non_expert_bytes,
             "draft": draft_bytes,
@@ -92,6 +109,34 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "
         f"({format_bytes(needed)}), or less with a shorter context"
     )
+
+
+def slots_of(
+    demand: Demand, budget: int, context: int, representations: list[Representation]
+) -> list[dict[str, int | str | bool]]:
+    """What a budget would buy of each representation: slots, 0 where it does not fit."""
+    rows: list[dict[str, int | str | bool]] = []
+    for each in representations:
+        other = replace(
+            demand,
+            draft_bytes=each.draft_bytes,
+            draft_needed=True,
+            slot_bytes=each.slot_bytes,
+        )
+        try:
+            slots = plan(other, budget, context).slots
+        except SpeqError:
+            slots = 0
+        rows.append(
+            {
+                "codec": each.codec,
+                "draft": each.draft_bytes > 0,
+                "slots": slots,
+                "slot_bytes": each.slot_bytes,
+                "estimated": each.estimated,
+            }
+        )
+    return rows
 
 
 def _chunk(demand: Demand, room: float, context: int) -> int:

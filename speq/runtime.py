@@ -15,18 +15,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq import memory, native
+from speq import memory, native, representation
 from speq.config import RunConfig, format_bytes
+from speq.demand import (
+    demand_of,
+    encodes_residuals,
+    needs_draft,
+    wants_draft,
+)
 from speq.drafters.drafter import Drafter, PlainDecoding
 from speq.drafters.self_draft import SelfDraft
 from speq.engine import Engine, Offload
 from speq.errors import SpeqError
-from speq.governor.adaptive import LONGEST, make_governor
+from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.governor.slo import Objectives
-from speq.int4 import Int4Arena, Int4Layout
+from speq.int4 import Int4Arena
 from speq.layers.draft_experts import DraftExperts
-from speq.layers.exact_experts import ExactExperts, ExpertServer
+from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
 from speq.models import moe_model
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
@@ -40,12 +46,13 @@ from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Fetch, SynchronousTransfer, TransferEngine
-from speq.stats import Recorder
-from speq.store.alignment import ALIGNMENT, aligned_bytes
+from speq.scheduler.transfer import Fetch, MovedBytes, SynchronousTransfer, TransferEngine
+from speq.stats import Recorder, RunStats
+from speq.store.alignment import aligned_bytes
 from speq.store.checkpoint import Checkpoint, locate
 from speq.store.draft_source import DraftSource, RoundedDraft, open_draft
-from speq.store.expert_store import ExpertStore, is_expert_tensor
+from speq.store.encoding_store import EncodingStore
+from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.store.host_tier import HostTier, available_bytes
 from speq.store.json_file import read_json
 from speq.store.packed_store import PackedExpertStore, open_experts
@@ -118,6 +125,15 @@ def fetch_from(source: ExpertStore | HostTier) -> Fetch:
     return fetch
 
 
+def moved_from(source: ExpertStore | HostTier) -> MovedBytes:
+    """What such reads move."""
+
+    def moved_bytes(key: ExpertKey) -> int:
+        return source.moved_bytes(key.layer, key.expert)
+
+    return moved_bytes
+
+
 class Runtime:
     """A loaded model under one memory budget.
 
@@ -139,16 +155,21 @@ class Runtime:
         self.shape = opened.shape
         self.recorder = Recorder()
         self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
+        representation.agree(opened.store, config.codec)
         # Drafts are refused before weights are loaded, and even where the budget has no room.
         with contextlib.closing(self._draft_source()) as draft:
-            self._demand = self._measure_demand(draft.layout)
+            self._draft_layout = draft.layout
+            self.opened = replace(opened, store=self._represented(first_context))
+            self._demand = self._measure_demand()
             self.plan = self._first_plan(first_context)
             self._check_room()
             native.report_backends(self.device.type)
             self.model = moe_model.load(
                 self.opened.family, self.opened.checkpoint, self.dtype, self.device
             )
-            self.draft_bank = self._draft_bank(draft, progress) if self.plan.has_draft else None
+            self._arena = self._draft_arena(draft, progress) if self.plan.has_draft else None
+        self.draft_bank = self._draft_bank()
+        self._measure_records(progress)
         # What it learns outlives the arenas that are laid out anew.
         self._governor = make_governor(config.draft_length, objectives_of(config))
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
@@ -156,7 +177,15 @@ class Runtime:
 
     @property
     def wants_draft(self) -> bool:
-        return self.config.draft != "none" and self.config.draft_length != 0
+        return wants_draft(self.config, self.opened.store)
+
+    def begin_stats(self, start_s: float) -> RunStats:
+        """Of a run that began at `start_s`: the budget item by item, and what else it would buy."""
+        codec = self.opened.store.codec
+        draft_bytes = self._demand.num_experts * self._draft_layout.nbytes
+        ways = representation.side_by_side(codec, draft_bytes)
+        rows = memory.slots_of(self._demand, self.plan.budget, self.plan.context, ways)
+        return RunStats(start_s, self.plan.report(), codec.name, rows)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -198,7 +227,7 @@ class Runtime:
 
     def _roomy_plan(self, context: int, limit: int) -> memory.MemoryPlan:
         """A plan with some room to grow, where that costs neither the draft nor the request."""
-        demand = self._demand if self.draft_bank else replace(self._demand, draft_bytes=0)
+        demand = self._demand if self._arena else replace(self._demand, draft_bytes=0)
         plan = memory.plan(demand, self.config.memory_budget, context)
         rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
         with contextlib.suppress(SpeqError):
@@ -207,41 +236,47 @@ class Runtime:
                 return roomy
         return plan
 
-    def _measure_demand(self, draft: Int4Layout) -> memory.Demand:
-        shape, store = self.shape, self.opened.store
-        scored = 1 + self._draft_length if self.wants_draft else 1
-        count = store.num_layers * store.num_experts
-        return memory.Demand(
-            non_expert_bytes=shape.resident_bytes(self.dtype),
-            loading_bytes=self._loading_bytes(),
-            draft_bytes=count * draft.nbytes if self.wants_draft else 0,
-            kv_bytes_per_token=shape.kv_elements_per_token * self.dtype.itemsize,
-            reading_bytes=self._reading_bytes(),
+    def _represented(self, first_context: int) -> ExpertStore:
+        """Exact experts in the codec that was asked for, or that suits this machine."""
+        store, wanted = self.opened.store, self.config.codec
+        if not isinstance(store, SafetensorsExpertStore):
+            return store
+        if wanted == "auto":
+            all_fit = False
+            with contextlib.suppress(SpeqError):  # of a budget that is too small for words
+                context = self.config.context_length or first_context
+                demand = self._measure_demand()
+                plan = memory.plan(demand, self.config.memory_budget, context)
+                all_fit = plan.slots == store.num_layers * store.num_experts
+            readers = self.config.reader_threads
+            wanted = representation.automatic(store, all_fit, readers, self.device.type)
+        return store if wanted == "raw" else representation.encoding(store, wanted)
+
+    def _measure_records(self, progress: Progress | None) -> None:
+        """Learn how large slots must be where no file says so, and plan by that."""
+        store = self.opened.store
+        if not isinstance(store, EncodingStore):
+            return
+        told = None if progress is None else _labelled(progress, "measuring encoded experts")
+        store.measure(self._arena, self.config.reader_threads, told)
+        self._demand = replace(
+            self._demand,
             slot_bytes=store.codec.slot_bytes,
-            num_experts=count,
-            workspace=lambda rows, context: shape.workspace_bytes(
-                max(rows, scored), scored, context, self.dtype
-            ),
+            draft_bytes=self._demand.draft_bytes if self._arena else 0,
         )
+        self.plan = memory.plan(self._demand, self.config.memory_budget, self.plan.context)
 
-    @property
-    def _draft_length(self) -> int:
-        """Of the longest draft that may be verified."""
-        length = self.config.draft_length
-        return LONGEST if length is None else length
-
-    def _loading_bytes(self) -> int:
-        """What loading holds beside the weights it leaves: those in another dtype, as stored."""
-        tensors = self.opened.checkpoint.tensors.items()
-        stored = [info for name, (_, info) in tensors if not is_expert_tensor(name)]
-        if self.device.type != "cpu":
-            return 0  # they pass through host memory, which is not what is budgeted
-        return sum(info.nbytes for info in stored if info.dtype != self.dtype)
-
-    def _reading_bytes(self) -> int:
-        if self.device.type != "cpu":
-            return ALIGNMENT  # reads pass through host memory
-        return ALIGNMENT + self.config.reader_threads * self.opened.store.reading_bytes
+    def _measure_demand(self) -> memory.Demand:
+        opened = self.opened
+        return demand_of(
+            opened.checkpoint,
+            self.shape,
+            opened.store,
+            self._draft_layout,
+            self.config,
+            self.dtype,
+            self.device,
+        )
 
     def _check_room(self) -> None:
         """The budget is a promise about memory that must exist."""
@@ -262,26 +297,45 @@ class Runtime:
 
     def _draft_source(self) -> DraftSource:
         checkpoint, store = self.opened.checkpoint, self.opened.store
+        if self.config.draft == "none" and needs_draft(self.config, store):
+            raise SpeqError(
+                "draft is none, and experts of codec residual are read over a draft's codes; leave "
+                "draft to be auto"
+            )
         named = self.config.draft not in ("auto", "none")
         if not named and not self.wants_draft:
             return RoundedDraft(checkpoint, store, self.shape.experts, owned=False)
         return open_draft(self.config.draft, checkpoint, store, self.shape.experts)
 
-    def _draft_bank(self, draft: DraftSource, progress: Progress | None) -> DraftExperts:
+    def _draft_arena(self, draft: DraftSource, progress: Progress | None) -> Int4Arena:
         experts = self.shape.experts
-        arena = Int4Arena(draft.layout, len(experts.layers), experts.num_experts, self.device)
+        arena = Int4Arena(
+            draft.layout,
+            len(experts.layers),
+            experts.num_experts,
+            self.device,
+            keep_orders=encodes_residuals(self.opened.store),
+        )
         draft.fill(arena, None if progress is None else _labelled(progress, draft.label))
-        return DraftExperts(arena, self.shape.activation, self.config.draft_kernel)
+        tied = self.opened.store.tied_draft
+        if tied is not None:
+            tied.check(self.opened.checkpoint.path, arena)
+        return arena
+
+    def _draft_bank(self) -> DraftExperts | None:
+        if self._arena is None:
+            return None
+        return DraftExperts(self._arena, self.shape.activation, self.config.draft_kernel)
 
     def _build(self, plan: memory.MemoryPlan) -> Engine:
         """Lay out what is left of the budget as planned, and put an engine over it."""
-        if self.draft_bank is not None and not plan.has_draft:
+        if self._arena is not None and not plan.has_draft:
             logger.warning(
                 "the draft leaves no room for a context of %d tokens and is dropped for good; a "
                 "context_length given from the start would have planned for it",
                 plan.context,
             )
-            self.draft_bank = None
+            self._arena = self.draft_bank = None
         shape = self.shape
         slots = aligned_bytes(plan.slots, self.opened.store.codec.slot_bytes, self.device)
         slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
@@ -320,11 +374,12 @@ class Runtime:
             prefetcher = DraftGuided(supply, lookahead, Mode(self.config.prefetch))
         history = RouteHistory(num_layers, num_experts)
         stream = LayerStream(supply, history, num_layers, ahead=asynchronous)
-        matrices = self.opened.store.codec.matrices(slots)
+        experts = self.opened.store.codec.experts(slots, self._arena)
 
         def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
+            table = SlotTable(num_experts, slots.device)
             activation = self.shape.activation
-            return ExactExperts(server, matrices, num_experts, activation, self.recorder, on_route)
+            return ExactExperts(server, experts, table, activation, self.recorder, on_route)
 
         return Offload(
             target=bank(prefetcher, prefetcher.observe),
@@ -337,13 +392,11 @@ class Runtime:
 
     def _transfer(self, slots: Tensor) -> tuple[TransferEngine, bool]:
         """What fills the slots, and whether it does so beside the computation."""
-        store, recorder = self.opened.store, self.recorder
+        source = self._host_tier or self.opened.store
+        fetch, moved, recorder = fetch_from(source), moved_from(source), self.recorder
         if self._host_tier is not None:
-            fetch = fetch_from(self._host_tier)
-            return SynchronousTransfer(fetch, slots, store.codec.record_bytes, recorder), False
-        readers = self.config.reader_threads
-        fetch = fetch_from(store)
-        return ReaderThreads(fetch, slots, store.codec.record_bytes, recorder, readers), True
+            return SynchronousTransfer(fetch, slots, moved, recorder), False
+        return ReaderThreads(fetch, slots, moved, recorder, self.config.reader_threads), True
 
     def _no_draft_reason(self) -> str:
         return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"

@@ -252,10 +252,16 @@ def ratio(part: float, whole: float) -> float | None:
 
 @dataclass(slots=True)
 class RunStats:
-    """The steps of one generation, and what they add up to. README defines each figure."""
+    """The steps of one generation, and what they add up to. README defines each figure.
+
+    codec, representations  how experts lay in slots, and what the budget would have bought of
+                            other ways
+    """
 
     start_s: float
     memory: dict[str, int]
+    codec: str = "raw"
+    representations: list[dict[str, int | str | bool]] = field(default_factory=list)
     steps: list[StepStats] = field(default_factory=list)
     layers: dict[int, LayerStats] = field(default_factory=dict)
     _details: int = 0
@@ -325,4 +331,6 @@ class RunStats:
                 {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
             ],
             "memory": dict(self.memory),
+            "codec": self.codec,
+            "representations": self.representations,
         }

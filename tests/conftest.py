@@ -49,6 +49,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of the small random model of a family, in bfloat16."""
+    root = tmp_path_factory.mktemp("tiny-bfloat16")
+    made: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in made:
+            made[model_type] = write_model(root / model_type, model_type, torch.bfloat16)
+        return made[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def poor_draft(
     tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:

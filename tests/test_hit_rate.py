@@ -250,7 +250,7 @@ def generated(tpot_ms: float, new_tokens: int, **figures: float) -> dict[str, An
 
 
 def sample(*runs: dict[str, Any], link_s: float = 1e-3) -> Sample:
-    return Sample(slots=7, record_bytes=10, link_s=link_s, runs=list(runs))
+    return Sample(slots=7, moved_bytes_each=10, link_s=link_s, runs=list(runs))
 
 
 def test_a_sample_by_hand() -> None:

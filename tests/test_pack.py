@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from speq import Generator, SpeqError
 from speq.bench import check
 from speq.cli import app
+from speq.cli.pack import packing_of
 from speq.runtime import Opened, open_model
-from speq.store import pack as packing
+from speq.store import pack as pack_module
+from speq.store import record_writer
 from speq.store.expert_store import SafetensorsExpertStore, expert_slot
 from speq.store.pack import pack
 from speq.store.packed_store import PackedExpertStore
@@ -38,17 +40,28 @@ def records_of(model: Path) -> list[Tensor]:
     for at in range(store.num_layers * store.num_experts):
         slot = expert_slot(store)
         store.read(*divmod(at, store.num_experts), slot)
-        found.append(slot[: store.codec.record_bytes])
+        found.append(slot[: store.record_bytes(*divmod(at, store.num_experts))])
     opened.close()
     return found
 
 
-def pack_to(model: Path, out: Path, progress: Callable[[int, int], None] | None = None) -> Opened:
+def pack_to(
+    model: Path,
+    out: Path,
+    progress: Callable[[int, int], None] | None = None,
+    codec: str = "raw",
+    draft: str = "auto",
+) -> Opened:
     """Pack a model and open the result."""
     opened = open_model(model)
     try:
         assert isinstance(opened.store, SafetensorsExpertStore)
-        pack(opened.checkpoint, opened.store, out, progress)
+        packing = packing_of(opened, codec, draft)
+        try:
+            pack(opened.checkpoint, opened.store, out, packing, progress)
+        finally:
+            if packing.draft is not None:
+                packing.draft.close()
     finally:
         opened.close()
     return open_model(out)
@@ -111,9 +124,9 @@ def test_shards_keep_all_but_experts(tmp_path: Path) -> None:
 
 MOMENTS = (
     (SafetensorsExpertStore, "read"),
-    (packing, "crc32_of"),
-    (packing, "bytes_of"),
-    (packing, "copy_tensors"),
+    (record_writer, "crc32_of"),
+    (record_writer, "bytes_of"),
+    (pack_module, "copy_tensors"),
     (os, "fsync"),
     (os, "replace"),
     (Path, "unlink"),
@@ -129,7 +142,7 @@ def pack_and_die(model: Path, out: Path, at: int) -> bool:
 def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing opens before all is there; what was journalled is not read again."""
     source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
-    monkeypatch.setattr(packing, "BATCH_BYTES", 100_000)  # some records a batch
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 100_000)  # some records a batch
     moments, lived = 0, False
     while not lived:
         moments += 1
@@ -149,7 +162,7 @@ def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run gets a few records further, and goes on where the last one was."""
     source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
-    monkeypatch.setattr(packing, "BATCH_BYTES", 1)
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
     out = tmp_path / "packed"
     runs = 1
     while not pack_and_die(source, out, 25):
@@ -163,7 +176,7 @@ def test_what_is_journalled_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_model(tmp_path / "source", "olmoe")
-    monkeypatch.setattr(packing, "BATCH_BYTES", 1)
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
     reads: Counter[tuple[int, int]] = Counter()
     read = SafetensorsExpertStore.read
 
@@ -193,7 +206,7 @@ def test_records_lost_since_they_were_journalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
-    monkeypatch.setattr(packing, "BATCH_BYTES", 1)
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
     out = tmp_path / "packed"
     assert not pack_and_die(source, out, 30)
     size = (out / "experts.bin").stat().st_size
@@ -206,7 +219,7 @@ def test_records_lost_since_they_were_journalled(
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     source = write_model(tmp_path / "source", "olmoe")
-    monkeypatch.setattr(packing, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 20_000)
     calls = 0
     fsync = os.fsync
 
@@ -277,7 +290,7 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for(packed: Path) -> None:
         ({"hidden_size": 32}, r"holds hidden size, expert width, layers and experts \[32, 32, 3"),
         ({"codec": "magic"}, "has codec 'magic'"),
         ({"dtype": "F99"}, "dtype 'F99'"),
-        ({"dtype": "F16"}, "has a record of 24576 bytes; experts of torch.float16 have 12288"),
+        ({"dtype": "F16"}, "has a record of 24576 bytes; raw experts of torch.float16 have 12288"),
     ],
 )
 def test_a_damaged_manifest_is_one_sentence(
@@ -310,7 +323,8 @@ def test_folders_that_are_taken(packed: Path, tiny: Folder, tmp_path: Path) -> N
         pack_to(tiny("olmoe"), other)
     begun = tmp_path / "begun"
     begun.mkdir()
-    (begun / "experts.journal").write_text(json.dumps({"source": "another"}) + "\n")
+    source = {"source": "another", "codec": "raw", "draft": None}
+    (begun / "experts.journal").write_text(json.dumps(source) + "\n")
     with pytest.raises(SpeqError, match="begun holds an unfinished pack of another model"):
         pack_to(tiny("olmoe"), begun)
     with pytest.raises(SpeqError, match="was not packed to the end; run the same `speq pack`"):

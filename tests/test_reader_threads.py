@@ -30,6 +30,10 @@ READERS = [1, 2, 3, 8]
 SLOT_BYTES = 16
 
 
+def slot_bytes(key: ExpertKey) -> int:
+    return SLOT_BYTES
+
+
 def bytes_of(key: ExpertKey) -> list[int]:
     """Different in every byte from those of other experts."""
     return [(31 * key.layer + 7 * key.expert + n) % 256 for n in range(SLOT_BYTES)]
@@ -49,7 +53,7 @@ class Rig:
         self.slots = torch.zeros(slots, SLOT_BYTES, dtype=torch.uint8)
         self.recorder = Recorder(clock or Clock())
         self.step = self.recorder.begin("decode")
-        self.engine = ReaderThreads(fetch, self.slots, SLOT_BYTES, self.recorder, readers)
+        self.engine = ReaderThreads(fetch, self.slots, slot_bytes, self.recorder, readers)
 
     def submit(
         self, *keys: ExpertKey, priority: Priority = Priority.DEMAND
@@ -361,7 +365,7 @@ def test_close_waits_for_reads_under_way(rig: MakeRig) -> None:
 def test_an_engine_that_is_dropped_ends_its_threads() -> None:
     slots = torch.zeros(4, SLOT_BYTES, dtype=torch.uint8)
     before = set(threading.enumerate())
-    engine = ReaderThreads(read, slots, SLOT_BYTES, Recorder(), 3)
+    engine = ReaderThreads(read, slots, slot_bytes, Recorder(), 3)
     threads = set(threading.enumerate()) - before
     assert len(threads) == 3
     engine.wait(engine.submit(ExpertKey(0, 1), 2, Priority.DEMAND))
@@ -384,7 +388,7 @@ def test_an_engine_that_is_dropped_by_its_own_reader_ends_its_threads() -> None:
         return result
 
     before = set(threading.enumerate())
-    held.append(ReaderThreads(fetch, slots, SLOT_BYTES, Recorder(), 2))
+    held.append(ReaderThreads(fetch, slots, slot_bytes, Recorder(), 2))
     threads = set(threading.enumerate()) - before
     ticket = held[0].submit(ExpertKey(0, 1), 1, Priority.DEMAND)
     gates.open(ExpertKey(0, 1))
@@ -400,7 +404,7 @@ def test_an_engine_that_is_dropped_within_a_read_ends_its_threads() -> None:
     gates = Gates(read)
     slots = torch.zeros(4, SLOT_BYTES, dtype=torch.uint8)
     before = set(threading.enumerate())
-    held = [ReaderThreads(gates, slots, SLOT_BYTES, Recorder(), 2)]
+    held = [ReaderThreads(gates, slots, slot_bytes, Recorder(), 2)]
 
     def fetch_last(key: ExpertKey, record: Tensor) -> int:
         held.clear()  # the other one ends in this one's thread
@@ -411,7 +415,7 @@ def test_an_engine_that_is_dropped_within_a_read_ends_its_threads() -> None:
     first = held[0].submit(ExpertKey(0, 1), 1, Priority.DEMAND)
     gates.await_running({ExpertKey(0, 1)})
     gates.open(ExpertKey(0, 1))
-    outer = ReaderThreads(fetch_last, slots, SLOT_BYTES, Recorder(), 1)
+    outer = ReaderThreads(fetch_last, slots, slot_bytes, Recorder(), 1)
     outer.wait(outer.submit(ExpertKey(0, 2), 2, Priority.DEMAND))
     assert first.state is State.DONE
     for thread in threads:
@@ -713,7 +717,7 @@ def fetch(key, record):
     return 0
 
 slots = torch.zeros(4, 1 << 20, dtype=torch.uint8)
-engine = ReaderThreads(fetch, slots, 1 << 20, Recorder(), 2)
+engine = ReaderThreads(fetch, slots, lambda key: 1 << 20, Recorder(), 2)
 engine.submit(ExpertKey(0, 0), 0, Priority.DEMAND)
 begun.wait()
 atexit.register(go_on.set)  # the process is ending by then

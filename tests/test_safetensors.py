@@ -212,9 +212,9 @@ def test_records_are_the_experts_of_the_file(family: str, tiny: Folder) -> None:
                 gate, up, down = (library.get_tensor(name) for name in names)
                 record = torch.full_like(expert_slot(store), 255)
                 store.read(at, expert, record)
-                gate_up_proj, down_proj = store.codec.matrices(record[None])
-                assert torch.equal(gate_up_proj[0], torch.cat([gate, up]))
-                assert torch.equal(down_proj[0], down)
+                gate_up_proj, down_proj = store.codec.decode(record)
+                assert torch.equal(gate_up_proj, torch.cat([gate, up]))
+                assert torch.equal(down_proj, down)
         # Nothing of the routed experts is left unread, and nothing else is taken for one.
         assert {name for name in library.keys() if is_expert_tensor(name)} == seen  # noqa: SIM118
         assert not any(".experts." in name for name in set(library.keys()) - seen)
@@ -256,9 +256,9 @@ def test_records_and_draft_match_transformers(family: str, tiny: Folder) -> None
     for at, (gate_up, down) in enumerate(experts):
         layer, expert = divmod(at, store.num_experts)
         store.read(layer, expert, record)
-        ours = store.codec.matrices(record[None])
-        assert torch.equal(ours[0][0], gate_up)
-        assert torch.equal(ours[1][0], down)
+        ours = store.codec.decode(record)
+        assert torch.equal(ours[0], gate_up)
+        assert torch.equal(ours[1], down)
         slot = int(arena.base_slots[layer, expert])
         for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
             group = matrix.shape[1] // scales.shape[2]

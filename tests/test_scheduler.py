@@ -614,7 +614,7 @@ def test_synchronous_transfer() -> None:
     clock, fetch = slow_tier()
     recorder = Recorder(clock)
     slots = torch.zeros(3, 64, dtype=torch.uint8)
-    transfer = SynchronousTransfer(fetch, slots, 60, recorder)
+    transfer = SynchronousTransfer(fetch, slots, lambda key: 60, recorder)
     step = recorder.begin("decode")
     for key, slot in [(ExpertKey(1, 2), 2), (ExpertKey(0, 4), 0)]:
         ticket = transfer.submit(key, slot, Priority.DEMAND)
@@ -639,7 +639,7 @@ def test_synchronous_transfer_that_fails_moves_nothing() -> None:
     clock, fetch = slow_tier()
     recorder = Recorder(clock)
     slots = torch.zeros(1, 8, dtype=torch.uint8)
-    transfer = SynchronousTransfer(fetch, slots, 8, recorder)
+    transfer = SynchronousTransfer(fetch, slots, lambda key: 8, recorder)
     step = recorder.begin("decode")
     with pytest.raises(OSError, match="disk is gone"):
         transfer.submit(ExpertKey(0, 9), 0, Priority.DEMAND)

@@ -274,7 +274,7 @@ def test_the_engine_may_raise_when_it_is_asked() -> None:
         return 0
 
     slots = torch.zeros(2, 4, dtype=torch.uint8)
-    transfer: TransferEngine = SynchronousTransfer(fetch, slots, 4, Recorder(Clock()))
+    transfer: TransferEngine = SynchronousTransfer(fetch, slots, lambda key: 4, Recorder(Clock()))
     supply = ExpertSupply(ExpertCache(2, LruPolicy(2, 1)), transfer, Recorder(Clock()))
     for _ in range(3):
         with pytest.raises(OSError, match="disk is gone"):

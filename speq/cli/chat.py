@@ -26,6 +26,7 @@ def chat(
     latency_slo: opt.LatencySlo = None,
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
+    codec: opt.Codec = "auto",
     reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
     max_new_tokens: opt.MaxNewTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -58,6 +59,7 @@ def chat(
         latency_slo_ms=latency_slo,
         cache_policy=cache_policy,
         prefetch=prefetch,
+        codec=codec,
         reader_threads=reader_threads,
     )
     messages: list[dict[str, str]] = []

@@ -14,6 +14,7 @@ def check(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     draft: opt.DraftOption = "auto",
+    codec: opt.Codec = "auto",
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
     ] = None,
@@ -35,6 +36,7 @@ def check(
         device=device,
         dtype=dtype,
         draft=draft,
+        codec=codec,
         prompts=prompts,
         num_prompts=num_prompts,
         json_file=json_file,

@@ -9,6 +9,7 @@ import typer
 
 from speq.config import (
     CACHE_POLICIES,
+    CODECS,
     DEVICES,
     DRAFT_KERNELS,
     DTYPES,
@@ -55,6 +56,13 @@ LatencySlo = Annotated[
 ]
 CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES)}.")]
 Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
+Codec = Annotated[
+    str,
+    typer.Option(
+        help=f"How exact experts lie in slots, one of {', '.join(CODECS)}; a packed model's is its "
+        "own."
+    ),
+]
 DraftKernel = Annotated[
     str,
     typer.Option(help=f"How the draft runs, {' or '.join(DRAFT_KERNELS)}; unfused is a baseline."),

@@ -70,6 +70,7 @@ def quantize(
     """
     from speq import __version__
     from speq.config import format_bytes, parse_bytes
+    from speq.errors import SpeqError
     from speq.generator import load_tokenizer, tokens_of
     from speq.quantize.calibration import calibration_of, read_texts, tokenised
     from speq.quantize.quantizer import Source
@@ -94,6 +95,11 @@ def quantize(
         budget = parse_bytes(memory_budget)
     opened = open_model(model)
     try:
+        if opened.store.codec.needs_draft:
+            raise SpeqError(
+                f"model {model!r} is packed as residuals of a draft; give the one it was packed "
+                "from"
+            )
         tokenizer = load_tokenizer(opened.checkpoint.path)
         paths = default_texts() if calibration is None else [calibration]
         tokens = tokenised(

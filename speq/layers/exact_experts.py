@@ -9,6 +9,7 @@ from torch import Tensor
 
 from speq import ops
 from speq.routing import Route
+from speq.slots import SlotExperts
 from speq.stats import Recorder
 
 
@@ -38,22 +39,23 @@ class SlotTable:
 class ExactExperts:
     """Rows grouped by expert, experts read from a slot arena (MoE-SpeQ 3.4.4).
 
-    matrices   gate_up_proj [S, 2F, H] and down_proj [S, H, F], views of the arena
-    on_route   told what each layer really used
+    experts     those in the arena
+    slot_table  where they lie there, filled anew for each wave
+    on_route    told what each layer really used
     """
 
     def __init__(
         self,
         server: ExpertServer,
-        matrices: tuple[Tensor, Tensor],
-        num_experts: int,
+        experts: SlotExperts,
+        slot_table: SlotTable,
         activation: str,
         recorder: Recorder,
         on_route: Callable[[int, Route], None],
     ) -> None:
         self._server = server
-        self._gate_up_proj, self._down_proj = matrices
-        self._slot_table = SlotTable(num_experts, matrices[0].device)
+        self._experts = experts
+        self._slot_table = slot_table
         self._activation = activation
         self._recorder = recorder
         self._on_route = on_route
@@ -66,12 +68,11 @@ class ExactExperts:
         # Closed even where a traceback keeps this frame alive: its experts stay pinned until then.
         with closing(waves), self._recorder.timed("layer", layer):
             for slots in waves:
-                ops.moe_grouped(
+                self._experts.run(
+                    layer,
                     hidden_states,
                     route.topk_ids,
                     self._slot_table.of(slots),
-                    self._gate_up_proj,
-                    self._down_proj,
                     self._activation,
                     outputs,
                 )

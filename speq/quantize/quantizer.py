@@ -30,7 +30,12 @@ from speq.quantize.report import ExpertReport, LayerReport, QuantizeReport, Text
 from speq.quantize.settings import QuantizeSettings, check_sizes
 from speq.quantize.text_score import TextScore
 from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import ExpertStore, expert_slot, is_expert_tensor
+from speq.store.expert_store import (
+    ExpertStore,
+    expert_slot,
+    is_expert_tensor,
+    read_matrices,
+)
 
 # Told (experts quantised, of all).
 Progress = Callable[[int, int], None]
@@ -198,16 +203,10 @@ class Quantizer:
         return LayerReport(layer, tuple(reports), *self._routes())
 
     def _read(self, moe_layer: int, index: int) -> FloatExpert:
-        store = self._source.store
-        store.read(moe_layer, index, self._slot)
-        gate_up_proj, down_proj = store.codec.matrices(self._slot.unsqueeze(0))
-        activation = self._source.shape.activation
+        exact = read_matrices(self._source.store, moe_layer, index, self._slot)
         # Copies: the slot is read into again.
-        return FloatExpert(
-            gate_up_proj[0].to(torch.float32, copy=True),
-            down_proj[0].to(torch.float32, copy=True),
-            activation,
-        )
+        gate_up_proj, down_proj = (matrix.to(torch.float32, copy=True) for matrix in exact)
+        return FloatExpert(gate_up_proj, down_proj, self._source.shape.activation)
 
     def _quantise(
         self, exact: FloatExpert, index: int, where: str

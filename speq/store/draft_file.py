@@ -18,7 +18,7 @@ from speq.errors import SpeqError
 from speq.int4 import GROUP_SIZE, Int4Arena
 from speq.store.atomic_file import replacing
 from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import ExpertStore, expert_slot
+from speq.store.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.store.safetensors_file import DTYPE_NAMES, SafetensorsFile
 
 logger = logging.getLogger("speq")
@@ -66,11 +66,10 @@ def load_or_make(
 def quantize(arena: Int4Arena, store: ExpertStore, progress: Progress | None = None) -> None:
     """Round every expert of `store` to INT4, one slot in memory at a time."""
     slot = expert_slot(store)
-    gate_up_proj, down_proj = store.codec.matrices(slot.unsqueeze(0))
     total = store.num_layers * store.num_experts
     for base_slot in range(total):
-        store.read(*divmod(base_slot, store.num_experts), slot)
-        arena.quantize_into(base_slot, gate_up_proj[0], down_proj[0])
+        exact = read_matrices(store, *divmod(base_slot, store.num_experts), slot)
+        arena.quantize_into(base_slot, *exact)
         if progress is not None:
             progress(base_slot + 1, total)
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Protocol
 
 from speq.errors import SpeqError
-from speq.int4 import Int4Arena, Int4Layout
+from speq.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.store import draft_file, kinship
 from speq.store.checkpoint import Checkpoint, locate
-from speq.store.expert_store import ExpertLayout, ExpertStore
+from speq.store.expert_store import ExpertLayout, ExpertStore, expert_slot, read_matrices
 from speq.store.gptq_config import has_gptq_config
 from speq.store.gptq_folder import GptqFolder
 from speq.store.json_file import read_json
+from speq.store.packed_draft import PackedDraft
 from speq.store.packed_store import open_experts
 
 Progress = Callable[[int, int], None]
@@ -26,6 +27,13 @@ class DraftSource(Protocol):
     @property
     def layout(self) -> Int4Layout:
         """What an expert takes in an arena."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that tells drafts apart without reading all of them."""
+
+    def expert(self, at: int) -> Int4Expert:
+        """One expert's codes, layer after layer. Raises SpeqError where it is damaged."""
 
     def fill(self, arena: Int4Arena, progress: Progress | None = None) -> None:
         """Bring all experts into an arena of `layout`. Raises SpeqError for damaged ones."""
@@ -44,6 +52,15 @@ class RoundedDraft:
     ) -> None:
         self.layout = Int4Layout(experts.hidden_size, experts.expert_width)
         self._checkpoint, self._store, self._owned = checkpoint, store, owned
+
+    @property
+    def fingerprint(self) -> str:
+        return draft_file.digest_of(self._checkpoint)
+
+    def expert(self, at: int) -> Int4Expert:
+        store = self._store
+        exact = read_matrices(store, *divmod(at, store.num_experts), expert_slot(store))
+        return Int4Expert.rounded(self.layout, *exact)
 
     def fill(self, arena: Int4Arena, progress: Progress | None = None) -> None:
         draft_file.load_or_make(arena, self._checkpoint, self._store, progress)
@@ -64,9 +81,25 @@ def open_draft(
 ) -> DraftSource:
     """The draft of a model: "auto", or a folder or hub id. Raises SpeqError where it does not fit.
 
-    auto  the GPTQ checkpoint beside the model, if there is one, or else its own experts, rounded.
-          A folder without config.json, which is written last, is no checkpoint yet.
+    auto  the one that the model is packed with; else the GPTQ checkpoint beside it, if there is
+          one, or else its own experts, rounded. A folder without config.json, which is written
+          last, is no checkpoint yet.
     """
+    tied = store.tied_draft
+    if tied is None:
+        return _open(draft, model, store, experts)
+    if draft == "auto":
+        return PackedDraft(model.path, tied, store.num_layers * store.num_experts)
+    source = _open(draft, model, store, experts)
+    try:
+        tied.check_layout(model.path, source.layout)
+    except SpeqError:
+        source.close()
+        raise
+    return source
+
+
+def _open(draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayout) -> DraftSource:
     if draft == "auto":
         beside = gptq_beside(model.path)
         if os.path.exists(beside / "config.json"):
@@ -77,7 +110,13 @@ def open_draft(
         return open_gptq(path, model, store, experts)
     checkpoint = Checkpoint(path)
     try:
-        return RoundedDraft(checkpoint, open_experts(checkpoint, experts), experts, owned=True)
+        theirs = open_experts(checkpoint, experts)
+        if theirs.tied_draft is None:
+            return RoundedDraft(checkpoint, theirs, experts, owned=True)
+        theirs.close()
+        packed = PackedDraft(path, theirs.tied_draft, store.num_layers * store.num_experts)
+        checkpoint.close()
+        return packed
     except SpeqError as error:
         checkpoint.close()
         raise SpeqError(f"draft {path} does not fit the model: {error}") from error
@@ -91,7 +130,8 @@ def open_gptq(
     folder = GptqFolder(path, experts)
     try:
         kinship.check_weights(path, folder.tensors, model)
-        kinship.check_experts(folder, store)
+        if store.tied_draft is None:  # which knows its draft by its codes
+            kinship.check_experts(folder, store)
     except BaseException:
         folder.close()
         raise

@@ -10,7 +10,8 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.store.alignment import ALIGNMENT, aligned_bytes
 from speq.store.checkpoint import Checkpoint
-from speq.store.codec import ExpertShape, RawCodec
+from speq.store.codec import ExpertCodec, ExpertShape, Matrices, RawCodec
+from speq.store.packed_draft import TiedDraft
 from speq.store.range_file import ENDS_BYTES
 from speq.store.safetensors_file import SafetensorsFile
 
@@ -37,16 +38,26 @@ class ExpertStore(Protocol):
     num_experts: int
 
     @property
-    def codec(self) -> RawCodec: ...
+    def codec(self) -> ExpertCodec: ...
+
+    @property
+    def tied_draft(self) -> TiedDraft | None:
+        """The only draft that the records can be read over, where they need a certain one."""
 
     @property
     def reading_bytes(self) -> int:
         """What each thread that reads takes beside the slot it fills."""
 
+    def record_bytes(self, layer: int, expert: int) -> int:
+        """What an expert's record takes of its slot."""
+
+    def moved_bytes(self, layer: int, expert: int) -> int:
+        """What has to be moved to fill a slot with it."""
+
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         """Fill `slot` [slot_bytes] uint8, aligned CPU memory, with one expert's record.
 
-        What lies behind record_bytes is undefined. Returns bytes read, which may be more than the
+        What lies behind the record is undefined. Returns bytes read, which may be more than the
         record's. Threads may read at the same time, into different slots.
         """
 
@@ -130,6 +141,16 @@ class SafetensorsExpertStore:
     def codec(self) -> RawCodec:
         return self._codec
 
+    @property
+    def tied_draft(self) -> TiedDraft | None:
+        return None
+
+    def record_bytes(self, layer: int, expert: int) -> int:
+        return self._codec.record_bytes
+
+    def moved_bytes(self, layer: int, expert: int) -> int:
+        return self._codec.record_bytes
+
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         try:
             ends = self._ends.get_nowait()
@@ -151,3 +172,19 @@ class SafetensorsExpertStore:
 def expert_slot(store: ExpertStore) -> Tensor:
     """A slot on the CPU, empty."""
     return aligned_bytes(1, store.codec.slot_bytes)[0]
+
+
+def read_matrices(store: ExpertStore, layer: int, expert: int, slot: Tensor) -> Matrices:
+    """An expert's exact matrices, read by way of `slot` and perhaps views of it.
+
+    Raises SpeqError where they cannot be had without a draft.
+    """
+    store.read(layer, expert, slot)
+    return store.codec.decode(slot)
+
+
+def mean_moved_bytes(store: ExpertStore) -> float:
+    """What has to be moved for an expert, in the mean over all."""
+    count = store.num_layers * store.num_experts
+    sizes = (store.moved_bytes(*divmod(at, store.num_experts)) for at in range(count))
+    return sum(sizes) / count

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.int4 import Int4Arena, Int4Layout
+from speq.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.store.expert_store import ExpertLayout
 from speq.store.gptq_config import gptq_config
 from speq.store.gptq_format import (
@@ -27,7 +27,7 @@ from speq.store.gptq_format import (
     input_perm_of,
     to_int4,
 )
-from speq.store.gptq_modules import ExpertFinder, PackedExpert, PackedModule, file_names
+from speq.store.gptq_modules import ExpertFinder, PackedModule, file_names
 from speq.store.json_file import read_json
 from speq.store.safetensors_file import SafetensorsFile, TensorInfo
 from speq.store.shards import Shards
@@ -74,15 +74,18 @@ class GptqFolder:
         return Int4Layout(hidden, width, self.config.group_size, permuted)
 
     @property
+    def fingerprint(self) -> str:
+        return self._shards.fingerprint(repr(self.config).encode())
+
+    @property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorInfo]]:
         """Every tensor of the folder, of experts or not."""
         return self._shards.tensors
 
     def fill(self, arena: Int4Arena, progress: Progress | None = None) -> None:
         """Bring all experts into an arena of `layout`; progress is told (experts done, experts)."""
-        for base_slot, expert in enumerate(self._experts):
-            for name, part in self._parts(expert).items():
-                arena.parts[name][base_slot].copy_(part)
+        for base_slot in range(len(self._experts)):
+            arena.put(base_slot, self.expert(base_slot))
             if progress is not None:
                 progress(base_slot + 1, len(self._experts))
 
@@ -101,8 +104,9 @@ class GptqFolder:
     def close(self) -> None:
         self._shards.close()
 
-    def _parts(self, expert: PackedExpert) -> dict[str, Tensor]:
-        """An expert as `layout` names its parts."""
+    def expert(self, at: int) -> Int4Expert:
+        """One of them, in the kernels' layout. Raises SpeqError where it is damaged."""
+        expert = self._experts[at]
         gate_up, down = self._matrix(*expert.gate_up), self._matrix(expert.down)
         if down.input_perm is not None:
             # What down multiplies comes out of gate and up: their rows take its order.
@@ -116,8 +120,9 @@ class GptqFolder:
         }
         if self.layout.permuted:
             in_order = torch.arange(self.layout.hidden_size)
-            parts["input_perm"] = in_order if gate_up.input_perm is None else gate_up.input_perm
-        return parts
+            order = in_order if gate_up.input_perm is None else gate_up.input_perm
+            parts["input_perm"] = order.to(torch.int32)
+        return Int4Expert(parts, down.input_perm)
 
     def _matrix(self, *modules: PackedModule) -> Int4Matrix:
         whole = self._fused(*modules)

@@ -42,7 +42,9 @@ def available_bytes() -> int:
 class HostTier:
     """Copies experts to a device from host memory, or from disk through it.
 
-    pin: whether to lock the memory (False only where there is no device to copy to, in tests)
+    pin          whether to lock the memory (False only where there is no device to copy to, in
+                 tests)
+    moved_bytes  (layer, expert): what has to be moved to fill a slot
     """
 
     def __init__(self, store: ExpertStore, host_bytes: int | None = None, pin: bool = True) -> None:
@@ -60,6 +62,7 @@ class HostTier:
             )
         rows = count if self.resident else 1
         self._slots = aligned_bytes(rows, store.codec.slot_bytes)
+        self.moved_bytes = store.record_bytes if self.resident else store.moved_bytes
         self._pinned = pin
         if pin:
             # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
@@ -81,7 +84,8 @@ class HostTier:
         """
         at = layer * self._store.num_experts + expert if self.resident else 0
         read_bytes = 0 if self.resident else self._store.read(layer, expert, self._slots[at])
-        slot.copy_(self._slots[at])
+        nbytes = self._store.record_bytes(layer, expert)
+        slot[:nbytes].copy_(self._slots[at, :nbytes])
         return read_bytes
 
     def close(self) -> None:

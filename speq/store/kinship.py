@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import ExpertStore, expert_slot
+from speq.store.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.store.gptq_folder import GptqFolder
 from speq.store.safetensors_file import SafetensorsFile, TensorInfo
 
@@ -74,9 +74,7 @@ def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
 
     Another model may have the same routers; and a checkpoint may lay gate and up out otherwise.
     """
-    slot = expert_slot(store)
-    store.read(0, 0, slot)
-    gate_up_proj, down_proj = (part[0] for part in store.codec.matrices(slot.unsqueeze(0)))
+    gate_up_proj, down_proj = read_matrices(store, 0, 0, expert_slot(store))
     width, count = down_proj.shape[1], min(SAMPLE_ROWS, *down_proj.shape)
     rows = (gate_up_proj[:count], gate_up_proj[width : width + count], down_proj[:count])
     exact = torch.cat([part.float().flatten() for part in rows])

@@ -1,8 +1,7 @@
 """Writes a packed model: its experts as records, all else as it was.
 
 A folder becomes a model with its last file, config.json. Whatever is interrupted before that leaves
-a folder that no run opens, and that the same command goes on with: records are journalled once they
-are on the disk.
+a folder that no run opens, and that the same command goes on with (`record_writer`).
 """
 
 import json
@@ -17,22 +16,14 @@ import torch
 
 from speq.config import format_bytes
 from speq.errors import SpeqError
-from speq.store.alignment import aligned
 from speq.store.atomic_file import replacing
 from speq.store.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, INDEX, SINGLE, Checkpoint
-from speq.store.expert_store import SafetensorsExpertStore, expert_slot, is_expert_tensor
-from speq.store.packed_store import (
-    RECORDS_FILE,
-    Manifest,
-    Record,
-    crc32_of,
-    dtype_name,
-)
+from speq.store.expert_store import SafetensorsExpertStore, is_expert_tensor
+from speq.store.packed_store import Manifest, dtype_name
 from speq.store.range_file import bytes_of
+from speq.store.record_writer import Packing, journalled, write_records
 from speq.store.safetensors_file import SafetensorsFile, TensorInfo, header_of
 
-# Written between two syncs: what an interruption costs at most.
-BATCH_BYTES = 256 << 20
 COPY_BYTES = 16 << 20
 Progress = Callable[[int, int], None]
 
@@ -41,12 +32,18 @@ def pack(
     checkpoint: Checkpoint,
     store: SafetensorsExpertStore,
     out: Path,
+    packing: Packing | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write `out`, or finish what an earlier run began there. progress: told (experts, of all).
+    """Write `out`, or finish what an earlier run began there.
+
+    packing   what experts become; None: raw records
+    progress  told (experts, of all)
 
     Raises SpeqError where the folder is taken, the disk is full or cannot be written.
     """
+    packing = packing or Packing(store.codec)
+    codec = packing.codec
     begun = (out / EXPERTS_JOURNAL).exists()
     if (out / "config.json").exists() and not begun:
         raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
@@ -59,19 +56,21 @@ def pack(
         out.mkdir(parents=True, exist_ok=True)
         for partial in stale:
             partial.unlink()
-        done = journalled(out, source)
-        check_room(checkpoint, store, out, done)
-        records = write_records(store, out, done, progress)
+        done = journalled(out, packing, source)
+        left = store.num_layers * store.num_experts - len(done)
+        check_room(checkpoint, packing.most_bytes(left), out)
+        records, draft = write_records(store, packing, out, done, progress)
         write_non_experts(checkpoint, out)
         manifest = Manifest(
-            codec="raw",
-            dtype=dtype_name(store.codec.shape.dtype),
-            hidden_size=store.codec.shape.hidden_size,
-            expert_width=store.codec.shape.expert_width,
+            codec=codec.name,
+            dtype=dtype_name(codec.shape.dtype),
+            hidden_size=codec.shape.hidden_size,
+            expert_width=codec.shape.expert_width,
             num_layers=store.num_layers,
             num_experts=store.num_experts,
             source=source,
             records=tuple(records),
+            draft=draft,
         )
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
@@ -84,98 +83,17 @@ def pack(
     return manifest
 
 
-def journalled(out: Path, source: str) -> list[Record]:
-    """Records that an earlier run is known to have written, after beginning a journal if need be.
-
-    A line that is cut off ends what is known.
-    """
-    path = out / EXPERTS_JOURNAL
-    if not path.exists():
-        with replacing(path) as file:
-            file.write(json.dumps({"source": source}).encode() + b"\n")
-        return []
-    lines = path.read_bytes().split(b"\n")
-    try:
-        begun = json.loads(lines[0])["source"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpeqError(f"{path} is damaged; remove {out} and pack again") from error
-    if begun != source:
-        raise SpeqError(f"{out} holds an unfinished pack of another model; remove it")
-    records = []
-    for line in lines[1:-1]:
-        try:
-            records.append(Record(*json.loads(line)))
-        except (ValueError, TypeError):
-            break
-    return records
-
-
-def check_room(
-    checkpoint: Checkpoint, store: SafetensorsExpertStore, out: Path, done: list[Record]
-) -> None:
-    count = store.num_layers * store.num_experts - len(done)
+def check_room(checkpoint: Checkpoint, experts_bytes: int, out: Path) -> None:
+    """Raise SpeqError where the disk has no room for experts and all else."""
     tensors = checkpoint.tensors.items()
     others = sum(info.nbytes for name, (_, info) in tensors if not is_expert_tensor(name))
-    needed = count * aligned(store.codec.record_bytes) + others
+    needed = experts_bytes + others
     free = shutil.disk_usage(out).free
     if needed > free:
         raise SpeqError(
             f"packing takes {format_bytes(needed)} and {format_bytes(free)} of disk are left at "
             f"{out}; free some, or pack to another disk"
         )
-
-
-def write_records(
-    store: SafetensorsExpertStore, out: Path, done: list[Record], progress: Progress | None
-) -> list[Record]:
-    """Write the records that are not done yet, in batches: data to the disk, then the journal."""
-    records = list(done)
-    total = store.num_layers * store.num_experts
-    slot = expert_slot(store)
-    buffer = slot[: store.codec.record_bytes]
-    path = out / RECORDS_FILE
-    with (
-        path.open("r+b" if path.exists() else "w+b") as data,
-        (out / EXPERTS_JOURNAL).open("r+b") as journal,
-    ):
-        # A journal's cut-off end is written over.
-        journal.truncate(sum(map(len, journal.readlines()[: 1 + len(done)])))
-        journal.seek(0, os.SEEK_END)
-        end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
-        if data.seek(0, os.SEEK_END) < end:
-            raise SpeqError(
-                f"{path} is shorter than the {end} bytes that were journalled; remove {out} and "
-                "pack again"
-            )
-        data.truncate(end)
-        data.seek(end)
-        batch: list[Record] = []
-        for at in range(len(records), total):
-            store.read(*divmod(at, store.num_experts), slot)
-            data.write(bytes_of(buffer))
-            record = Record(end, buffer.nbytes, crc32_of(buffer))
-            end = aligned(end + buffer.nbytes)
-            data.write(bytes(end - record.offset - record.nbytes))
-            batch.append(record)
-            if sum(each.nbytes for each in batch) >= BATCH_BYTES or at + 1 == total:
-                sync(data)
-                for each in batch:
-                    line = json.dumps([each.offset, each.nbytes, each.crc32])
-                    journal.write(line.encode() + b"\n")
-                sync(journal)
-                records += batch
-                batch = []
-            if progress is not None:
-                progress(at + 1, total)
-    return records
-
-
-def sync(file: BinaryIO) -> None:
-    """Have what was written on the disk, and not in the page cache, which has better uses."""
-    file.flush()
-    os.fsync(file.fileno())
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_non_experts(checkpoint: Checkpoint, out: Path) -> None:

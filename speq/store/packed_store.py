@@ -2,11 +2,12 @@
 
 experts.json  the manifest: what the records are, and where
 experts.bin   the records, layer by layer, each at a multiple of 4,096 bytes
+draft.bin     of residual records, the draft that they are read over (`packed_draft`)
 """
 
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.store.alignment import ALIGNMENT, aligned
 from speq.store.checkpoint import EXPERTS_MANIFEST, Checkpoint
-from speq.store.codec import ExpertShape, RawCodec
+from speq.store.codec import CODECS, ExpertCodec, ExpertShape, codec_of
 from speq.store.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.store.json_file import read_json
+from speq.store.packed_draft import TiedDraft
 from speq.store.range_file import RangeFile, bytes_of
 from speq.store.safetensors_file import DTYPE_NAMES, DTYPES
 
@@ -41,6 +43,7 @@ class Manifest:
     """experts.json. Layers count MoE layers only; records are in their order, then the experts'.
 
     source  fingerprint of the checkpoint that was packed
+    draft   of a codec that needs one, the draft that the records are read over
     """
 
     codec: str
@@ -51,14 +54,28 @@ class Manifest:
     num_experts: int
     source: str
     records: tuple[Record, ...]
+    draft: TiedDraft | None = None
     format: str = FORMAT
     alignment: int = ALIGNMENT
 
     def to_json(self) -> str:
-        fields = asdict(self) | {
-            "records": [[record.offset, record.nbytes, record.crc32] for record in self.records]
-        }
-        return json.dumps(fields) + "\n"
+        entries = {field.name: getattr(self, field.name) for field in fields(self)}
+        entries["records"] = [[r.offset, r.nbytes, r.crc32] for r in self.records]
+        entries["draft"] = self.draft and self.draft.entry()
+        return json.dumps(entries) + "\n"
+
+    @property
+    def record_bytes(self) -> int:
+        """Of all records together."""
+        return sum(record.nbytes for record in self.records)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.record_bytes / (len(self.records) * self.shape.weights)
+
+    @property
+    def shape(self) -> ExpertShape:
+        return ExpertShape(self.hidden_size, self.expert_width, DTYPES[self.dtype])
 
     @property
     def end(self) -> int:
@@ -78,9 +95,12 @@ class Manifest:
             records = tuple(Record(*_sizes(entry, 3)) for entry in entries["records"])
             texts = {name: _text(entries[name]) for name in ("codec", "dtype", "source")}
             sizes = {name: _sizes([entries[name]], 1)[0] for name in SIZES}
+            draft = entries.get("draft")
+            if draft is not None:
+                draft = TiedDraft.of(draft, sizes["hidden_size"], sizes["expert_width"])
         except (KeyError, TypeError, ValueError) as error:
             raise SpeqError(f"{path} is damaged ({error!r}); pack the model again") from error
-        manifest = cls(records=records, **texts, **sizes)  # type: ignore[arg-type]
+        manifest = cls(records=records, draft=draft, **texts, **sizes)  # type: ignore[arg-type]
         manifest.check(path)
         return manifest
 
@@ -100,10 +120,15 @@ class Manifest:
                 f"{path} has {len(self.records)} records aligned to {self.alignment} bytes; it "
                 f"must have {wanted}, aligned to {ALIGNMENT}: pack the model again"
             )
-        if self.codec != "raw" or self.dtype not in DTYPES:
+        if self.codec not in CODECS or self.dtype not in DTYPES:
             raise SpeqError(
-                f"{path} has codec {self.codec!r} and dtype {self.dtype!r}; this version reads raw "
-                "words only"
+                f"{path} has codec {self.codec!r} and dtype {self.dtype!r}; this version reads "
+                f"{', '.join(CODECS)}: pack the model again"
+            )
+        if CODECS[self.codec].needs_draft != (self.draft is not None):
+            raise SpeqError(
+                f"{path} has codec {self.codec} and {'a' if self.draft else 'no'} draft; residual "
+                "records have one, and no others: pack the model again"
             )
 
 
@@ -127,15 +152,17 @@ class PackedExpertStore:
                 f"{path} holds hidden size, expert width, layers and experts {given}; config.json "
                 f"makes them {wanted}: pack the model again"
             )
-        dtype = DTYPES[self.manifest.dtype]
-        shape = ExpertShape(layout.hidden_size, layout.expert_width, dtype)
-        self._codec = RawCodec(shape)
-        odd = [r.nbytes for r in self.manifest.records if r.nbytes != self._codec.record_bytes]
+        codec = codec_of(self.manifest.codec, self.manifest.shape)
+        fewest, most = codec.record_range
+        sizes = [record.nbytes for record in self.manifest.records]
+        odd = [nbytes for nbytes in sizes if not fewest <= nbytes <= most]
         if odd:
             raise SpeqError(
-                f"{path} has a record of {odd[0]} bytes; experts of {dtype} have "
-                f"{self._codec.record_bytes}: pack the model again"
+                f"{path} has a record of {odd[0]} bytes; {codec.name} experts of "
+                f"{codec.shape.dtype} have {fewest if fewest == most else f'{fewest} to {most}'}: "
+                "pack the model again"
             )
+        self._codec = codec.holding(max(sizes))
         self._file = RangeFile(checkpoint.path / RECORDS_FILE)
         if self._file.size != self.manifest.end:
             self._file.close()
@@ -145,8 +172,18 @@ class PackedExpertStore:
             )
 
     @property
-    def codec(self) -> RawCodec:
+    def codec(self) -> ExpertCodec:
         return self._codec
+
+    @property
+    def tied_draft(self) -> TiedDraft | None:
+        return self.manifest.draft
+
+    def record_bytes(self, layer: int, expert: int) -> int:
+        return self.manifest.records[layer * self.num_experts + expert].nbytes
+
+    def moved_bytes(self, layer: int, expert: int) -> int:
+        return self.record_bytes(layer, expert)
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         wanted = self.manifest.records[layer * self.num_experts + expert]
