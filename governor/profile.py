@@ -31,7 +31,10 @@ class Profile:
     draft_base_s, draft_token_s  T_draft(k) = base + k * token
     verify             (rows, seconds) of verifications with all experts in slots, in rising order
     distinct           (rows, distinct experts of all layers that a pass of so many rows asks for)
-    decode_bytes_per_s  of each codec of exact experts, by name
+    routes             (tokens, distinct experts of a layer that so many consecutive tokens choose)
+    decode_bytes_per_s  of each codec of exact experts, by name: bytes of their words a second
+    codec              of the exact experts that were verified with
+    acceptance         that a drafted token stands, given that those before it did; None: not known
     """
 
     key: ProfileKey
@@ -43,7 +46,10 @@ class Profile:
     draft_token_s: float
     verify: Points
     distinct: Points = ()
+    routes: Points = ()
     decode_bytes_per_s: dict[str, float] = field(default_factory=dict)
+    codec: str = "raw"
+    acceptance: float | None = None
 
     def __post_init__(self) -> None:
         """Raises SpeqError for figures that cannot have been measured."""
@@ -51,7 +57,7 @@ class Profile:
         for name in ("link", "verify"):
             if not getattr(self, name):
                 raise SpeqError(f"{name} of a profile is empty; it must have at least one point")
-        for name in ("link", "verify", "distinct"):
+        for name in ("link", "verify", "distinct", "routes"):
             points = getattr(self, name)
             sizes = [x for x, _ in points]
             if sizes != sorted(set(sizes)) or not all(x > 0 and y > 0 for x, y in points):
@@ -62,6 +68,12 @@ class Profile:
         for name in ("transfer_overhead_s", "first_fetch_s", "draft_base_s", "draft_token_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SpeqError(f"{name} of a profile is {getattr(self, name)}; it must be a time")
+        if not all(0 < speed < float("inf") for speed in self.decode_bytes_per_s.values()):
+            raise SpeqError(
+                f"decode_bytes_per_s of a profile is {self.decode_bytes_per_s}; speeds are positive"
+            )
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise SpeqError(f"acceptance of a profile is {self.acceptance}; it is from 0 to 1")
 
     @property
     def costs(self) -> Costs:
@@ -83,7 +95,8 @@ class Profile:
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
-            points = {name: _points(content.pop(name)) for name in ("link", "verify", "distinct")}
+            names = ("link", "verify", "distinct", "routes")
+            points = {name: _points(content.pop(name)) for name in names}
             return cls(key=key, **points, **content)
         except SpeqError as error:
             raise SpeqError(f"{source}: {error}") from error
