@@ -51,6 +51,25 @@ def parse_bytes(text: str | int) -> int:
     return size
 
 
+def parse_rate(name: str, text: str) -> float:
+    """Bytes per second in a rate such as "25GB/s". Raises SpeqError, naming the option."""
+    size, slash, second = str(text).rpartition("/")
+    if not slash or second.strip().lower() != "s":
+        raise SpeqError(f"{name} is {text!r}; give bytes per second with a unit, such as 25GB/s")
+    try:
+        return float(parse_bytes(size))
+    except SpeqError as error:
+        raise SpeqError(f"{name} is {text!r}: {error}") from error
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate for people: decimal units, three significant digits, as links are sold by."""
+    for unit, name in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= unit:
+            return f"{bytes_per_s / unit:.3g} {name}"
+    return f"{bytes_per_s:.3g} B/s"
+
+
 def format_bytes(size: int | float) -> str:
     """A size for people: binary units, three significant digits."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
