@@ -77,7 +77,8 @@ def tune(
     clock: Clock = time.perf_counter,
 ) -> Profile:
     """Measure a profile. Raises SpeqError for nonsense settings and budgets that are too small."""
-    checked_int("max_new_tokens", settings.max_new_tokens, LONGEST + 2)
+    # Room for a cycle of each length.
+    checked_int("max_new_tokens", settings.max_new_tokens, sum(k + 1 for k in DRAFT_LENGTHS))
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     parse_bytes(settings.memory_budget)
     tell = progress or (lambda label, done, total: None)

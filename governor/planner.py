@@ -101,7 +101,7 @@ class Speeds:
         """
         counted, line = dict(profile.distinct), Line()
         for rows, verify_s in profile.verify:
-            line.add(counted.get(rows, distinct(rows)), verify_s)
+            line.add(counted[rows] if rows in counted else distinct(rows), verify_s)
         slope = line.slope
         read_bytes = {holding.codec: holding.read_bytes for holding in holdings}
         base = _cost(profile, profile.codec, read_bytes)

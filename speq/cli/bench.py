@@ -254,6 +254,60 @@ def hit_rate(
     ).print(bench_hit_rate.COLUMNS)
 
 
+@bench_app.command("locality")
+def locality(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="What `speq bench hit-rate --trace` recorded.")
+    ],
+    windows: Annotated[
+        str, typer.Option(help="Tokens of a verification, numbers separated by commas.")
+    ] = "1,5,9",
+    slots: Annotated[
+        str, typer.Option(help="Slots of a layer, numbers separated by commas.")
+    ] = "4,8,16,24",
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """Distinct experts by tokens, which plans count by, beside what policies really miss."""
+    from speq.bench import locality as bench_locality
+    from speq.bench.report import parse_numbers
+
+    report = bench_locality.run(
+        trace,
+        bench_locality.Settings(parse_numbers("windows", windows), parse_numbers("slots", slots)),
+        json_file=json_file,
+        force=force,
+    )
+    report.print(bench_locality.COLUMNS)
+    for note in bench_locality.notes(report):
+        typer.echo(note)
+
+
+@bench_app.command("paper-systems")
+def paper_systems(
+    models: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="Folders with a config.json.")
+    ],
+    budgets: Annotated[
+        str, typer.Option(help="Memory budgets, separated by commas.")
+    ] = "16GB,40GB",
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """The systems of MoE-SpeQ's Figure 13 as plans expect them, beside the paper's order."""
+    from speq.bench import paper_systems as bench_systems
+
+    report = bench_systems.run(
+        models,
+        bench_systems.Settings([part.strip() for part in budgets.split(",")]),
+        json_file=json_file,
+        force=force,
+    )
+    report.print(bench_systems.COLUMNS)
+    for note in bench_systems.notes(report):
+        typer.echo(note)
+
+
 @bench_app.command("schedule")
 def schedule(
     model: opt.ModelArgument,

@@ -266,6 +266,8 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append(_link_line(made.break_even_link_bytes_per_s, link))
     else:
         lines.append("break-even: there is nothing to compare in this budget")
+    at_hand = made.subject.codec.name
+    lines.append(f"the experts at hand are {at_hand}; `speq pack --codec` makes others of them")
     elsewhere = made.subject.count * made.subject.codec.shape.nbytes
     place = "on the disk" if made.budget.on_cpu else "in host memory"
     lines.append(f"all exact experts, {format_bytes(elsewhere)} as published, stay {place}")
