@@ -96,7 +96,7 @@ class Profile:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
             names = ("link", "verify", "distinct", "routes")
-            points = {name: _points(content.pop(name)) for name in names}
+            points: dict[str, Any] = {name: _points(content.pop(name)) for name in names}
             return cls(key=key, **points, **content)
         except SpeqError as error:
             raise SpeqError(f"{source}: {error}") from error
