@@ -24,8 +24,8 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
 # Of all time, what drafts may lose that are tried, and plain cycles in between better drafts. Plain
 # ones come in bursts: slots must fill again with what a single token needs.
-DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.006
-BURST = 3
+DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.008
+BURST = 4
 # What a probe costs at least, in plain tokens' time: its outcome may be luck.
 LEAST_LOSS = 0.1
 # Lengths beyond the longest one measured that may be tried next.
@@ -35,6 +35,8 @@ FIRST_PLAIN = 3.5
 # A length is worth a probe if it might be better by this share, with luck of so many standard
 # deviations where the credit is full, and of fewer where it is not.
 LUCK, WORTHWHILE = 3.0, 0.02
+# Doubt is settled in favour of plain decoding, which so many standard deviations are granted.
+DOUBT = 0.5
 # A length is left for one that is expected to be better by this share.
 HYSTERESIS = 0.01
 # A draft stops where one more token is expected to cost so many times what it brings.
@@ -156,8 +158,9 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         self.acceptance.observe(step.draft_length, step.accepted)
         self.model.observe(step)
-        if not self._stopped:  # those that were are not like others of their length
-            self.measured.observe(step.draft_length, cycle_s)
+        # Drafts that were stopped are not like others of their length.
+        length = -1 if self._stopped else step.draft_length
+        self.measured.observe(length, cycle_s, step.emitted)
         if not step.draft_length:
             weight = max(self.measured.weight(0), 1.0)
             self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
@@ -198,9 +201,13 @@ class AdaptiveDraftLength:
 
     def _best(self, allowed: list[int]) -> int:
         """The highest throughput (Eqs. 4 and 5), with some inertia: times are noisy."""
-        best = min(allowed, key=lambda at: self._options[at].token_s)
-        slowest_s = self._options[best].token_s * (1 + HYSTERESIS)
-        held = self._held in allowed and self._options[self._held].token_s <= slowest_s
+
+        def judged_s(at: int) -> float:
+            option = self._options[at]
+            return option.token_s * (1 if at else math.exp(-DOUBT * option.deviation))
+
+        best = min(allowed, key=judged_s)
+        held = self._held in allowed and judged_s(self._held) <= judged_s(best) * (1 + HYSTERESIS)
         return self._held if held else best
 
     @property
