@@ -31,7 +31,7 @@ LEAST_LOSS = 0.1
 # Lengths beyond the longest one measured that may be tried next.
 REACH = 2
 # Plain cycles, which all else is compared with, that come first where there is no profile.
-FIRST_PLAIN = 3.5
+FIRST_PLAIN = 4
 # A length is worth a probe if it might be better by this share, with luck of so many standard
 # deviations where the credit is full, and of fewer where it is not.
 LUCK, WORTHWHILE = 3.0, 0.02
@@ -106,6 +106,7 @@ class AdaptiveDraftLength:
     _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
     _plain_s: float = 0.0
     _burst: int = 0
+    _first_plain: int = FIRST_PLAIN
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
@@ -116,10 +117,15 @@ class AdaptiveDraftLength:
         self.acceptance = Acceptance(self.longest)
         self.model = CycleModel() if self.profile is None else CycleModel.of(self.profile)
         self.measured = MeasuredCycles(tuple(k for k in LENGTHS if k <= self.longest))
+        if self.profile is not None:
+            self._first_plain = 0
+            self._plain_s = self.profile.costs.verify_s(1)
 
     def decide(self) -> Decision:
-        if self.measured.weight(0) < FIRST_PLAIN and self.profile is None:
+        if self._first_plain:
             return Decision(0, "plain decoding is measured first", "probe")
+        if not self.model.draft_token.weight and self.longest:
+            return Decision(1, "drafting is measured first", "probe")
         self._options = self._weigh()
         self._stopped = False
         allowed = [
@@ -165,6 +171,7 @@ class AdaptiveDraftLength:
             weight = max(self.measured.weight(0), 1.0)
             self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
             self._burst = max(self._burst - 1, 0)
+            self._first_plain = max(self._first_plain - 1, 0)
         if self._options:
             self._drafts.earn(cycle_s, self._plain_s)
             self._plains.earn(cycle_s, self._plain_s)

@@ -83,8 +83,9 @@ class Profile:
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
-            points = {name: _points(content.pop(name)) for name in ("link", "verify", "distinct")}
-            return cls(key=key, **points, **content)
+            for name in ("link", "verify", "distinct"):
+                content[name] = _points(content[name])
+            return cls(key=key, **content)
         except SpeqError as error:
             raise SpeqError(f"{source}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
