@@ -24,7 +24,7 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
 # Of all time, what drafts may lose that are tried, and plain cycles in between better drafts. Plain
 # ones come in bursts: slots must fill again with what a single token needs.
-DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.008
+DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
 BURST = 4
 # What a probe costs at least, in plain tokens' time: its outcome may be luck.
 LEAST_LOSS = 0.1
