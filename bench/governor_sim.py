@@ -8,19 +8,41 @@ model: a cycle takes what the scheduler makes of it.
 """
 
 import math
+import multiprocessing
 import random
-from dataclasses import dataclass, replace
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
 
 from speq.bench.replay import Replay, Replayed, Scheduling, Times
+from speq.bench.report import Column, Report
 from speq.bench.route_trace import Choice, RouteTrace, TraceStep
-from speq.governor.draft_length import Governor
-from speq.stats import RunStats
+from speq.config import checked_int
+from speq.governor.adaptive import AdaptiveDraftLength
+from speq.governor.draft_length import Decision, FixedDraftLength, Governor
+from speq.stats import RunStats, StepStats
+from speq.store.atomic_file import check_target
 
 FIXED = (0, 1, 2, 4, 6, 8, 12)
 # What the prompt leaves in the slots: so many tokens are decoded before time is taken.
 PROMPT = 24
 # Eviction and prefetching.
 SYSTEMS = (("lru", "none"), ("lookahead", "none"), ("lookahead", "three-phase"))
+
+COLUMNS: dict[str, Column] = {
+    "settings": ("settings", "{}"),
+    "within 3% of the best k": ("within_3_percent_of_best", "{:.1%}"),
+    "of k = 0": ("within_3_percent_of_plain", "{:.1%}"),
+    "worst": ("worst", "{:.3f}"),
+    "mean": ("mean", "{:.4f}"),
+    "us a decision": ("decision_us", "{:.0f}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +218,140 @@ class Simulation:
         return self._setting.times.transfer_s * self._luck.lognormvariate(
             0.0, self._setting.link_noise
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a setting came to, in seconds per token: with the governor, and with each fixed length
+    (infinite where a run took longer than the governor's, and was given up).
+
+    decision_s  mean time of a decision and of learning from its cycle, on this machine
+    """
+
+    seed: int
+    auto_s: float
+    fixed_s: dict[int, float]
+    decision_s: float
+
+    @property
+    def best(self) -> int | None:
+        """The fixed length that was faster than the governor by most, if any was."""
+        length = min(self.fixed_s, key=lambda k: self.fixed_s[k])
+        return length if self.fixed_s[length] < self.auto_s else None
+
+    @property
+    def of_best(self) -> float:
+        """The governor's time beside that of the best fixed length; 1 where none was faster."""
+        return max(self.auto_s / min(self.fixed_s.values()), 1.0)
+
+    @property
+    def of_plain(self) -> float:
+        """The same beside k = 0."""
+        return max(self.auto_s / self.fixed_s[0], 1.0)
+
+
+class Timed:
+    """A governor, with the time it takes (of this thread: others do not count)."""
+
+    def __init__(self, governor: Governor) -> None:
+        self._governor = governor
+        self.time_s = 0.0
+        self.decisions = 0
+
+    def decide(self) -> Decision:
+        start_s = time.thread_time()
+        decision = self._governor.decide()
+        self.time_s += time.thread_time() - start_s
+        self.decisions += 1
+        return decision
+
+    def go_on(self, drafted: int, new_experts: int) -> bool:
+        start_s = time.thread_time()
+        on = self._governor.go_on(drafted, new_experts)
+        self.time_s += time.thread_time() - start_s
+        return on
+
+    def observe(self, step: StepStats) -> None:
+        start_s = time.thread_time()
+        self._governor.observe(step)
+        self.time_s += time.thread_time() - start_s
+
+
+def judge(text: Text, setting: Setting, tokens: int) -> Verdict:
+    """Run a setting with the governor and with each fixed length."""
+    governor = Timed(AdaptiveDraftLength())
+    auto_s = Simulation(text, setting, tokens, governor).run()
+    fixed_s: dict[int, float] = {}
+    for length in FIXED:
+        # What takes longer than the best so far is not the best: no need to see its end.
+        limit_s = min([auto_s, *fixed_s.values()])
+        simulation = Simulation(text, setting, tokens, FixedDraftLength(length))
+        fixed_s[length] = simulation.run(limit_s if length else auto_s)
+    return Verdict(setting.seed, auto_s, fixed_s, governor.time_s / governor.decisions)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """trace: recorded routes; layers: of them, so many first ones are replayed; seed: of the first
+    setting, the others following.
+    """
+
+    trace: Path
+    settings: int
+    tokens: int
+    layers: int
+    seed: int
+    processes: int
+
+
+def run(settings: Settings, json_file: Path | None, force: bool) -> tuple[Report, dict[str, Any]]:
+    """Judge all settings, and sum up. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    for name in ("settings", "tokens", "layers", "processes"):
+        checked_int(name, getattr(settings, name), 1)
+    trace = RouteTrace.read(settings.trace)
+    checked_int("layers", settings.layers, 1, trace.num_layers)
+    seeds = range(settings.seed, settings.seed + settings.settings)
+    task = partial(_judge_seed, settings.trace, settings.layers, settings.tokens)
+    # Fresh processes: torch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(settings.processes, context) as pool:
+        rows = [row for row in pool.map(task, seeds)]
+    report = Report(
+        "governor-sim", trace.model, asdict(settings) | {"trace": str(settings.trace)}, rows
+    )
+    if json_file is not None:
+        report.write(json_file)
+    return report, summary(rows)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of settings, and the worst of them."""
+    of_best = [row["of_best"] for row in rows]
+    return {
+        "settings": len(rows),
+        "within_3_percent_of_best": sum(ratio <= 1.03 for ratio in of_best) / len(rows),
+        "within_3_percent_of_plain": sum(row["of_plain"] <= 1.03 for row in rows) / len(rows),
+        "worst": max(of_best),
+        "mean": sum(of_best) / len(rows),
+        "decision_us": median(row["decision_us"] for row in rows),
+    }
+
+
+def _judge_seed(path: Path, layers: int, tokens: int, seed: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    trace = RouteTrace.read(path)
+    text = Text.of(trace, layers)
+    setting = Setting.draw(seed, layers, trace.top_k, trace.num_experts)
+    verdict = judge(text, setting, tokens)
+    fixed = {str(k): s if math.isfinite(s) else None for k, s in verdict.fixed_s.items()}
+    return {
+        "seed": seed,
+        "setting": asdict(setting),
+        "auto_s": verdict.auto_s,
+        "fixed_s": fixed,
+        "best": verdict.best,
+        "of_best": verdict.of_best,
+        "of_plain": verdict.of_plain,
+        "decision_us": verdict.decision_s * 1e6,
+    }

@@ -24,17 +24,19 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
 # Of all time, what drafts may lose that are tried, and plain cycles in between better drafts. Plain
 # ones come in bursts: slots must fill again with what a single token needs.
-DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.006
-BURST = 3
+DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
+BURST = 4
 # What a probe costs at least, in plain tokens' time: its outcome may be luck.
 LEAST_LOSS = 0.1
 # Lengths beyond the longest one measured that may be tried next.
 REACH = 2
 # Plain cycles, which all else is compared with, that come first where there is no profile.
-FIRST_PLAIN = 3.5
+FIRST_PLAIN = 4
 # A length is worth a probe if it might be better by this share, with luck of so many standard
 # deviations where the credit is full, and of fewer where it is not.
 LUCK, WORTHWHILE = 3.0, 0.02
+# Doubt is settled in favour of plain decoding, which so many standard deviations are granted.
+DOUBT = 0.5
 # A length is left for one that is expected to be better by this share.
 HYSTERESIS = 0.01
 # A draft stops where one more token is expected to cost so many times what it brings.
@@ -104,6 +106,7 @@ class AdaptiveDraftLength:
     _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
     _plain_s: float = 0.0
     _burst: int = 0
+    _first_plain: int = FIRST_PLAIN
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
@@ -114,10 +117,15 @@ class AdaptiveDraftLength:
         self.acceptance = Acceptance(self.longest)
         self.model = CycleModel() if self.profile is None else CycleModel.of(self.profile)
         self.measured = MeasuredCycles(tuple(k for k in LENGTHS if k <= self.longest))
+        if self.profile is not None:
+            self._first_plain = 0
+            self._plain_s = self.profile.costs.verify_s(1)
 
     def decide(self) -> Decision:
-        if self.measured.weight(0) < FIRST_PLAIN and self.profile is None:
+        if self._first_plain:
             return Decision(0, "plain decoding is measured first", "probe")
+        if not self.model.draft_token.weight and self.longest:
+            return Decision(1, "drafting is measured first", "probe")
         self._options = self._weigh()
         self._stopped = False
         allowed = [
@@ -156,12 +164,14 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         self.acceptance.observe(step.draft_length, step.accepted)
         self.model.observe(step)
-        if not self._stopped:  # those that were are not like others of their length
-            self.measured.observe(step.draft_length, cycle_s)
+        # Drafts that were stopped are not like others of their length.
+        length = -1 if self._stopped else step.draft_length
+        self.measured.observe(length, cycle_s, step.emitted)
         if not step.draft_length:
             weight = max(self.measured.weight(0), 1.0)
             self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
             self._burst = max(self._burst - 1, 0)
+            self._first_plain = max(self._first_plain - 1, 0)
         if self._options:
             self._drafts.earn(cycle_s, self._plain_s)
             self._plains.earn(cycle_s, self._plain_s)
@@ -198,9 +208,13 @@ class AdaptiveDraftLength:
 
     def _best(self, allowed: list[int]) -> int:
         """The highest throughput (Eqs. 4 and 5), with some inertia: times are noisy."""
-        best = min(allowed, key=lambda at: self._options[at].token_s)
-        slowest_s = self._options[best].token_s * (1 + HYSTERESIS)
-        held = self._held in allowed and self._options[self._held].token_s <= slowest_s
+
+        def judged_s(at: int) -> float:
+            option = self._options[at]
+            return option.token_s * (1 if at else math.exp(-DOUBT * option.deviation))
+
+        best = min(allowed, key=judged_s)
+        held = self._held in allowed and judged_s(self._held) <= judged_s(best) * (1 + HYSTERESIS)
         return self._held if held else best
 
     @property

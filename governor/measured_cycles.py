@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-# Cycles a mean remembers, and what a cycle of any length takes away from the weight of all: times
-# drift with texts and machines, so that what was not measured for long is no longer known.
+# Cycles a mean remembers, and what a token takes away from the weight of all: times drift with
+# texts, so that what was not measured for long is no longer known.
 HORIZON = 40.0
-FADING = 1 / 150
+FADING = 1 / 200
 # The model's logarithmic error: variance at k = 0, and what is added to it for ln(k + 1) more.
 LEVEL, WANDER = 0.05, 0.04
 # Deviation of a cycle's time from the mean of its kind, squared, before it was seen.
-NOISE = 0.06
+NOISE, NOISE_CYCLES = 0.06, 4.0
+# Misses come in stretches: neighbouring cycles deviate alike, and so many say what one would alone.
+STRETCH = 2.0
 
 
 class Correction(NamedTuple):
@@ -38,24 +40,27 @@ class MeasuredCycles:
     _time_s: list[float] = field(init=False)
     _weight: list[float] = field(init=False)
     _steps: list[float] = field(init=False)
-    _noise: float = NOISE
+    _noise: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self._time_s = [0.0] * len(self.lengths)
         self._weight = [0.0] * len(self.lengths)
+        self._noise = [NOISE] * len(self.lengths)
         logs = [math.log(length + 1) for length in self.lengths]
         self._steps = [WANDER * (right - left) for left, right in pairwise(logs)]
 
-    def observe(self, draft_length: int, cycle_s: float) -> None:
+    def observe(self, draft_length: int, cycle_s: float, tokens: int) -> None:
         """Learn from a cycle; of lengths that are not told apart only that time passed."""
-        self._weight = [weight * (1 - FADING) for weight in self._weight]
+        kept = (1 - FADING) ** tokens
+        self._weight = [weight * kept for weight in self._weight]
         if draft_length not in self.lengths or cycle_s <= 0:
             return
         at = self.lengths.index(draft_length)
         weight, mean_s = self._weight[at], self._time_s[at]
         if weight >= 1:
             error = min(max(cycle_s / mean_s - 1, -1.0), 1.0)
-            self._noise += (error * error - self._noise) / HORIZON
+            share = 1 / min(weight + NOISE_CYCLES, HORIZON)
+            self._noise[at] += (error * error - self._noise[at]) * share
         weight = min(weight + 1, HORIZON)
         self._time_s[at] = mean_s + (cycle_s - mean_s) / weight
         self._weight[at] = weight
@@ -72,7 +77,7 @@ class MeasuredCycles:
             if at:
                 variance += self._steps[at - 1]
             if weight > 0:
-                gain = variance / (variance + self._noise / weight)
+                gain = variance / (variance + STRETCH * self._noise[at] / weight)
                 mean += gain * (math.log(self._time_s[at] / modelled_s[at]) - mean)
                 variance *= 1 - gain
             ahead.append((mean, variance))

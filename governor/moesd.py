@@ -6,7 +6,7 @@ more); where routes were measured, their own counts stand in for N(t), and both 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from speq.errors import SpeqError
@@ -189,7 +189,8 @@ def fit_speedup(
     def parameters(logs: Sequence[float]) -> SpeedupParameters:
         # Logarithms keep times positive, and the sharpness above 1.
         times = [math.exp(log) for log in logs]
-        return SpeedupParameters(start.bias, *times[:-1], 1 + times[-1])
+        times[-1] += 1
+        return replace(start, **dict(zip(names[1:], times, strict=True)))
 
     def residuals(logs: Sequence[float]) -> list[float]:
         fitted = parameters(logs)

@@ -95,9 +95,9 @@ class Profile:
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
-            names = ("link", "verify", "distinct", "routes")
-            points: dict[str, Any] = {name: _points(content.pop(name)) for name in names}
-            return cls(key=key, **points, **content)
+            for name in ("link", "verify", "distinct", "routes"):
+                content[name] = _points(content[name])
+            return cls(key=key, **content)
         except SpeqError as error:
             raise SpeqError(f"{source}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -112,8 +112,6 @@ class RunConfig:
     draft           "auto", "none", or the folder or hub id of a checkpoint whose experts draft,
                     as they are (GPTQ) or rounded
     draft_length    tokens drafted per step; None: chosen by the governor, cycle by cycle
-    tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
-    latency_slo_ms  the same for the first cycle after the prompt, and between bursts of tokens
     codec           how exact experts lie in slots: "raw", "lossless" or "residual" (over the
                     draft's codes); "auto": as the model is packed, or else raw where all experts
                     fit so or encoding would hold reads up, lossless where not
@@ -121,6 +119,8 @@ class RunConfig:
                     for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
     reader_threads  experts read from disk at a time (device cpu)
+    tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
+    latency_slo_ms  the same for the first cycle after the prompt, and between bursts of tokens
     """
 
     memory_budget: int
@@ -129,14 +129,14 @@ class RunConfig:
     context_length: int | None = None
     draft: str = "auto"
     draft_length: int | None = None
-    tpot_slo_ms: float | None = None
-    latency_slo_ms: float | None = None
     cache_policy: str = "lru"
     prefetch: str = "none"
     codec: str = "auto"
     draft_kernel: str = "fused"
     verify_reads: bool = False
     reader_threads: int = DEFAULT_READER_THREADS
+    tpot_slo_ms: float | None = None
+    latency_slo_ms: float | None = None
 
     @classmethod
     def of(

@@ -286,9 +286,14 @@ class RunStats:
         """Steps, the first ones, whose events and layers are no longer kept."""
         return self._trimmed
 
+    @property
+    def decode(self) -> list[StepStats]:
+        """The steps behind the prompt."""
+        return [step for step in self.steps if step.phase == "decode"]
+
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`, by name; None where a figure does not exist for this run."""
-        decode = [step for step in self.steps if step.phase == "decode"]
+        decode = self.decode
         prefill = [step for step in self.steps if step.phase == "prefill"]
 
         def total(name: str, steps: list[StepStats] = decode) -> Any:

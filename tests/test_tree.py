@@ -101,7 +101,7 @@ def test_the_accepted_path_is_kept(family: str, tiny: Callable[[str], Path]) -> 
     generator.runtime.engine.drafter = drafter
     result = generator.generate(PROMPT, max_new_tokens=count, ignore_eos=True)
     assert result.token_ids == expected
-    steps = generator.runtime.engine.steps
+    steps = generator.last_run.decode
     assert drafter.proposed > count
     accepted = {step.accepted for step in steps}
     assert {0, 4} < accepted
