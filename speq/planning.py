@@ -125,9 +125,10 @@ class Subject:
 
     @property
     def representations(self) -> list[Representation]:
-        draft_bytes = 0 if self.draft is None else self.draft.nbytes
-        ways = side_by_side(self.codec, self.count * draft_bytes)
-        return list(dict.fromkeys(ways))
+        ways = side_by_side(self.codec, 0)
+        if self.draft is not None:
+            ways += side_by_side(self.codec, self.count * self.draft.nbytes)
+        return ways
 
     @property
     def pass_bytes(self) -> PassBytes:

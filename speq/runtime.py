@@ -160,7 +160,7 @@ class Runtime:
         with contextlib.closing(self._draft_source()) as draft:
             self._draft_layout = draft.layout
             self.opened = replace(opened, store=self._represented(first_context))
-            self._demand = self._measure_demand()
+            self.demand = self._demand_of(self.config)
             self.plan = self._first_plan(first_context)
             self._check_room()
             native.report_backends(self.device.type)
@@ -181,11 +181,17 @@ class Runtime:
 
     def begin_stats(self, start_s: float) -> RunStats:
         """Of a run that began at `start_s`: the budget item by item, and what else it would buy."""
-        codec = self.opened.store.codec
-        draft_bytes = self._demand.num_experts * self._draft_layout.nbytes
-        ways = representation.side_by_side(codec, draft_bytes)
-        rows = memory.slots_of(self._demand, self.plan.budget, self.plan.context, ways)
-        return RunStats(start_s, self.plan.report(), codec.name, rows)
+        codec, plan = self.opened.store.codec, self.plan
+        rows = []
+        for drafted in (False, True):
+            demand = self.demand
+            if drafted != plan.has_draft:
+                length = (self.config.draft_length or None) if drafted else 0
+                draft = "auto" if drafted else "none"
+                demand = self._demand_of(replace(self.config, draft=draft, draft_length=length))
+            ways = representation.side_by_side(codec, demand.draft_bytes if drafted else 0)
+            rows += memory.slots_of(demand, plan.budget, plan.context, ways)
+        return RunStats(start_s, plan.report(), codec.name, rows)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -217,17 +223,17 @@ class Runtime:
         if fixed is not None and fixed > limit:
             raise SpeqError(f"context_length is {fixed}; the model's limit is {limit}")
         context = min(fixed or first_context, limit)
-        plan = memory.plan(self._demand, self.config.memory_budget, context)
+        plan = memory.plan(self.demand, self.config.memory_budget, context)
         if self.wants_draft and not plan.has_draft:
             logger.warning(
                 "the INT4 draft takes %s and does not fit the budget: running without one",
-                format_bytes(self._demand.draft_bytes),
+                format_bytes(self.demand.draft_bytes),
             )
         return plan
 
     def _roomy_plan(self, context: int, limit: int) -> memory.MemoryPlan:
         """A plan with some room to grow, where that costs neither the draft nor the request."""
-        demand = self._demand if self._arena else replace(self._demand, draft_bytes=0)
+        demand = self.demand if self._arena else replace(self.demand, draft_bytes=0)
         plan = memory.plan(demand, self.config.memory_budget, context)
         rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
         with contextlib.suppress(SpeqError):
@@ -245,7 +251,7 @@ class Runtime:
             all_fit = False
             with contextlib.suppress(SpeqError):  # of a budget that is too small for words
                 context = self.config.context_length or first_context
-                demand = self._measure_demand()
+                demand = self._demand_of(self.config)
                 plan = memory.plan(demand, self.config.memory_budget, context)
                 all_fit = plan.slots == store.num_layers * store.num_experts
             readers = self.config.reader_threads
@@ -259,21 +265,21 @@ class Runtime:
             return
         told = None if progress is None else _labelled(progress, "measuring encoded experts")
         store.measure(self._arena, self.config.reader_threads, told)
-        self._demand = replace(
-            self._demand,
+        self.demand = replace(
+            self.demand,
             slot_bytes=store.codec.slot_bytes,
-            draft_bytes=self._demand.draft_bytes if self._arena else 0,
+            draft_bytes=self.demand.draft_bytes if self._arena else 0,
         )
-        self.plan = memory.plan(self._demand, self.config.memory_budget, self.plan.context)
+        self.plan = memory.plan(self.demand, self.config.memory_budget, self.plan.context)
 
-    def _measure_demand(self) -> memory.Demand:
+    def _demand_of(self, config: RunConfig) -> memory.Demand:
         opened = self.opened
         return demand_of(
             opened.checkpoint,
             self.shape,
             opened.store,
             self._draft_layout,
-            self.config,
+            config,
             self.dtype,
             self.device,
         )

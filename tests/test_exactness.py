@@ -8,6 +8,7 @@ the shape of a pass does not turn near-ties.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from speq import Generator
 from speq.bench.report import read_prompts
+from speq.cli.pack import packing_of
 from speq.config import CACHE_POLICIES, PREFETCH_MODES
 from speq.runtime import fetch_from, open_model
 from speq.scheduler.transfer import Fetch
@@ -26,7 +28,13 @@ from tests.fake_transfer import Reordering
 from tests.gptq_files import Packing, write_gptq
 from tests.pairwise import pairwise
 from tests.smallest import two_slot_budget
-from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+from tests.tiny_models import (
+    FAMILIES,
+    greedy_tokens,
+    load_plain,
+    write_model,
+    write_perturbed,
+)
 
 Folder = Callable[[str], Path]
 
@@ -35,6 +43,8 @@ DRAFT_LENGTHS = (0, 1, 3, 8)
 BUDGETS = ("two slots", "half", "all")
 DRAFTS = ("own", "poor", "gptq")
 STORES = ("plain", "packed")
+# Out of a plain store, experts are encoded as they are read.
+CODECS = ("raw", "lossless", "residual")
 READERS = (1, 2, 4, 8)
 # Two runs of different length, so that prompts end inside and at the end of a chunk.
 PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
@@ -50,6 +60,7 @@ class Cell:
     readers: int = 2
     cache_policy: str = "lru"
     prefetch: str = "none"
+    codec: str = "raw"
 
 
 @pytest.fixture(autouse=True)
@@ -62,48 +73,55 @@ def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speq.runtime.fetch_from", fetch)
 
 
-@pytest.fixture(scope="session")
-def packed(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Folder of the packed small model of a family."""
-    root = tmp_path_factory.mktemp("packed")
-    made: dict[str, Path] = {}
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where small models lie, and their drafts and packs once a cell asks for them.
 
-    def folder(family: str) -> Path:
-        if family not in made:
-            opened = open_model(tiny(family))
+    Compact codecs are of bfloat16; all others run in float32, as the models are stored.
+    """
+
+    root: Path
+    float32: Folder
+    bfloat16: Folder
+
+    def published(self, family: str, cell: Cell) -> Path:
+        return (self.float32 if cell.codec == "raw" else self.bfloat16)(family)
+
+    def draft(self, family: str, cell: Cell) -> str:
+        """The draft option; where a pack has its draft in it, what it is packed with."""
+        if cell.draft == "own":
+            return "auto"
+        model = self.published(family, cell)
+        path = self.root / f"{family}-{model.parent.name}-{cell.draft}"
+        if not path.exists() and cell.draft == "poor":
+            write_perturbed(path, model, noise=0.5)
+        elif not path.exists():
+            write_gptq(path, model, Packing(2, desc_act=True, group_size=16))
+        return str(path)
+
+    def of(self, family: str, cell: Cell) -> tuple[Path, str]:
+        """The model a cell runs, and its draft option."""
+        model, draft = self.published(family, cell), self.draft(family, cell)
+        if cell.store == "plain":
+            return model, draft
+        tied = cell.codec == "residual"
+        path = self.root / f"{family}-packed-{cell.codec}{f'-{cell.draft}' if tied else ''}"
+        if not path.exists():
+            opened = open_model(model)
             assert isinstance(opened.store, SafetensorsExpertStore)
-            pack(opened.checkpoint, opened.store, root / family)
+            packing = packing_of(opened, cell.codec, draft if tied else "auto")
+            pack(opened.checkpoint, opened.store, path, packing)
+            if packing.draft is not None:
+                packing.draft.close()
             opened.close()
-            made[family] = root / family
-        return made[family]
-
-    return folder
+        return path, "auto" if tied else draft
 
 
 @pytest.fixture(scope="session")
-def gptq_draft(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Folder of a GPTQ checkpoint of the small model of a family, its inputs out of order."""
-    root = tmp_path_factory.mktemp("gptq")
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = root / family
-            write_gptq(made[family], tiny(family), Packing(2, desc_act=True, group_size=16))
-        return made[family]
-
-    return folder
-
-
-def budget_bytes(cell: Cell, model: Path, draft: str, context: int, dtype: str) -> int:
-    if cell.budget == "all":
-        return 1 << 30
-    smallest = two_slot_budget(model, context, dtype, cell.draft_length, cell.readers, draft)
-    if cell.budget == "two slots":
-        return smallest
-    store = open_model(model).store
-    experts = store.num_layers * store.num_experts
-    return smallest + (experts // 2 - 2) * store.codec.slot_bytes
+def folders(
+    tiny: Folder, tiny_bfloat16: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Folders:
+    return Folders(tmp_path_factory.mktemp("forms"), tiny, tiny_bfloat16)
 
 
 def outcomes(steps: list[StepStats]) -> set[str]:
@@ -121,7 +139,12 @@ def run_cell(
 ) -> set[str]:
     """Generate in one cell and compare; the outcomes of its drafts."""
     context = len(prompt) + len(expected)
-    budget = budget_bytes(cell, model, draft, context, dtype)
+    smallest, demand = two_slot_budget(
+        model, context, dtype, cell.draft_length, cell.readers, draft, cell.codec
+    )
+    experts = demand.num_experts
+    more = (experts // 2 - 2) * demand.slot_bytes
+    budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
     generator = Generator.from_pretrained(
         model,
         budget,
@@ -132,10 +155,9 @@ def run_cell(
         reader_threads=cell.readers,
         cache_policy=cell.cache_policy,
         prefetch=cell.prefetch,
+        codec=cell.codec,
     )
-    store = generator.runtime.opened.store
     slots = generator.runtime.plan.slots
-    experts = store.num_layers * store.num_experts
     assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
     result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True)
     assert result.token_ids == expected, cell
@@ -149,41 +171,22 @@ def run_cell(
     return outcomes(steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
-    """Where a family's small model lies, in all the forms it is read from."""
-
-    plain: Folder
-    packed: Folder
-    poor_draft: Folder
-    gptq_draft: Folder
-
-    def draft(self, family: str, which: str) -> str:
-        """The draft option for one of DRAFTS."""
-        if which == "own":
-            return "auto"
-        return str((self.poor_draft if which == "poor" else self.gptq_draft)(family))
-
-
-@pytest.fixture
-def folders(tiny: Folder, packed: Folder, poor_draft: Folder, gptq_draft: Folder) -> Folders:
-    return Folders(tiny, packed, poor_draft, gptq_draft)
-
-
 def check_family(family: str, cells: list[Cell], folders: Folders, dtype: str) -> None:
-    plain = load_plain(folders.plain(family), DTYPES[dtype])
-    expected = [greedy_tokens(plain, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    expected: dict[tuple[Path, int], list[int]] = {}
     seen: set[str] = set()
     for at, cell in enumerate(cells):
-        model = (folders.packed if cell.store == "packed" else folders.plain)(family)
-        draft = folders.draft(family, cell.draft)
         which = at % len(PROMPTS)
-        seen |= run_cell(cell, model, draft, dtype, PROMPTS[which], expected[which])
+        key = folders.published(family, cell), which
+        if key not in expected:
+            plain = load_plain(key[0], DTYPES[dtype])
+            expected[key] = greedy_tokens(plain, PROMPTS[which], NEW_TOKENS)
+        model, draft = folders.of(family, cell)
+        seen |= run_cell(cell, model, draft, dtype, PROMPTS[which], expected[key])
     assert seen == {"full", "partial", "rejected"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
+@cache
+def pairwise_cells() -> list[Cell]:
     factors = (
         DRAFT_LENGTHS,
         BUDGETS,
@@ -192,8 +195,14 @@ def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> No
         READERS,
         CACHE_POLICIES,
         PREFETCH_MODES,
+        CODECS,
     )
-    check_family(family, [Cell(*values) for values in pairwise(*factors)], folders, "float32")  # type: ignore[arg-type]
+    return [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
+    check_family(family, pairwise_cells(), folders, "float32")
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
@@ -204,6 +213,8 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
         Cell(8, "all", "own"),
         Cell(0, "two slots", "own", "packed", 1),
         Cell(3, "half", "gptq"),
+        Cell(3, "half", "own", "packed", codec="lossless"),
+        Cell(3, "half", "gptq", "packed", codec="residual"),
     ]
     check_family(family, cells, folders, "float64")
 
@@ -213,11 +224,10 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
 def test_any_number_of_readers_gives_the_exact_tokens(
     readers: int, store: str, folders: Folders
 ) -> None:
-    model = (folders.packed if store == "packed" else folders.plain)("qwen3_moe")
-    expected = greedy_tokens(load_plain(folders.plain("qwen3_moe")), PROMPTS[1], 60)
+    expected = greedy_tokens(load_plain(folders.float32("qwen3_moe")), PROMPTS[1], 60)
     for draft_length in (0, 3):
         cell = Cell(draft_length, "half", "own", store, readers)
-        run_cell(cell, model, "auto", "float32", PROMPTS[1], expected)
+        run_cell(cell, *folders.of("qwen3_moe", cell), "float32", PROMPTS[1], expected)
 
 
 @pytest.mark.full
@@ -226,7 +236,7 @@ def test_any_number_of_readers_gives_the_exact_tokens(
 def test_greedy_tokens_full_product(family: str, dtype: str, folders: Folders) -> None:
     cells = []
     for at, values in enumerate(product(DRAFT_LENGTHS, BUDGETS, DRAFTS, STORES)):
-        cells.append(Cell(*values, readers=1 + at * 5 % 8))
+        cells += [Cell(*values, readers=1 + at * 5 % 8, codec=codec) for codec in CODECS]
     check_family(family, cells, folders, dtype)
 
 
@@ -326,8 +336,10 @@ def compare_bundled(model: Path, settings: list[tuple[int, str]]) -> None:
 def test_sixteen_bit_output_does_not_depend_on_what_lies_in_slots(bundled: Path) -> None:
     """In 16 bits the shape of a pass matters (here prompts of one chunk), and nothing else."""
     texts = set()
-    for budget in ("20MiB", "26MiB", "64MiB"):
-        generator = Generator.from_pretrained(bundled, budget, draft_length=4, context_length=160)
+    for budget, codec in (("20MiB", "raw"), ("26MiB", "lossless"), ("64MiB", "raw")):
+        generator = Generator.from_pretrained(
+            bundled, budget, draft_length=4, context_length=160, codec=codec
+        )
         chunk = generator.runtime.plan.chunk
         assert chunk >= 16
         result = generator.generate([5, 6, 7, 8], max_new_tokens=100, ignore_eos=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from speq.errors import SpeqError
-from speq.memory import Demand, MemoryPlan, plan
+from speq.memory import Demand, MemoryPlan, Representation, plan, slots_of
 
 ITEMS = ("non_expert_weights", "draft", "kv_cache", "read_buffers", "workspace", "slots")
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -208,3 +208,36 @@ def test_longer_context_takes_from_the_slots() -> None:
     assert slots[0] > slots[-1]
     with pytest.raises(SpeqError, match="for a context of 100000 tokens"):
         plan(DEMAND, budget, 100_000)
+
+
+def test_a_draft_that_is_needed_is_not_left_out() -> None:
+    budget = smallest(replace(DEMAND, draft_bytes=0), 30)
+    assert not plan(DEMAND, budget, 30).has_draft
+    needed = replace(DEMAND, draft_needed=True)
+    with pytest.raises(SpeqError, match=r"it takes .*draft 78\.1 KiB"):
+        plan(needed, budget, 30)
+    assert smallest(needed, 30) == budget + DEMAND.draft_bytes
+    assert plan(needed, budget + DEMAND.draft_bytes, 30).slots == 2
+
+
+def test_slots_of_other_representations() -> None:
+    """Each is what a plan of its own would say, and 0 where there would be none."""
+    budget = smallest(replace(DEMAND, draft_bytes=0), 30) + 5 * DEMAND.slot_bytes
+    ways = [
+        Representation("raw", 0, 9_000, False),
+        Representation("lossless", 0, 6_000, True),
+        Representation("residual", 80_000, 5_000, True),
+    ]
+    rows = slots_of(DEMAND, budget, 30, ways)
+    assert [row["slots"] for row in rows[:2]] == [
+        plan(replace(DEMAND, draft_bytes=0, slot_bytes=size), budget, 30).slots
+        for size in (9_000, 6_000)
+    ]
+    assert rows[1]["slots"] > rows[0]["slots"] > 2
+    assert rows[2] == {
+        "codec": "residual",
+        "draft": True,
+        "slots": 0,
+        "slot_bytes": 5_000,
+        "estimated": True,
+    }

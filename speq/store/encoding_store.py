@@ -22,12 +22,11 @@ Progress = Callable[[int, int], None]
 class EncodingStore:
     """Reads words, and fills slots with records of `codec`.
 
-    expected_bytes  of a record, by which slots are planned until `measure` knows the largest
+    Until `measure` knows the largest record, slots are said to hold the smallest there can be:
+    plans made by that refuse no budget that would do.
     """
 
-    def __init__(
-        self, words: SafetensorsExpertStore, codec: ExpertCodec, expected_bytes: int
-    ) -> None:
+    def __init__(self, words: SafetensorsExpertStore, codec: ExpertCodec) -> None:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts
         self.words = words
@@ -35,7 +34,7 @@ class EncodingStore:
         held = (2 if codec.needs_draft else 1) * words.codec.slot_bytes
         self.reading_bytes = words.reading_bytes + held + ALIGNMENT
         self._any_size = codec
-        self._codec = codec.holding(expected_bytes)
+        self._codec = codec.holding(codec.record_range[0])
         self._base: Int4Arena | None = None
         self._sizes: list[int] = []
         self._scratch: SimpleQueue[Tensor] = SimpleQueue()
