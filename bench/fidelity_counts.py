@@ -129,7 +129,6 @@ class Fidelity:
         sampling = SamplingParams(max_new_tokens=len(self.positions) + 1, ignore_eos=True)
         step = engine.step(Sequence(token_ids, sampling))
         engine.cache.rewind(step.accepted + 1)
-        engine.steps.clear()  # with all their events
         lookahead = engine.offload.prefetcher.lookahead
         used = {layer: ranked(route) for layer, route in lookahead.used.items()}
         for (node, layer), route in lookahead.predicted.items():

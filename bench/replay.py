@@ -13,7 +13,10 @@ from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.policies import eviction_policy
 from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
 from speq.scheduler.supply import ExpertSupply
-from speq.stats import Recorder, RunStats
+from speq.stats import Recorder, RunStats, StepStats
+
+# Asked before each further token of a draft: (tokens drafted, new experts so far).
+GoOn = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +98,17 @@ class Replay:
         for number, step in enumerate(self._trace.steps):
             if number == warm_up:
                 result = Replayed(RunStats(self._clock.now, {}))
-            self._step(step, result)
+            result.stats.record(self.step(step, self._times, result))
         return result
 
-    def _step(self, step: TraceStep, result: Replayed) -> None:
+    def step(
+        self, step: TraceStep, times: Times, result: Replayed, go_on: GoOn = lambda *_: True
+    ) -> StepStats:
+        """Replay one round, drafted as far as `go_on` lets it; add to the counts of `result`."""
         stats = self._recorder.begin("decode")
         self._prefetcher.begin(len(step.drafted))
         with self._recorder.timed("draft"):
-            for token, layers in enumerate(step.drafted):
-                for layer, choice in enumerate(layers):
-                    self._clock.now += self._times.draft_layer_s
-                    self._prefetcher.request(token, layer, drafted_route(choice))
+            step = step.cut(self._draft(step, times, go_on))
         self._arrive()
         for layer, nodes in enumerate(step.used):
             needs = {e for node in nodes for e in node}
@@ -113,21 +116,31 @@ class Replay:
             result.ready += sum(ExpertKey(layer, e) in self._supply.cache for e in needs)
         with self._recorder.timed("verify"):
             for layer in range(self._trace.num_layers):
-                self._verify(step, layer, result)
+                self._verify(step, layer, times, result)
         stats.draft_length = len(step.drafted)
         stats.accepted = len(step.path) - 1
         stats.emitted = len(step.path)
         result.tokens += stats.emitted
         self._recorder.rejected(self._prefetcher.lookahead.rejected(step.path))
-        result.stats.record(self._recorder.finish())
+        return self._recorder.finish()
+
+    def _draft(self, step: TraceStep, times: Times, go_on: GoOn) -> int:
+        """Draft token by token; how many they became."""
+        for token, layers in enumerate(step.drafted):
+            if token and not go_on(token, self._prefetcher.new_experts):
+                return token
+            for layer, choice in enumerate(layers):
+                self._clock.now += times.draft_layer_s
+                self._prefetcher.request(token, layer, drafted_route(choice))
+        return len(step.drafted)
 
     def _arrive(self) -> None:
         """Take in all that has arrived: the link learns of the time only when it is asked."""
         self._link.report()
         self._supply.land()
 
-    def _verify(self, step: TraceStep, layer: int, result: Replayed) -> None:
-        times, nodes = self._times, step.used[layer]
+    def _verify(self, step: TraceStep, layer: int, times: Times, result: Replayed) -> None:
+        nodes = step.used[layer]
         self._clock.now += times.layer_s
         self._arrive()
         experts = sorted({e for node in nodes for e in node})

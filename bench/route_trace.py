@@ -38,6 +38,18 @@ class TraceStep:
     def emitted(self) -> int:
         return len(self.path)
 
+    def cut(self, draft_length: int) -> "TraceStep":
+        """The same round, had its draft, a chain, ended after so many tokens."""
+        if draft_length >= len(self.drafted):
+            return self
+        rows = draft_length + 1
+        return TraceStep(
+            self.drafted[:draft_length],
+            [nodes[:rows] for nodes in self.used],
+            [nodes[:rows] for nodes in self.guessed],
+            self.path[:rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RouteTrace:

@@ -1,10 +1,13 @@
-"""Draft lengths that do not depend on what is measured."""
+"""What chooses draft lengths, and the choice that depends on nothing measured."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from speq.stats import StepStats
+from speq.stats import Forecast, StepStats
+
+# fixed: no choice was made. best: the highest expected throughput. probe: another one, to learn
+# what it costs. bound: what a latency objective or the end of the request leaves.
+Ground = Literal["fixed", "best", "probe", "bound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +16,23 @@ class Decision:
 
     draft_length: int
     reason: str
+    ground: Ground = "fixed"
+    forecast: Forecast | None = None
 
 
 class Governor(Protocol):
-    def decide(self, steps: Sequence[StepStats]) -> Decision:
-        """Choose from the steps measured so far, the last one last."""
+    def decide(self) -> Decision:
+        """Choose the next cycle's draft length."""
+
+    def go_on(self, drafted: int, new_experts: int) -> bool:
+        """Whether to draft one more token, now that `drafted` of them are there.
+
+        new_experts  (layer, expert) pairs that the draft named so far and that were neither in
+                     slots nor on their way when it did
+        """
+
+    def observe(self, step: StepStats) -> None:
+        """Learn from a finished cycle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,5 +42,11 @@ class FixedDraftLength:
     draft_length: int
     reason: str = "fixed"
 
-    def decide(self, steps: Sequence[StepStats]) -> Decision:
+    def decide(self) -> Decision:
         return Decision(self.draft_length, self.reason)
+
+    def go_on(self, drafted: int, new_experts: int) -> bool:
+        return True
+
+    def observe(self, step: StepStats) -> None:
+        pass

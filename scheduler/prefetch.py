@@ -26,9 +26,16 @@ PAYS = 0.65
 
 
 class Prefetcher(Protocol):
-    """Serves verifications, and hears of the draft before them."""
+    """Serves verifications, and hears of the draft before them.
+
+    new_experts  (layer, expert) pairs that the draft under way named so far and that were neither
+                 in slots nor on their way when it did: |E_new| of MoE-SpeQ 3.2.2
+    """
 
     lookahead: LookaheadBuffer
+
+    @property
+    def new_experts(self) -> int: ...
 
     def begin(self, draft_length: int) -> None:
         """A step follows that drafts so many tokens at most."""
@@ -49,13 +56,21 @@ class OnDemand:
     def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
         self._supply = supply
+        self._new: set[ExpertKey] = set()
+
+    @property
+    def new_experts(self) -> int:
+        return len(self._new)
 
     def begin(self, draft_length: int) -> None:
         self.lookahead.clear()
+        self._new.clear()
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        self._supply.cache.policy.foretell(layer, route.topk_ids.flatten().tolist())
+        experts = route.topk_ids.flatten().tolist()
+        self._new |= self._supply.missing(layer, experts)
+        self._supply.cache.policy.foretell(layer, experts)
 
     def observe(self, layer: int, route: Route) -> None:
         self.lookahead.observe(layer, route)
@@ -102,10 +117,16 @@ class DraftGuided:
         self._supply = supply
         self._mode = mode
         self._guesses = GuessRecord()
+        self._new: set[ExpertKey] = set()
         self.begin(0)
+
+    @property
+    def new_experts(self) -> int:
+        return len(self._new)
 
     def begin(self, draft_length: int) -> None:
         self.lookahead.clear()
+        self._new.clear()
         self._supply.pace.pause()
         self._draft_length = draft_length
         self._phase = Phase.PRIMING if draft_length else Phase.SATURATION
@@ -123,6 +144,7 @@ class DraftGuided:
         experts, weights = route.topk_ids.flatten().tolist(), route.topk_weights.flatten().tolist()
         # One token's choice is likely to be used if it has its even share of the weight.
         even = sum(weights) / len(experts)
+        self._new |= self._supply.missing(layer, experts)
         self._wanted[layer].update(experts)
         self._unsettled.add(layer)
         self._likely[layer] |= {e for e, w in zip(experts, weights, strict=True) if w >= even}

@@ -98,6 +98,11 @@ class ExpertSupply:
         """Whether `key` is there or on its way."""
         return key in self.cache or key in self._under_way
 
+    def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
+        """Those of a layer's experts that are neither there nor on their way."""
+        keys = (ExpertKey(layer, expert) for expert in experts)
+        return {key for key in keys if not self.has(key)}
+
     def load_ahead(self, keys: list[ExpertKey], room: int) -> int:
         """Prefetch those that are missing, up to so many, as slots can be had; how many it were.
 

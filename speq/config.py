@@ -33,8 +33,6 @@ CODECS = ("auto", "raw", "lossless", "residual")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
-# The fixed length of `auto`, until a governor chooses it from measurements.
-DEFAULT_DRAFT_LENGTH = 4
 
 
 def parse_bytes(text: str | int) -> int:
@@ -51,6 +49,25 @@ def parse_bytes(text: str | int) -> int:
             "such as 8GiB, 512MiB or 20GB"
         )
     return size
+
+
+def parse_rate(name: str, text: str) -> float:
+    """Bytes per second in a rate such as "25GB/s". Raises SpeqError, naming the option."""
+    size, slash, second = str(text).rpartition("/")
+    if not slash or second.strip().lower() != "s":
+        raise SpeqError(f"{name} is {text!r}; give bytes per second with a unit, such as 25GB/s")
+    try:
+        return float(parse_bytes(size))
+    except SpeqError as error:
+        raise SpeqError(f"{name} is {text!r}: {error}") from error
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate for people: decimal units, three significant digits, as links are sold by."""
+    for unit, name in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= unit:
+            return f"{bytes_per_s / unit:.3g} {name}"
+    return f"{bytes_per_s:.3g} B/s"
 
 
 def format_bytes(size: int | float) -> str:
@@ -94,7 +111,7 @@ class RunConfig:
     context_length  tokens the KV cache holds; None: what each request needs
     draft           "auto", "none", or the folder or hub id of a checkpoint whose experts draft,
                     as they are (GPTQ) or rounded
-    draft_length    tokens drafted per step; None: chosen by the governor
+    draft_length    tokens drafted per step; None: chosen by the governor, cycle by cycle
     codec           how exact experts lie in slots: "raw", "lossless" or "residual" (over the
                     draft's codes); "auto": as the model is packed, or else raw where all experts
                     fit so or encoding would hold reads up, lossless where not
@@ -102,6 +119,8 @@ class RunConfig:
                     for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
     reader_threads  experts read from disk at a time (device cpu)
+    tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
+    latency_slo_ms  the same for the first cycle after the prompt, and between bursts of tokens
     """
 
     memory_budget: int
@@ -116,6 +135,8 @@ class RunConfig:
     draft_kernel: str = "fused"
     verify_reads: bool = False
     reader_threads: int = DEFAULT_READER_THREADS
+    tpot_slo_ms: float | None = None
+    latency_slo_ms: float | None = None
 
     @classmethod
     def of(
@@ -146,9 +167,25 @@ class RunConfig:
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
         checked_choice("codec", config.codec, CODECS)
         checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
+        for name in ("tpot_slo_ms", "latency_slo_ms"):
+            checked_slo(name, getattr(config, name), config.draft_length)
         if config.draft == "":
             raise SpeqError("draft is empty; give auto, none, a folder or a hub id")
         return config
+
+
+def checked_slo(name: str, value: Any, draft_length: int | None) -> None:
+    """Raises SpeqError for what is no time, and where there is nothing to choose by it."""
+    if value is None:
+        return
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not 0 < value < math.inf:
+        raise SpeqError(f"{name} is {value!r}; it must be a positive number of milliseconds")
+    if draft_length is not None:
+        raise SpeqError(
+            f"{name} is given and draft_length is {draft_length}; objectives are kept to by "
+            "choosing the draft length, which then must be auto"
+        )
 
 
 def _draft_length(value: str | int | None) -> int | None:

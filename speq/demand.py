@@ -1,8 +1,11 @@
 """What a run asks of memory, from its model, its options and its draft's layout."""
 
+from dataclasses import dataclass
+
 import torch
 
-from speq.config import DEFAULT_DRAFT_LENGTH, RunConfig
+from speq.config import RunConfig
+from speq.governor.adaptive import LONGEST
 from speq.int4 import Int4Layout
 from speq.memory import Demand
 from speq.models.shape import ModelShape
@@ -13,8 +16,8 @@ from speq.store.expert_store import ExpertStore, is_expert_tensor
 
 
 def draft_length_of(config: RunConfig) -> int:
-    """Tokens to draft, where nothing is drafted for want of a draft."""
-    return DEFAULT_DRAFT_LENGTH if config.draft_length is None else config.draft_length
+    """Of the longest draft that may be verified."""
+    return LONGEST if config.draft_length is None else config.draft_length
 
 
 def needs_draft(config: RunConfig, store: ExpertStore) -> bool:
@@ -33,6 +36,32 @@ def encodes_residuals(store: ExpertStore) -> bool:
     return isinstance(store, EncodingStore) and store.codec.needs_draft
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """What memory needs to know of a store of exact experts, or of one that is only thought of.
+
+    count          of all layers together
+    reading_bytes  what each thread that reads takes beside the slot it fills
+    order_bytes    what an expert's draft takes besides, where experts are encoded over it
+    """
+
+    count: int
+    slot_bytes: int
+    reading_bytes: int
+    needs_draft: bool = False
+    order_bytes: int = 0
+
+    @classmethod
+    def of(cls, store: ExpertStore, draft: Int4Layout) -> "ExpertSizes":
+        return cls(
+            store.num_layers * store.num_experts,
+            store.codec.slot_bytes,
+            store.reading_bytes,
+            store.codec.needs_draft,
+            4 * draft.expert_width * encodes_residuals(store),
+        )
+
+
 def demand_of(
     checkpoint: Checkpoint,
     shape: ModelShape,
@@ -43,29 +72,50 @@ def demand_of(
     device: torch.device,
 ) -> Demand:
     """Of a model computed in `dtype`, its experts out of `store`."""
-    wanted = wants_draft(config, store)
-    scored = 1 + draft_length_of(config) if wanted else 1
-    count = store.num_layers * store.num_experts
-    draft_bytes = draft.nbytes + 4 * draft.expert_width * encodes_residuals(store)
     on_cpu = device.type == "cpu"
-    # On a GPU loading and reading pass through host memory, which is not what is budgeted.
-    readers = config.reader_threads if on_cpu else 0
+    return demand_by_sizes(
+        shape,
+        ExpertSizes.of(store, draft),
+        draft.nbytes if wants_draft(config, store) else 0,
+        draft_length_of(config),
+        dtype,
+        # On a GPU loading and reading pass through host memory, which is not what is budgeted.
+        loading_bytes_of(checkpoint, dtype) if on_cpu else 0,
+        config.reader_threads if on_cpu else 0,
+    )
+
+
+def demand_by_sizes(
+    shape: ModelShape,
+    experts: ExpertSizes,
+    draft_bytes: int,
+    draft_length: int,
+    dtype: torch.dtype,
+    loading_bytes: int,
+    readers: int,
+) -> Demand:
+    """The same from sizes alone.
+
+    draft_bytes    of an INT4 expert; 0: no draft
+    draft_length   of the longest draft that may be verified
+    """
+    scored = 1 + draft_length if draft_bytes else 1
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
-        loading_bytes=_loading_bytes(checkpoint, dtype) if on_cpu else 0,
-        draft_bytes=count * draft_bytes if wanted else 0,
-        draft_needed=store.codec.needs_draft,
+        loading_bytes=loading_bytes,
+        draft_bytes=experts.count * (draft_bytes + experts.order_bytes) if draft_bytes else 0,
+        draft_needed=experts.needs_draft,
         kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
-        reading_bytes=ALIGNMENT + readers * store.reading_bytes,
-        slot_bytes=store.codec.slot_bytes,
-        num_experts=count,
+        reading_bytes=ALIGNMENT + readers * experts.reading_bytes,
+        slot_bytes=experts.slot_bytes,
+        num_experts=experts.count,
         workspace=lambda rows, context: shape.workspace_bytes(
             max(rows, scored), scored, context, dtype
         ),
     )
 
 
-def _loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def loading_bytes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """What loading holds beside the weights it leaves: those in another dtype, as stored."""
     tensors = checkpoint.tensors.items()
     stored = [info for name, (_, info) in tensors if not is_expert_tensor(name)]

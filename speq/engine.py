@@ -8,7 +8,7 @@ StepStats, and nowhere else.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -52,7 +52,6 @@ class Engine:
     governor: Governor
     recorder: Recorder
     chunk: int
-    steps: list[StepStats] = field(default_factory=list)
 
     def start(
         self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
@@ -60,7 +59,6 @@ class Engine:
         """Run the prompt and emit the first token. progress: told (tokens done, tokens)."""
         stats = self.recorder.begin("prefill")
         self.cache.clear()
-        self.steps.clear()
         prompt = sequence.prompt_ids
         stream = self.offload.stream.prompt(len(prompt), self.chunk, progress)
         with self.mending(), self.recorder.timed("prefill"), stream:
@@ -79,22 +77,28 @@ class Engine:
         prefetcher.begin(decision.draft_length)
         with self.mending(), self.recorder.timed("draft"):
             draft = self.drafter.propose(
-                sequence, decision.draft_length, on_route=prefetcher.request
+                sequence, decision.draft_length, on_route=prefetcher.request, go_on=self.go_on
             )
         with self.mending(), self.recorder.timed("verify"):
             scored = self.verify(sequence, draft)
         outcome = accept(draft, scored.logits, sequence)
-        stats.reason = decision.reason
+        stats.ground, stats.reason = decision.ground, decision.reason
+        stats.forecast = decision.forecast
         self.commit(sequence, draft, outcome, stats)
-        return self.recorder.finish()
+        self.governor.observe(self.recorder.finish())
+        return stats
 
     def draft_length(self, sequence: Sequence) -> Decision:
         """The governor's choice, short of drafting more than may still be emitted."""
-        decision = self.governor.decide(self.steps)
+        decision = self.governor.decide()
         useful = sequence.remaining - 1
         if decision.draft_length <= useful:
             return decision
-        return Decision(useful, f"{useful} left after the next token")
+        return Decision(useful, f"{useful} left after the next token", "bound")
+
+    def go_on(self, drafted: int) -> bool:
+        """Whether the draft under way is worth another token, by the experts it has named."""
+        return self.governor.go_on(drafted, self.offload.prefetcher.new_experts)
 
     def verify(self, sequence: Sequence, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
@@ -116,7 +120,6 @@ class Engine:
         stats.named, stats.choices = lookahead.recall(outcome.path)
         if len(outcome.path) < draft.nodes:
             self.recorder.rejected(lookahead.rejected(outcome.path))
-        self.steps.append(stats)
 
     @contextmanager
     def mending(self) -> Iterator[None]:

@@ -103,8 +103,9 @@ class Generator:
         """Load a model folder or hub id.
 
         memory_budget  for everything on the device, such as "8GiB"
-        options        device, dtype, context_length, draft, draft_length, draft_kernel,
-                       codec, cache_policy, prefetch, verify_reads, reader_threads; see RunConfig
+        options        device, dtype, context_length, draft, draft_length, tpot_slo_ms,
+                       latency_slo_ms, draft_kernel, codec, cache_policy, prefetch,
+                       verify_reads, reader_threads; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
 

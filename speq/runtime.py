@@ -7,6 +7,7 @@ the expert slots share the rest of the budget and are laid out for the context a
 import contextlib
 import gc
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from speq import memory, native, representation
 from speq.config import RunConfig, format_bytes
 from speq.demand import (
     demand_of,
-    draft_length_of,
     encodes_residuals,
     needs_draft,
     wants_draft,
@@ -27,7 +27,9 @@ from speq.drafters.drafter import Drafter, PlainDecoding
 from speq.drafters.self_draft import SelfDraft
 from speq.engine import Engine, Offload
 from speq.errors import SpeqError
-from speq.governor.draft_length import FixedDraftLength
+from speq.governor.adaptive import make_governor
+from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.slo import Objectives
 from speq.int4 import Int4Arena
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
@@ -107,6 +109,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def objectives_of(config: RunConfig) -> Objectives:
+    def seconds(limit_ms: float | None) -> float:
+        return math.inf if limit_ms is None else limit_ms / 1e3
+
+    return Objectives(seconds(config.tpot_slo_ms), seconds(config.latency_slo_ms))
+
+
 def fetch_from(source: ExpertStore | HostTier) -> Fetch:
     """Reads of one source, which holds on to nothing else."""
 
@@ -161,6 +170,8 @@ class Runtime:
             self._arena = self._draft_arena(draft, progress) if self.plan.has_draft else None
         self.draft_bank = self._draft_bank()
         self._measure_records(progress)
+        # What it learns outlives the arenas that are laid out anew.
+        self._governor = make_governor(config.draft_length, objectives_of(config))
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
 
@@ -336,10 +347,10 @@ class Runtime:
         slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
         cache = KVCache(shape.num_layers, shape.kv_shapes, plan.context, self.dtype, self.device)
         drafter: Drafter = PlainDecoding()
-        governor = FixedDraftLength(0, self._no_draft_reason())
+        governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.draft_bank is not None:
             drafter = SelfDraft(self.model, self.draft_bank, cache)
-            governor = FixedDraftLength(draft_length_of(self.config))
+            governor = self._governor
         return Engine(
             model=self.model,
             cache=cache,

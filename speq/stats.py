@@ -56,6 +56,21 @@ class LayerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the governor expected of a cycle, in seconds, to compare with what it took.
+
+    serial_s, overlapped_s  by Eq. 3 of MoE-SpeQ, and with transfers hidden behind computation
+    cycle_s                 what the decision was based on: the model corrected by measurements
+    tokens                  1 + k_accept
+    """
+
+    serial_s: float
+    overlapped_s: float
+    cycle_s: float
+    tokens: float
+
+
 @dataclass(slots=True)
 class StepStats:
     """One step: a prefill, or one round of draft, verification and acceptance.
@@ -66,7 +81,7 @@ class StepStats:
     used           experts brought ahead of their need that were then asked for
     wasted         experts brought ahead of their need and evicted before it came
     layers         MoE layers passed; covered: the sum over them of hits / requests
-    moved_bytes    bytes of experts brought into slots
+    moved          experts brought into slots; moved_bytes: their bytes
     ahead_bytes    of them, those asked for ahead of their need
     rejected_bytes of them, those of experts that none but rejected tokens of the draft wanted
     read_bytes     bytes read from the disk for them: whole blocks
@@ -76,6 +91,7 @@ class StepStats:
     by_layer       the same, layer by layer
     named, choices expert choices of the exact model that the draft's recorded route had named, of
                    those for which it had recorded a route (token by token)
+    ground, reason, forecast  of the decision for this draft length, as far as there was one
     """
 
     phase: str
@@ -89,6 +105,7 @@ class StepStats:
     wasted: int = 0
     layers: int = 0
     covered: float = 0.0
+    moved: int = 0
     moved_bytes: int = 0
     ahead_bytes: int = 0
     rejected_bytes: int = 0
@@ -104,7 +121,9 @@ class StepStats:
     late_s: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
+    ground: str = ""
     reason: str = ""
+    forecast: Forecast | None = None
     events: list[Event] = field(default_factory=list)
     by_layer: dict[int, LayerStats] = field(default_factory=dict)
 
@@ -185,6 +204,7 @@ class Recorder:
         if event.layer is None:
             return
         if event.kind == "transfer":
+            step.moved += 1
             layer = step.layer(event.layer)
             layer.ahead_bytes += event.moved_bytes * event.ahead
             layer.demand_bytes += event.moved_bytes * (not event.ahead)
@@ -266,9 +286,14 @@ class RunStats:
         """Steps, the first ones, whose events and layers are no longer kept."""
         return self._trimmed
 
+    @property
+    def decode(self) -> list[StepStats]:
+        """The steps behind the prompt."""
+        return [step for step in self.steps if step.phase == "decode"]
+
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`, by name; None where a figure does not exist for this run."""
-        decode = [step for step in self.steps if step.phase == "decode"]
+        decode = self.decode
         prefill = [step for step in self.steps if step.phase == "prefill"]
 
         def total(name: str, steps: list[StepStats] = decode) -> Any:

@@ -146,6 +146,12 @@ def test_draft_lengths(given: Any, length: int | None) -> None:
         ({"cache_policy": "random"}, r"cache_policy is 'random'; it must be one of"),
         ({"prefetch": "psychic"}, r"prefetch is 'psychic'; it must be one of"),
         ({"draft": ""}, r"draft is empty; give auto, none, a folder or a hub id"),
+        ({"tpot_slo_ms": 0}, r"tpot_slo_ms is 0; it must be a positive number of milliseconds"),
+        ({"latency_slo_ms": "9"}, r"latency_slo_ms is '9'; it must be a positive number of mill"),
+        (
+            {"latency_slo_ms": 50, "draft_length": 4},
+            r"latency_slo_ms is given and draft_length is 4; objectives .* must be auto",
+        ),
         ({"speed": 11}, r"unknown option speed; the options are memory_budget, .*draft_length"),
         ({"b": 1, "a": 2}, r"unknown option a, b; the options are"),
     ],

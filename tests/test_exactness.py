@@ -161,7 +161,7 @@ def run_cell(
     assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
     result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True)
     assert result.token_ids == expected, cell
-    steps = generator.runtime.engine.steps
+    steps = generator.last_run.decode
     if cell.draft_length:
         assert max(step.draft_length for step in steps) == cell.draft_length
         assert generator.runtime.plan.has_draft
@@ -325,7 +325,7 @@ def compare_bundled(model: Path, settings: list[tuple[int, str]]) -> None:
         drafted = 0
         for at, (ids, tokens) in enumerate(zip(encoded, expected, strict=True)):
             result = generator.generate(ids, max_new_tokens=128, ignore_eos=True)
-            drafted += sum(step.draft_length for step in generator.runtime.engine.steps)
+            drafted += sum(step.draft_length for step in generator.last_run.decode)
             if result.token_ids != tokens:
                 mismatches.append((draft_length, budget, at))
         assert (drafted > 0) == (draft_length > 0)

@@ -247,7 +247,7 @@ def test_a_stop_string_ends_within_an_accepted_run(trained: Subject, bundled: Pa
     text = tokenizer.decode(wanted)
     ends = [len(tokenizer.decode(wanted[: n + 1])) for n in range(24)]
     generator.generate(ids, max_new_tokens=24, ignore_eos=True)
-    runs = [1, *(step.emitted for step in generator.runtime.engine.steps)]
+    runs = [1, *(step.emitted for step in generator.last_run.decode)]
     last_of_runs = {end - 1 for end in accumulate(runs)}
     cases = []
     for at in range(1, 23):
@@ -301,7 +301,7 @@ def test_the_number_of_tokens_is_exact(trained: Subject) -> None:
     ids = trained.generator.encode(PROMPT)
     wanted = trained.wanted(ids, 10)
     trained.generator.generate(ids, max_new_tokens=10, ignore_eos=True)
-    assert max(step.emitted for step in trained.generator.runtime.engine.steps) > 3
+    assert max(step.emitted for step in trained.generator.last_run.decode) > 3
     for count in range(1, 10):
         result = trained.generator.generate(ids, max_new_tokens=count, ignore_eos=True)
         assert result.token_ids == wanted[:count]
@@ -645,7 +645,7 @@ def test_a_budget_without_room_for_the_draft(
     assert result.stats["draft_length_mean"] == 0
     assert result.stats["acceptance_rate"] is None
     assert result.stats["memory"]["draft"] == 0
-    reasons = {step.reason for step in generator.runtime.engine.steps}
+    reasons = {step.reason for step in generator.last_run.decode}
     assert "the draft does not fit the budget" in reasons
     generator.close()
 

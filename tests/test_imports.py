@@ -92,6 +92,8 @@ TABLE = {
             "speq.generator",
             "speq.demand",
             "speq.memory",
+            "speq.planning",
+            "speq.profiles",
             "speq.representation",
             "speq.runtime",
             "speq.text",

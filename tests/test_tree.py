@@ -8,6 +8,7 @@ import torch
 
 from speq import Generator
 from speq.config import SamplingParams
+from speq.drafters.drafter import GoOn
 from speq.layers.draft_experts import OnRoute
 from speq.sequence import Draft, Sequence
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain
@@ -70,7 +71,9 @@ class BranchingDrafter:
         self.answer = answer
         self.proposed = 0
 
-    def propose(self, sequence: Sequence, draft_length: int, on_route: OnRoute) -> Draft:
+    def propose(
+        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
         at = len(sequence.generated_ids)
         token_ids: list[int] = []
         parents: list[int] = []
@@ -98,7 +101,7 @@ def test_the_accepted_path_is_kept(family: str, tiny: Callable[[str], Path]) -> 
     generator.runtime.engine.drafter = drafter
     result = generator.generate(PROMPT, max_new_tokens=count, ignore_eos=True)
     assert result.token_ids == expected
-    steps = generator.runtime.engine.steps
+    steps = generator.last_run.decode
     assert drafter.proposed > count
     accepted = {step.accepted for step in steps}
     assert {0, 4} < accepted

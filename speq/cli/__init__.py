@@ -12,7 +12,9 @@ from speq.cli.check import check
 from speq.cli.doctor import doctor
 from speq.cli.generate import generate
 from speq.cli.pack import pack
+from speq.cli.plan import plan
 from speq.cli.quantize import quantize
+from speq.cli.tune import tune
 from speq.errors import SpeqError
 
 app = typer.Typer(
@@ -28,6 +30,8 @@ app.command()(chat)
 app.command()(check)
 app.command()(pack)
 app.command()(quantize)
+app.command()(plan)
+app.command()(tune)
 app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 

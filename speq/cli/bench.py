@@ -256,6 +256,60 @@ def hit_rate(
     ).print(bench_hit_rate.COLUMNS)
 
 
+@bench_app.command("locality")
+def locality(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="What `speq bench hit-rate --trace` recorded.")
+    ],
+    windows: Annotated[
+        str, typer.Option(help="Tokens of a verification, numbers separated by commas.")
+    ] = "1,5,9",
+    slots: Annotated[
+        str, typer.Option(help="Slots of a layer, numbers separated by commas.")
+    ] = "4,8,16,24",
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """Distinct experts by tokens, which plans count by, beside what policies really miss."""
+    from speq.bench import locality as bench_locality
+    from speq.bench.report import parse_numbers
+
+    report = bench_locality.run(
+        trace,
+        bench_locality.Settings(parse_numbers("windows", windows), parse_numbers("slots", slots)),
+        json_file=json_file,
+        force=force,
+    )
+    report.print(bench_locality.COLUMNS)
+    for note in bench_locality.notes(report):
+        typer.echo(note)
+
+
+@bench_app.command("paper-systems")
+def paper_systems(
+    models: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="Folders with a config.json.")
+    ],
+    budgets: Annotated[
+        str, typer.Option(help="Memory budgets, separated by commas.")
+    ] = "16GB,40GB",
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """The systems of MoE-SpeQ's Figure 13 as plans expect them, beside the paper's order."""
+    from speq.bench import paper_systems as bench_systems
+
+    report = bench_systems.run(
+        models,
+        bench_systems.Settings([part.strip() for part in budgets.split(",")]),
+        json_file=json_file,
+        force=force,
+    )
+    report.print(bench_systems.COLUMNS)
+    for note in bench_systems.notes(report):
+        typer.echo(note)
+
+
 @bench_app.command("schedule")
 def schedule(
     model: opt.ModelArgument,
@@ -353,6 +407,76 @@ def equal_memory(
         )
     report.print_all()
     typer.echo(bench_equal_memory.NOTE)
+
+
+@bench_app.command("governor")
+def governor(
+    model: opt.ModelArgument,
+    budgets: Annotated[str, typer.Option(help="Memory budgets, separated by commas.")],
+    draft_lengths: Annotated[
+        str, typer.Option(help="Fixed draft lengths beside auto, separated by commas.")
+    ] = "0,1,2,4,6,8,12",
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON Lines with a `prompt` in each row; one file for each kind."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of each kind.")] = 2,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 3,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    cache_policy: opt.CachePolicy = "lookahead",
+    prefetch: opt.Prefetch = "three-phase",
+    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """Time per output token with fixed draft lengths and with auto, settings in rotation."""
+    from speq.bench import governor as bench_governor
+
+    bench_governor.run(
+        model,
+        bench_governor.Settings(
+            budgets=[part.strip() for part in budgets.split(",")],
+            draft_lengths=draft_lengths,
+            prompts=prompts or [],
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            rounds=rounds,
+            run={
+                "device": device,
+                "dtype": dtype,
+                "cache_policy": cache_policy,
+                "prefetch": prefetch,
+                "reader_threads": reader_threads,
+            },
+        ),
+        json_file=json_file,
+        force=force,
+    ).print(bench_governor.COLUMNS)
+
+
+@bench_app.command("governor-sim")
+def governor_sim(
+    trace: Annotated[Path, typer.Argument(help="Routes that `bench hit-rate --trace` recorded.")],
+    settings: Annotated[int, typer.Option(help="Simulated machines and texts.")] = 300,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 2000,
+    layers: Annotated[int, typer.Option(help="Of the recorded ones, so many are replayed.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the first setting.")] = 0,
+    processes: Annotated[int, typer.Option(help="Settings simulated at a time.")] = 2,
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """The governor against every fixed draft length, on simulated machines."""
+    from speq.bench import governor_sim as bench_governor_sim
+    from speq.bench.report import print_table
+
+    report, summary = bench_governor_sim.run(
+        bench_governor_sim.Settings(trace, settings, tokens, layers, seed, processes),
+        json_file=json_file,
+        force=force,
+    )
+    print_table(f"{report.bench}: {report.model}", bench_governor_sim.COLUMNS, [summary])
 
 
 @bench_app.command("fidelity")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speq.cli import options as opt
-from speq.cli.run_report import print_layers, print_summary
+from speq.cli.run_report import print_explanation, print_layers, print_summary
 from speq.config import DEFAULT_READER_THREADS
+from speq.governor.explanation import explain
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -25,6 +26,8 @@ def generate(
     context_length: opt.ContextLength = None,
     draft: opt.DraftOption = "auto",
     draft_length: opt.DraftLength = "auto",
+    tpot_slo: opt.TpotSlo = None,
+    latency_slo: opt.LatencySlo = None,
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
     codec: opt.Codec = "auto",
@@ -43,6 +46,9 @@ def generate(
     ] = False,
     show_stats: Annotated[
         bool, typer.Option("--stats", help="Also show, by layer, where experts came from.")
+    ] = False,
+    show_decisions: Annotated[
+        bool, typer.Option("--explain", help="Also show which draft lengths were chosen, and why.")
     ] = False,
     trace: Annotated[
         Path | None,
@@ -76,6 +82,8 @@ def generate(
         context_length=context_length,
         draft=draft,
         draft_length=draft_length,
+        tpot_slo_ms=tpot_slo,
+        latency_slo_ms=latency_slo,
         cache_policy=cache_policy,
         prefetch=prefetch,
         codec=codec,
@@ -99,6 +107,8 @@ def generate(
         assert run is not None, "a run has ended"
         if show_stats:
             print_layers(run.summary())
+        if show_decisions:
+            print_explanation(explain(run.steps))
         if trace is not None:
             write_trace(run, trace)
             if run.trimmed:

@@ -39,7 +39,21 @@ DraftOption = Annotated[
         help="auto, none, or the folder or hub id of a GPTQ checkpoint, or of one to round.",
     ),
 ]
-DraftLength = Annotated[str, typer.Option(help="Tokens drafted per step: auto or a number.")]
+DraftLength = Annotated[
+    str, typer.Option(help="Tokens drafted per step: a number, or auto: chosen by measurement.")
+]
+TpotSlo = Annotated[
+    float | None,
+    typer.Option("--tpot-slo", help="With auto: time per token, at most, in milliseconds."),
+]
+LatencySlo = Annotated[
+    float | None,
+    typer.Option(
+        "--latency-slo",
+        help="With auto: until the first tokens after the prompt's, and between bursts of tokens, "
+        "at most, in milliseconds.",
+    ),
+]
 CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES)}.")]
 Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
 Codec = Annotated[

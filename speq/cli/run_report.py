@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speq.config import format_bytes
+from speq.governor.explanation import Explanation
 
 Show = Callable[[Any], str]
 
@@ -96,3 +97,28 @@ def print_layers(stats: dict[str, Any]) -> None:
     console.print(
         f"transfers were under way for {stats['link_s']:.2f} s, {hidden} of it behind computation"
     )
+
+
+def print_explanation(explanation: Explanation) -> None:
+    """Which draft lengths a run chose, on what grounds, and how well their times were known."""
+    table = Table(title="draft lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("k", "cycles", "tokens", "ms/token", "on what grounds"):
+        table.add_column(title, justify="left" if title.startswith("on") else "right")
+    for choice in explanation.choices:
+        grounds = ", ".join(f"{ground} {count}" for ground, count in choice.grounds.items())
+        token_ms = _shown(choice.token_s, milliseconds)
+        table.add_row(
+            str(choice.draft_length), str(choice.cycles), str(choice.tokens), token_ms, grounds
+        )
+    console = Console(stderr=True)
+    console.print(table)
+    for choice in explanation.choices:
+        console.print(f"k={choice.draft_length}, at last: {choice.reason}", highlight=False)
+    if explanation.error is not None:
+        share = number("{:.1%}")
+        console.print(
+            "cycle times differed from what was expected by "
+            f"{_shown(explanation.serial_error, share)} (transfers not hidden, Eq. 3), "
+            f"{_shown(explanation.overlapped_error, share)} (hidden) and "
+            f"{_shown(explanation.error, share)} (as measured) on average"
+        )

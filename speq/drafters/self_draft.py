@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from speq.drafters.drafter import GoOn
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -18,8 +19,11 @@ class SelfDraft:
         self._bank = bank
         self._cache = cache
 
-    def propose(self, sequence: Sequence, draft_length: int, on_route: OnRoute) -> Draft:
-        """Draft greedily, or by the request's own distribution, up to an end of text.
+    def propose(
+        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
+        """Draft greedily, or by the request's own distribution, up to an end of text or as far as
+        `go_on` lets it.
 
         The draft's KV entries are forgotten again: verification writes exact ones in their place.
         """
@@ -27,7 +31,9 @@ class SelfDraft:
         probs: list[Tensor] = []
         written = 0
         try:
-            while len(tokens) < draft_length and not (tokens and sequence.ends(tokens[-1])):
+            while len(tokens) < draft_length:
+                if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
+                    break
                 self._bank.begin(len(tokens), on_route)
                 last = tokens[-1] if tokens else sequence.pending_id
                 logits = self._model.score(self._bank, self._cache, [last]).logits

@@ -1,6 +1,7 @@
 """The numbers of a model that its memory depends on, from config.json alone."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class ModelShape:
     attention_width   elements one cached token takes where attention expands it to all heads
     score_heads       heads whose scores exist whole, [rows, context] each, in one layer at a time
     resident_weights  parameters outside the experts, held in the compute dtype
+    embedding_weights of them, those of which a token reads a row; 0 where the head shares them
     buffer_bytes      what is held beside them in a dtype of its own
     max_context       tokens the model can attend over
     """
@@ -49,6 +51,7 @@ class ModelShape:
     attention_width: int
     score_heads: int
     resident_weights: int
+    embedding_weights: int
     buffer_bytes: int
     max_context: int
 
@@ -92,12 +95,17 @@ class ModelShape:
 
 def hf_config(checkpoint: Checkpoint) -> Any:
     """The checkpoint's configuration as transformers reads it."""
+    return config_in(checkpoint.path)
+
+
+def config_in(path: Path) -> Any:
+    """The configuration in a folder, which need hold nothing else, as transformers reads it."""
     try:
-        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
         raise SpeqError(
-            f"{checkpoint.path / 'config.json'} is refused by transformers: {reason[:300]}"
+            f"{path / 'config.json'} is refused by transformers: {reason[:300]}"
         ) from error
 
 
@@ -158,6 +166,9 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         attention_width=attention_width,
         score_heads=score_heads,
         resident_weights=sum(p.numel() for p in model.parameters()),
+        embedding_weights=0
+        if config.tie_word_embeddings
+        else config.vocab_size * config.hidden_size,
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
         max_context=max_context(config, where),
     )

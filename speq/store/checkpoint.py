@@ -57,6 +57,31 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
         ) from error
 
 
+def locate_config(model: str | Path) -> Path:
+    """The folder that holds a model's config.json, and perhaps nothing else: a local one, or where
+    the hub's was downloaded to.
+    """
+    name = str(model)
+    path = Path(os.path.expanduser(name))
+    if name and (os.path.exists(path) or name.startswith(("/", ".", "~")) or name.count("/") != 1):
+        return locate(model)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except Exception as error:  # the hub client's errors have no common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpeqError(
+            f"model {name!r} is neither a folder here nor is its config.json to be had from the "
+            f"hub: {reason}"
+        ) from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds more of a model than its config.json."""
+    return any(os.path.exists(path / name) for name in (SINGLE, INDEX, EXPERTS_MANIFEST))
+
+
 def is_quantised(config: dict[str, Any]) -> bool:
     return config.get("quantization_config") is not None
 

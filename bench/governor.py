@@ -1,0 +1,136 @@
+"""The governor on the engine itself: every fixed draft length beside `auto`.
+
+Settings take turns, prompt kind by prompt kind and budget by budget, so that a machine that slows
+down or speeds up meanwhile favours none of them. Each run goes on from a warm one of its own that
+does not count, but for `auto`, whose calibration is part of what is measured.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speq.bench.report import Column, Report, parse_numbers, read_prompts
+from speq.config import checked_int, parse_bytes
+from speq.errors import SpeqError
+from speq.generator import Generator
+from speq.governor.explanation import explain
+from speq.store.atomic_file import check_target
+
+AUTO = "auto"
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "prompts": ("kind", "{}"),
+    "k": ("draft_length", "{}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "least": ("tpot_least_ms", "{:.1f}"),
+    "most": ("tpot_most_ms", "{:.1f}"),
+    "of the best": ("of_best", "{:.3f}"),
+    "mean k": ("draft_length_mean", "{:.2f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "forecast off by": ("forecast_error", "{:.1%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """prompts: files of prompts, each a kind; run: options of `RunConfig` that all runs share."""
+
+    budgets: list[str]
+    draft_lengths: str
+    prompts: list[Path]
+    num_prompts: int
+    max_new_tokens: int
+    rounds: int
+    run: dict[str, Any]
+
+
+def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+    """Measure every cell with every draft length. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    checked_int("rounds", settings.rounds, 1)
+    checked_int("max_new_tokens", settings.max_new_tokens, 2)
+    lengths = [*map(str, parse_numbers("draft_lengths", settings.draft_lengths)), AUTO]
+    kinds = {"mixed": read_prompts(None, settings.num_prompts)}
+    if settings.prompts:
+        kinds = {path.stem: read_prompts(path, settings.num_prompts) for path in settings.prompts}
+    for budget in settings.budgets:
+        parse_bytes(budget)
+    cells = [(budget, kind) for budget in settings.budgets for kind in kinds]
+    samples: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for turn in range(settings.rounds):
+        at = turn % len(lengths)
+        for budget, kind in cells:
+            for length in lengths[at:] + lengths[:at]:
+                measured = measure(model, settings, budget, length, kinds[kind])
+                samples.setdefault((budget, kind, length), []).append(measured)
+    rows = []
+    for budget, kind in cells:
+        fixed = [medians(samples[budget, kind, length]) for length in lengths[:-1]]
+        best = min(row["tpot_ms"] for row in fixed)
+        for length in lengths:
+            row = medians(samples[budget, kind, length])
+            head = {"budget": budget, "kind": kind, "draft_length": length}
+            rows.append(head | row | {"of_best": row["tpot_ms"] / best})
+    given = asdict(settings) | {"prompts": [str(path) for path in settings.prompts]}
+    report = Report("governor", model, given, rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def measure(
+    model: str, settings: Settings, budget: str, length: str, prompts: list[str]
+) -> dict[str, Any]:
+    """All prompts, one after the other, as one stretch of time."""
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        draft="none" if length == "0" else "auto",
+        draft_length=length,
+        **settings.run,
+    )
+    try:
+        longest = max(len(generator.encode(prompt)) for prompt in prompts)
+        generator.reserve(longest + settings.max_new_tokens)
+        if length != AUTO:
+            generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
+        steps = []
+        for prompt in prompts:
+            generator.generate(prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True)
+            run = generator.last_run
+            assert run is not None, "a run has ended"
+            steps += run.decode
+    except SpeqError as error:
+        raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
+    finally:
+        generator.close()
+    drafted = sum(step.draft_length for step in steps)
+    explained = explain(steps)
+    return {
+        "tpot_ms": sum(step.end_s - step.start_s for step in steps)
+        / sum(step.emitted for step in steps)
+        * 1e3,
+        "draft_length_mean": drafted / len(steps),
+        "acceptance_rate": sum(step.accepted for step in steps) / drafted if drafted else None,
+        "forecast_error": explained.error,
+        "serial_error": explained.serial_error,
+        "overlapped_error": explained.overlapped_error,
+        "cycles": {str(choice.draft_length): choice.cycles for choice in explained.choices},
+        "last_reason": steps[-1].reason,
+    }
+
+
+def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over rounds, with the spread of the times; what is no number is the last round's."""
+    row: dict[str, Any] = dict(samples[-1])
+    for name, last in samples[-1].items():
+        if isinstance(last, float):
+            row[name] = median(sample[name] for sample in samples)
+    times = [sample["tpot_ms"] for sample in samples]
+    return row | {
+        "tpot_least_ms": min(times),
+        "tpot_most_ms": max(times),
+        "samples": len(samples),
+    }

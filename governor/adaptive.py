@@ -1,0 +1,292 @@
+"""Chooses each cycle's draft length from what the cycles before it took (MoE-SpeQ 3.2.3).
+
+The roofline model, learnt online, says what a cycle of every length would take; measured cycles
+correct it; acceptance says what it would yield. The length of the highest throughput is taken, 0
+included. Others are probed as long as what that costs stays a small share of the time: so
+speculation that does not pay is off, but for a few cycles that would find out if it did.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from speq.governor.acceptance import Acceptance
+from speq.governor.cycle_model import CycleModel
+from speq.governor.draft_length import Decision, FixedDraftLength, Governor, Ground
+from speq.governor.measured_cycles import MeasuredCycles
+from speq.governor.profile import Profile
+from speq.governor.roofline import Cycle
+from speq.governor.slo import Objectives
+from speq.stats import Forecast, StepStats
+
+# Neighbours among longer drafts differ by less than can be told.
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
+LONGEST = LENGTHS[-1]
+# Of all time, what drafts may lose that are tried, and plain cycles in between better drafts. Plain
+# ones come in bursts: slots must fill again with what a single token needs.
+DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
+BURST = 4
+# What a probe costs at least, in plain tokens' time: its outcome may be luck.
+LEAST_LOSS = 0.1
+# Lengths beyond the longest one measured that may be tried next.
+REACH = 2
+# Plain cycles, which all else is compared with, that come first where there is no profile.
+FIRST_PLAIN = 4
+# A length is worth a probe if it might be better by this share, with luck of so many standard
+# deviations where the credit is full, and of fewer where it is not.
+LUCK, WORTHWHILE = 3.0, 0.02
+# Doubt is settled in favour of plain decoding, which so many standard deviations are granted.
+DOUBT = 0.5
+# A length is left for one that is expected to be better by this share.
+HYSTERESIS = 0.01
+# A draft stops where one more token is expected to cost so many times what it brings.
+STOP = 1.25
+
+
+class Option(NamedTuple):
+    """A draft length as it looks now.
+
+    cycle      by the model alone
+    cycle_s    corrected by what was measured; deviation: of its logarithm
+    hoped      tokens if acceptance were better than it seems
+    """
+
+    cycle: Cycle
+    cycle_s: float
+    deviation: float
+    hoped: float
+
+    @property
+    def token_s(self) -> float:
+        return self.cycle_s / self.cycle.tokens
+
+    def hoped_token_s(self, luck: float) -> float:
+        return self.cycle_s * math.exp(-luck * self.deviation) / self.hoped
+
+
+@dataclass(slots=True)
+class Credit:
+    """What probes may still lose, in seconds: a share of all time, and no more than `most` plain
+    cycles; `first` of them at the start.
+    """
+
+    share: float
+    first: float
+    most: float
+    left_s: float = 0.0
+
+    def open(self, plain_s: float) -> None:
+        self.left_s = self.first * plain_s
+
+    def earn(self, cycle_s: float, plain_s: float) -> None:
+        self.left_s = min(self.left_s + self.share * cycle_s, self.most * plain_s)
+
+    def saved(self, plain_s: float) -> float:
+        """How much of what can be saved is."""
+        return max(self.left_s, 0.0) / (self.most * plain_s)
+
+
+@dataclass(slots=True)
+class AdaptiveDraftLength:
+    """The governor of `--draft-length auto`.
+
+    longest     no draft is longer
+    objectives  bounds on time per token and per cycle, kept to as far as any length does
+    profile     what was measured before; without one the first cycles are the calibration
+    """
+
+    longest: int = LONGEST
+    objectives: Objectives = field(default_factory=Objectives)
+    profile: Profile | None = None
+    acceptance: Acceptance = field(init=False)
+    model: CycleModel = field(init=False)
+    measured: MeasuredCycles = field(init=False)
+    # Of probes that draft, and of plain cycles while drafting is better.
+    _drafts: Credit = field(default_factory=lambda: Credit(DRAFT_SHARE, 4.0, 8.0))
+    _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
+    _plain_s: float = 0.0
+    _burst: int = 0
+    _first_plain: int = FIRST_PLAIN
+    _options: list[Option] = field(default_factory=list)
+    # Indices of options: the one held on to, and the one under way.
+    _held: int = 0
+    _chosen: int = 0
+    _stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.acceptance = Acceptance(self.longest)
+        self.model = CycleModel() if self.profile is None else CycleModel.of(self.profile)
+        self.measured = MeasuredCycles(tuple(k for k in LENGTHS if k <= self.longest))
+        if self.profile is not None:
+            self._first_plain = 0
+            self._plain_s = self.profile.costs.verify_s(1)
+
+    def decide(self) -> Decision:
+        if self._first_plain:
+            return Decision(0, "plain decoding is measured first", "probe")
+        if not self.model.draft_token.weight and self.longest:
+            return Decision(1, "drafting is measured first", "probe")
+        self._options = self._weigh()
+        self._stopped = False
+        allowed = [
+            at
+            for at, option in enumerate(self._options)
+            if self.objectives.met(option.cycle_s, option.cycle.tokens)
+        ]
+        if not allowed:
+            self._held = self._chosen = self._nearest()
+            return self._decision("bound")
+        self._held = self._best(allowed)
+        probe = self._anchor(allowed)
+        if probe is None:
+            probe = self._probe(allowed)
+        self._chosen = self._held if probe is None else probe
+        return self._decision("best" if probe is None else "probe")
+
+    def go_on(self, drafted: int, new_experts: int) -> bool:
+        """One more token costs its drafting, its row, and as many new experts as this draft's
+        tokens have needed so far, as far as their transfers are not hidden.
+        """
+        if self._chosen != self._held or not self._options:
+            return True
+        model, cycle = self.model, self._options[self._chosen].cycle
+        seen = model.new_experts(drafted)
+        surprise = (new_experts + 1) / (seen + 1)
+        more = model.distinct(drafted + 2) - model.distinct(drafted + 1)
+        new = (model.new_experts(drafted + 2) - model.new_experts(drafted + 1)) * surprise
+        exposed = cycle.exposed if cycle.new_s < cycle.compute_s else 1.0
+        cost_s = model.draft_token_s + more * model.compute.slope + new * model.link.value * exposed
+        stands = math.prod(self.acceptance.probabilities()[: drafted + 1])
+        self._stopped = cost_s > STOP * stands * self._options[self._held].token_s
+        return not self._stopped
+
+    def observe(self, step: StepStats) -> None:
+        cycle_s = step.end_s - step.start_s
+        self.acceptance.observe(step.draft_length, step.accepted)
+        self.model.observe(step)
+        # Drafts that were stopped are not like others of their length.
+        length = -1 if self._stopped else step.draft_length
+        self.measured.observe(length, cycle_s, step.emitted)
+        if not step.draft_length:
+            weight = max(self.measured.weight(0), 1.0)
+            self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
+            self._burst = max(self._burst - 1, 0)
+            self._first_plain = max(self._first_plain - 1, 0)
+        if self._options:
+            self._drafts.earn(cycle_s, self._plain_s)
+            self._plains.earn(cycle_s, self._plain_s)
+        else:
+            self._drafts.open(self._plain_s)
+        if self._chosen != self._held:
+            credit = self._drafts if self._chosen else self._plains
+            token_s = self._options[self._held].token_s
+            credit.left_s -= max(cycle_s - token_s * step.emitted, LEAST_LOSS * token_s)
+
+    def _weigh(self) -> list[Option]:
+        probabilities = self.acceptance.probabilities()
+        luck = 1 + self._luck * self.acceptance.deviation / self.acceptance.overall
+        cycles, hopes = [], []
+        tokens = stands = hoped = stands_hoped = 1.0
+        done = 0
+        for length in self.measured.lengths:
+            for probability in probabilities[done:length]:
+                stands *= probability
+                tokens += stands
+                stands_hoped *= min(probability * luck, 1.0)
+                hoped += stands_hoped
+            done = length
+            cycles.append(self.model.cycle(length, tokens))
+            hopes.append(hoped)
+        modelled_s = [cycle.cycle_s for cycle in cycles]
+        corrections = self.measured.corrections(modelled_s)
+        return [
+            Option(cycle, time_s * math.exp(mean), math.sqrt(variance), hoped)
+            for cycle, time_s, (mean, variance), hoped in zip(
+                cycles, modelled_s, corrections, hopes, strict=True
+            )
+        ]
+
+    def _best(self, allowed: list[int]) -> int:
+        """The highest throughput (Eqs. 4 and 5), with some inertia: times are noisy."""
+
+        def judged_s(at: int) -> float:
+            option = self._options[at]
+            return option.token_s * (1 if at else math.exp(-DOUBT * option.deviation))
+
+        best = min(allowed, key=judged_s)
+        held = self._held in allowed and judged_s(self._held) <= judged_s(best) * (1 + HYSTERESIS)
+        return self._held if held else best
+
+    @property
+    def _luck(self) -> float:
+        """Standard deviations of luck that are worth a try."""
+        return LUCK * self._drafts.saved(self._plain_s)
+
+    def _anchor(self, allowed: list[int]) -> int | None:
+        """Plain decoding, which is to be left for what is better: now and then it is measured."""
+        if self._held == 0 or 0 not in allowed:
+            self._burst = 0
+            return None
+        token_s = self._options[self._held].token_s
+        loss_s = max(self._options[0].token_s - token_s, LEAST_LOSS * token_s)
+        if not self._burst and self._plains.left_s > BURST * loss_s:
+            self._burst = BURST
+        return 0 if self._burst else None
+
+    def _probe(self, allowed: list[int]) -> int | None:
+        """Another length that may well be better, and that we can afford to be wrong about."""
+        token_s = self._options[self._held].token_s
+        chosen, most = None, 0.0
+        reach = REACH + max(
+            (at for at, k in enumerate(self.measured.lengths) if self.measured.weight(k) > 0.3),
+            default=0,
+        )
+        for at in allowed:
+            if at == 0 or at > reach:
+                continue
+            option = self._options[at]
+            gain = 1 - option.hoped_token_s(self._luck) / token_s
+            loss_s = option.cycle_s - token_s * option.cycle.tokens
+            if at == self._held or gain < WORTHWHILE or loss_s > self._drafts.left_s:
+                continue
+            worth = gain * gain / max(loss_s, LEAST_LOSS * token_s)
+            if worth > most:
+                chosen, most = at, worth
+        return chosen
+
+    def _nearest(self) -> int:
+        """Where no length meets the objectives: the one that misses them by least."""
+
+        def excess(option: Option) -> float:
+            late = option.cycle_s / self.objectives.latency_s
+            return max(late, option.token_s / self.objectives.tpot_s)
+
+        return min(range(len(self._options)), key=lambda at: excess(self._options[at]))
+
+    def _decision(self, ground: Ground) -> Decision:
+        """The option under way, with what limits it and what its neighbours would give."""
+        at, options = self._chosen, self._options
+        cycle, cycle_s, _, _ = options[at]
+        beside = ", ".join(
+            f"k={other.cycle.draft_length} {other.token_s * 1e3:.1f}"
+            for other in options[max(at - 1, 0) : at + 2]
+            if other is not options[at]
+        )
+        reason = (
+            f"{options[at].token_s * 1e3:.1f} ms a token expected ({beside}), "
+            f"most of it {cycle.limit}; {self.acceptance.overall:.0%} accepted"
+        )
+        if ground == "probe":
+            held = options[self._held]
+            reason += f"; k={held.cycle.draft_length} {held.token_s * 1e3:.1f} is held to be best"
+        elif ground == "bound":
+            reason += "; no length meets the objectives, this one misses them by least"
+        forecast = Forecast(cycle.serial_s, cycle.overlapped_s, cycle_s, cycle.tokens)
+        return Decision(cycle.draft_length, reason, ground, forecast)
+
+
+def make_governor(draft_length: int | None, objectives: Objectives) -> Governor:
+    """The governor of a run: a fixed length, or None, the one that measures."""
+    if draft_length is None:
+        return AdaptiveDraftLength(objectives=objectives)
+    return FixedDraftLength(draft_length)

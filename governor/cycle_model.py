@@ -1,0 +1,198 @@
+"""The terms of a cycle's time, learnt from the cycles themselves (MoE-SpeQ 3.2.2).
+
+Whatever a StepStats holds is split into what the roofline model knows: drafting, linear in k;
+verification, linear in the distinct experts it asks for; experts to move, in proportion to these;
+and the share of their transfer that is not hidden. What was never measured is extrapolated.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from speq.governor.profile import Profile
+from speq.governor.roofline import Cycle
+from speq.stats import StepStats
+
+# Cycles that averages remember.
+HORIZON = 60.0
+# ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. With this bend the unions
+# measured on trained models and N(t) of MoESD are met within some percent, each with a b of its own
+# (0.8 and 1.0), for as many rows as are ever verified.
+BEND, SPREAD = 0.1, 0.85
+# Before it is known: a draft token's time beside a plain one's, and the share of experts in that.
+DRAFT_SHARE, EXPERT_SHARE = 0.6, 0.5
+
+
+@dataclass(slots=True)
+class Mean:
+    """The mean of the first values; from `HORIZON` on an exponential moving average."""
+
+    value: float
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.weight = min(self.weight + 1, HORIZON)
+        self.value += (value - self.value) / self.weight
+
+
+@dataclass(slots=True)
+class Ratio:
+    """A decayed sum over another one."""
+
+    part: float = 0.0
+    whole: float = 0.0
+
+    def add(self, part: float, whole: float) -> None:
+        self.part += part - self.part / HORIZON
+        self.whole += whole - self.whole / HORIZON
+
+    @property
+    def known(self) -> bool:
+        return self.whole > 0
+
+    @property
+    def value(self) -> float:
+        return self.part / self.whole if self.whole > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Line:
+    """y over x by decayed least squares; as long as all x are alike, with the slope of a prior."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        keep = 1 - 1 / HORIZON
+        self.weight = self.weight * keep + 1
+        step_x, step_y = x - self.x, y - self.y
+        self.x += step_x / self.weight
+        self.y += step_y / self.weight
+        self.xx = self.xx * keep + step_x * (x - self.x)
+        self.xy = self.xy * keep + step_x * (y - self.y)
+
+    @property
+    def slope(self) -> float:
+        """Both it and the intercept are times, and not negative."""
+        steepest = self.y / self.x
+        firmness = 0.1 * self.x * self.x
+        slope = (self.xy + firmness * EXPERT_SHARE * steepest) / (self.xx + firmness)
+        return min(max(slope, 0.0), steepest)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """missed: experts moved, of those a verification asks for; exposed: of the transfers that
+    computation might have hidden, the share that it did not.
+    """
+
+    missed: Ratio = field(default_factory=Ratio)
+    exposed: Ratio = field(default_factory=Ratio)
+
+
+@dataclass(slots=True)
+class CycleModel:
+    """Expects of each draft length what its cycle takes. It is ready once it has seen a cycle of
+    plain decoding, or was made of a profile.
+    """
+
+    single: float = 0.0  # distinct experts of one row, in all layers
+    draft_token: Mean = field(default_factory=lambda: Mean(0.0))
+    compute: Line = field(default_factory=Line)
+    spread: Mean = field(default_factory=lambda: Mean(SPREAD))
+    link: Ratio = field(default_factory=Ratio)
+    expert_bytes: Ratio = field(default_factory=Ratio)
+    plain: Traffic = field(default_factory=Traffic)
+    drafting: Traffic = field(default_factory=Traffic)
+
+    @classmethod
+    def of(cls, profile: Profile) -> "CycleModel":
+        """What a profile says, until cycles say otherwise; one without `distinct` says too little
+        of experts to begin with.
+        """
+        model = cls()
+        model.draft_token.add(profile.draft_token_s + profile.draft_base_s)
+        model.link.add(profile.slow_tier.transfer_s(profile.expert_bytes), 1)
+        model.expert_bytes.add(profile.expert_bytes, 1)
+        for rows, experts in profile.distinct:
+            model._learn_spread(rows, experts)
+        if model.single:
+            for rows, verify_s in profile.verify:
+                model.compute.add(model.distinct(rows), verify_s)
+        return model
+
+    @property
+    def ready(self) -> bool:
+        return self.compute.weight > 0
+
+    def observe(self, step: StepStats) -> None:
+        """Learn from a finished cycle."""
+        rows = step.draft_length + 1
+        if not step.requests or not (self.single or rows == 1):
+            return
+        self._learn_spread(rows, step.requests)
+        if step.draft_length:
+            self.draft_token.add(step.draft_s / step.draft_length)
+        verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
+        self.compute.add(step.requests, verify_s)
+        traffic = self.drafting if step.draft_length else self.plain
+        traffic.missed.add(step.moved, step.requests)
+        if step.moved:
+            self.link.add(step.link_s, step.moved)
+            self.expert_bytes.add(step.moved_bytes, step.moved)
+        compute_s = step.draft_s + verify_s
+        hideable_s = min(compute_s, step.link_s)
+        if hideable_s > 0:
+            overlapped_s = max(compute_s, step.link_s)
+            traffic.exposed.add(compute_s + step.stall_s - overlapped_s, hideable_s)
+
+    def _learn_spread(self, rows: float, experts: float) -> None:
+        if rows == 1:
+            self.single = experts
+        elif self.single:
+            log_rows = math.log(rows)
+            self.spread.add((math.log(experts / self.single) + BEND * log_rows**2) / log_rows)
+
+    def distinct(self, rows: float) -> float:
+        """Distinct experts, of all layers together, that so many rows ask for."""
+        log_rows = math.log(rows)
+        return self.single * math.exp(log_rows * (self.spread.value - BEND * log_rows))
+
+    def new_experts(self, rows: float) -> float:
+        """|E_new|: of the distinct experts of so many rows, those to move."""
+        return self.distinct(rows) * self._missed(self.drafting if rows > 1 else self.plain)
+
+    def _missed(self, traffic: Traffic) -> float:
+        known = traffic.missed if traffic.missed.known else self.plain.missed
+        return min(known.value, 1.0)
+
+    def _exposed(self, traffic: Traffic) -> float:
+        known = traffic.exposed if traffic.exposed.known else self.plain.exposed
+        return min(max(known.value, 0.0), 1.0) if known.known else 1.0
+
+    @property
+    def draft_token_s(self) -> float:
+        if self.draft_token.weight:
+            return self.draft_token.value
+        return DRAFT_SHARE * self.verify_s(self.single)
+
+    def verify_s(self, experts: float) -> float:
+        """Of a verification that asks for so many distinct experts, all in slots."""
+        return self.compute.y + self.compute.slope * (experts - self.compute.x)
+
+    def cycle(self, draft_length: int, tokens: float) -> Cycle:
+        """What a cycle is expected to take; T_pcie,init is part of what is exposed."""
+        traffic = self.drafting if draft_length else self.plain
+        experts = self.distinct(draft_length + 1)
+        moved = experts * self._missed(traffic)
+        return Cycle(
+            draft_length,
+            tokens,
+            draft_length * self.draft_token_s,
+            self.verify_s(experts),
+            moved * self.link.value,
+            moved * self.expert_bytes.value,
+            exposed=self._exposed(traffic),
+        )

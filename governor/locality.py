@@ -1,0 +1,132 @@
+"""How many experts tokens ask for, and how many of those are not in slots, before any is loaded.
+
+Both follow from one curve, D(t): the distinct experts of a layer that t consecutive tokens choose.
+Slots that hold the last T tokens' experts, D(T) of them, miss of the next t tokens together what
+those add, D(T + t) - D(T). That is Denning's working-set theorem (Denning and Schwartz, 1972) for
+windows, and it is about LRU; `speq bench locality` replays the real policies beside it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from speq.errors import SpeqError
+from speq.governor.moesd import activated_experts
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCurve:
+    """D(t) as it was recorded.
+
+    source  what was recorded
+    points  (tokens, distinct experts of a layer, of num_experts) in rising order, the first of one
+            token and top_k experts
+    """
+
+    source: str
+    num_experts: int
+    top_k: int
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        """Raises SpeqError for points that no routes have."""
+        tokens = [x for x, _ in self.points]
+        distinct = [y for _, y in self.points]
+        grows = tokens == sorted(set(tokens)) and distinct == sorted(set(distinct))
+        if len(self.points) < 2 or self.points[0] != (1, self.top_k) or not grows:
+            raise SpeqError(
+                f"the routes of {self.source} give distinct experts {self.points}; they must grow "
+                f"with the number of tokens, from {self.top_k} for one"
+            )
+        if not distinct[-1] < self.num_experts:
+            raise SpeqError(
+                f"the routes of {self.source} choose all {self.num_experts} experts of a layer; "
+                "they say nothing of how tokens differ"
+            )
+
+    def independent_tokens(self, tokens: float) -> float:
+        """As many tokens as would, choosing independently, choose as many experts."""
+        if tokens <= 1:
+            return tokens
+        (left, low), (right, high) = self._between(0, tokens)
+        return low + (high - low) * math.log(tokens / left) / math.log(right / left)
+
+    def tokens(self, independent: float) -> float:
+        """The inverse of `independent_tokens`."""
+        if independent <= 1:
+            return independent
+        (left, low), (right, high) = self._between(1, independent)
+        return left * math.exp(math.log(right / left) * (independent - low) / (high - low))
+
+    def _between(self, axis: int, value: float) -> list[tuple[float, float]]:
+        """The two (tokens, independent tokens) on either side; beyond the last, the last two."""
+        stays = math.log(1 - self.top_k / self.num_experts)
+        known = [(x, math.log(1 - y / self.num_experts) / stays) for x, y in self.points]
+        at = 1
+        while at < len(known) - 1 and known[at][axis] < value:
+            at += 1
+        return known[at - 1 : at + 1]
+
+
+# Of the bundled model: its eight layers over code, maths and prose.
+#   speq bench hit-rate models/tiny-moe --memory-budget 60MiB --num-prompts 8 --max-new-tokens 128 \
+#       --trace routes.json
+#   speq bench locality routes.json
+BUNDLED = RouteCurve(
+    "the bundled model",
+    32,
+    4,
+    (
+        *((1, 4), (2, 6.55), (3, 8.4), (5, 10.77), (9, 13.58), (17, 16.51), (33, 18.12)),
+        *((65, 19.87), (129, 21.62), (257, 24.17)),
+    ),
+)
+# Of DeepSeek-V2-Lite, worked out from what LRU hits in MoE-SpeQ's Table 3: one more token misses
+# K times the miss rate of as many slots as there are distinct experts so far.
+PUBLISHED = RouteCurve(
+    "DeepSeek-V2-Lite (LRU in MoE-SpeQ, Table 3)",
+    64,
+    6,
+    ((1, 6), (2, 10.25), (3, 13.94), (5, 19.98), (9, 28.76), (17, 39.06), (33, 47.76)),
+)
+CURVES: dict[str, RouteCurve | None] = {
+    "published": PUBLISHED,
+    "bundled": BUNDLED,
+    "independent": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """A layer's routes: as recorded, of another model perhaps, or independent where there is no
+    curve, which is MoESD's N(t) and the worst there can be.
+
+    A curve is carried over to other numbers of experts by the independent tokens it stands for.
+    """
+
+    num_experts: int
+    top_k: int
+    curve: RouteCurve | None = PUBLISHED
+
+    @property
+    def source(self) -> str:
+        if self.curve is None:
+            return "independent routes, N(t) of MoESD"
+        return f"routes of {self.curve.source}"
+
+    def distinct(self, tokens: float) -> float:
+        """D(t): distinct experts of a layer that so many consecutive tokens ask for."""
+        if self.curve is not None:
+            tokens = self.curve.independent_tokens(tokens)
+        return activated_experts(self.num_experts, self.top_k, tokens)
+
+    def misses(self, slots: float, tokens: float) -> float:
+        """Experts of a layer to move for a pass over so many tokens, with so many slots for it."""
+        if slots >= self.num_experts:
+            return 0.0
+        if self.top_k == self.num_experts:
+            return self.num_experts - slots
+        free, stays = 1 - slots / self.num_experts, 1 - self.top_k / self.num_experts
+        held = math.log(free) / math.log(stays)
+        if self.curve is not None:
+            held = self.curve.tokens(held)
+        return self.distinct(held + tokens) - slots

@@ -1,0 +1,94 @@
+"""What cycles of each draft length took, and what they say of the lengths between and beyond."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+# Cycles a mean remembers, and what a token takes away from the weight of all: times drift with
+# texts, so that what was not measured for long is no longer known.
+HORIZON = 40.0
+FADING = 1 / 200
+# The model's logarithmic error: variance at k = 0, and what is added to it for ln(k + 1) more.
+LEVEL, WANDER = 0.05, 0.04
+# Deviation of a cycle's time from the mean of its kind, squared, before it was seen.
+NOISE, NOISE_CYCLES = 0.06, 4.0
+# Misses come in stretches: neighbouring cycles deviate alike, and so many say what one would alone.
+STRETCH = 2.0
+
+
+class Correction(NamedTuple):
+    """Mean and variance of ln(true / modelled) of a draft length's cycle."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(slots=True)
+class MeasuredCycles:
+    """Corrects a model of cycle times by measured ones.
+
+    The model's error is taken for a random walk along ln(k + 1): what was measured at one length
+    counts in full there, and the less the farther away. With noise of known variance its best
+    estimate is Kalman's, smoothed from both ends (Rauch, Tung and Striebel, 1965).
+
+    lengths  the draft lengths that are told apart, rising
+    """
+
+    lengths: tuple[int, ...]
+    _time_s: list[float] = field(init=False)
+    _weight: list[float] = field(init=False)
+    _steps: list[float] = field(init=False)
+    _noise: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._time_s = [0.0] * len(self.lengths)
+        self._weight = [0.0] * len(self.lengths)
+        self._noise = [NOISE] * len(self.lengths)
+        logs = [math.log(length + 1) for length in self.lengths]
+        self._steps = [WANDER * (right - left) for left, right in pairwise(logs)]
+
+    def observe(self, draft_length: int, cycle_s: float, tokens: int) -> None:
+        """Learn from a cycle; of lengths that are not told apart only that time passed."""
+        kept = (1 - FADING) ** tokens
+        self._weight = [weight * kept for weight in self._weight]
+        if draft_length not in self.lengths or cycle_s <= 0:
+            return
+        at = self.lengths.index(draft_length)
+        weight, mean_s = self._weight[at], self._time_s[at]
+        if weight >= 1:
+            error = min(max(cycle_s / mean_s - 1, -1.0), 1.0)
+            share = 1 / min(weight + NOISE_CYCLES, HORIZON)
+            self._noise[at] += (error * error - self._noise[at]) * share
+        weight = min(weight + 1, HORIZON)
+        self._time_s[at] = mean_s + (cycle_s - mean_s) / weight
+        self._weight[at] = weight
+
+    def weight(self, draft_length: int) -> float:
+        """How many cycles of that length are remembered."""
+        return self._weight[self.lengths.index(draft_length)]
+
+    def corrections(self, modelled_s: Sequence[float]) -> list[Correction]:
+        """For each of `lengths`, given what the model expects of it."""
+        mean, variance = 0.0, LEVEL
+        ahead: list[tuple[float, float]] = []
+        for at, weight in enumerate(self._weight):
+            if at:
+                variance += self._steps[at - 1]
+            if weight > 0:
+                gain = variance / (variance + STRETCH * self._noise[at] / weight)
+                mean += gain * (math.log(self._time_s[at] / modelled_s[at]) - mean)
+                variance *= 1 - gain
+            ahead.append((mean, variance))
+        smoothed = [Correction(mean, variance)]
+        for (mean, variance), step in zip(ahead[-2::-1], reversed(self._steps), strict=True):
+            behind = smoothed[-1]
+            gain = variance / (variance + step)
+            smoothed.append(
+                Correction(
+                    mean + gain * (behind.mean - mean),
+                    variance + gain * gain * (behind.variance - variance - step),
+                )
+            )
+        return smoothed[::-1]

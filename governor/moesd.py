@@ -1,0 +1,203 @@
+"""MoESD: what speculation gains over batches (Huang et al., NeurIPS 2025).
+
+Counts of experts assume that tokens choose them independently, which real routes do not (they share
+more); where routes were measured, their own counts stand in for N(t), and both are reported.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from speq.errors import SpeqError
+
+
+def activated_experts(num_experts: int, top_k: int, tokens: float) -> float:
+    """N(t) = E (1 - (1 - K/E)^t): distinct experts of a layer that t independent tokens choose."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+
+
+def saturating_tokens(num_experts: int, top_k: int, share: float) -> int:
+    """T_thres: the fewest tokens that activate `share` (tau, under 1) of a layer's experts."""
+    if top_k == num_experts:
+        return 1
+    return math.ceil(math.log(1 - share) / math.log(1 - top_k / num_experts))
+
+
+def tokens_per_expert(num_experts: int, top_k: int, tokens: float) -> float:
+    """Mean tokens of an activated expert: t K / N(t)."""
+    return tokens * top_k / activated_experts(num_experts, top_k, tokens)
+
+
+def target_efficiency(single_s: float, verify_s: float) -> float:
+    """T_T(B, 1) / T_T(B, gamma): what the exact model's pass over a token costs, beside its pass
+    over a draft. 1: verifying is free.
+    """
+    return single_s / verify_s
+
+
+def speedup(
+    emitted: float, draft_length: int, single_s: float, draft_s: float, verify_s: float
+) -> float:
+    """T_AR / T_SD, where a round emits so many tokens; draft_s: of one drafted token."""
+    return emitted * single_s / (draft_length * draft_s + verify_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctExperts:
+    """Distinct experts of a layer over tokens, as N(t) says and as routes were measured.
+
+    measured  (tokens, distinct experts) in rising order; empty where there are no routes
+    """
+
+    num_experts: int
+    top_k: int
+    measured: tuple[tuple[int, float], ...] = ()
+
+    def independent(self, tokens: int) -> float:
+        return activated_experts(self.num_experts, self.top_k, tokens)
+
+    def of_routes(self, tokens: int) -> float | None:
+        """As measured, or None where so many tokens were not."""
+        return dict(self.measured).get(tokens)
+
+    def best_known(self, tokens: int) -> float:
+        """Measured, or else N(t)."""
+        measured = self.of_routes(tokens)
+        return self.independent(tokens) if measured is None else measured
+
+
+def distinct_of_routes(
+    routes: Sequence[Sequence[Sequence[int]]], num_experts: int, longest: int
+) -> DistinctExperts:
+    """Count what windows of 1 to `longest` consecutive tokens choose, averaged over windows that do
+    not overlap and over layers.
+
+    routes  expert ids by layer and token
+    """
+    if not routes or len(routes[0]) < longest:
+        raise SpeqError(
+            f"windows of {longest} tokens were asked for and there are "
+            f"{len(routes[0]) if routes else 0}; record longer routes"
+        )
+    measured = []
+    for tokens in range(1, longest + 1):
+        counts = [
+            len({expert for chosen in layer[at : at + tokens] for expert in chosen})
+            for layer in routes
+            for at in range(0, len(layer) - tokens + 1, tokens)
+        ]
+        measured.append((tokens, sum(counts) / len(counts)))
+    return DistinctExperts(num_experts, len(routes[0][0]), tuple(measured))
+
+
+class Measurement(NamedTuple):
+    """One measured setting of Algorithm 1.
+
+    batch, draft_length, top_k, num_experts  B, gamma, K, E
+    accepted_share  sigma: emitted tokens of a round over the most it could emit, gamma + 1
+    speedup         measured T_AR / T_SD
+    """
+
+    batch: int
+    draft_length: int
+    top_k: int
+    num_experts: int
+    accepted_share: float
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedupParameters:
+    """What Algorithm 1 fits. Times are in any one unit: a speed-up is a ratio of them.
+
+    bias, token, expert, load  of a pass: constant; of its tokens, as `roofline_time` counts them;
+                    of the experts it reads; of the tokens of an expert (k_1, k_2, k_3)
+    draft_bias, draft_token    of a drafted token
+    reject_bias, reject_token  of choosing what stands
+    ridge           lambda RP: tokens at which arithmetic takes as long as reading weights
+    sharpness       s: how sharply time turns from constant to rising there
+    """
+
+    bias: float = 1.0
+    token: float = 0.1
+    expert: float = 0.1
+    load: float = 0.1
+    draft_bias: float = 0.1
+    draft_token: float = 0.01
+    reject_bias: float = 0.01
+    reject_token: float = 0.001
+    ridge: float = 32.0
+    sharpness: float = 1.05
+
+    def values(self) -> list[float]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+def roofline_time(tokens: float, ridge: float, sharpness: float) -> float:
+    """G(t; lambda RP, s): about constant below the ridge, where a pass waits for memory, and rising
+    in proportion to tokens above it.
+
+    The slides name G without writing it out; this is ridge + the integral of a logistic step,
+    smooth as least squares wants it: ln_s(s^ridge + s^t).
+    """
+    log = math.log(sharpness)
+    longer, shorter = max(tokens, ridge), min(tokens, ridge)
+    return longer + math.log1p(math.exp((shorter - longer) * log)) / log
+
+
+def modelled_speedup(parameters: SpeedupParameters, setting: Measurement) -> float:
+    """ComputeSpeedup of Algorithm 1: gamma drafted tokens and a verification of B gamma tokens."""
+    p = parameters
+
+    def pass_time(tokens: int) -> float:
+        experts = activated_experts(setting.num_experts, setting.top_k, tokens)
+        each = tokens * setting.top_k / experts
+        return (
+            p.bias
+            + p.token * roofline_time(tokens, p.ridge, p.sharpness)
+            + p.expert * experts
+            + p.load * roofline_time(each, p.ridge, p.sharpness)
+        )
+
+    plain = pass_time(setting.batch)
+    verify = pass_time(setting.batch * setting.draft_length)
+    draft = p.draft_bias + p.draft_token * roofline_time(setting.batch, p.ridge, p.sharpness)
+    reject = p.reject_bias + p.reject_token * setting.batch
+    emitted = setting.accepted_share * (setting.draft_length + 1)
+    return emitted * plain / (setting.draft_length * draft + verify + reject)
+
+
+def fit_speedup(
+    measurements: Sequence[Measurement], start: SpeedupParameters | None = None
+) -> SpeedupParameters:
+    """The parameters whose speed-ups come closest to the measured ones, by least squares.
+
+    Raises SpeqError for fewer measurements than there are parameters to tell apart.
+    """
+    from scipy.optimize import least_squares
+
+    start = start or SpeedupParameters()
+    names = [field.name for field in fields(SpeedupParameters)]
+    # Ratios of times say nothing of their unit: `bias` sets it, and is not fitted.
+    if len(measurements) < len(names) - 1:
+        raise SpeqError(
+            f"{len(measurements)} measurements were given; the speed-up model has "
+            f"{len(names) - 1} parameters and needs as many at least"
+        )
+
+    def parameters(logs: Sequence[float]) -> SpeedupParameters:
+        # Logarithms keep times positive, and the sharpness above 1.
+        times = [math.exp(log) for log in logs]
+        times[-1] += 1
+        return replace(start, **dict(zip(names[1:], times, strict=True)))
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        fitted = parameters(logs)
+        return [modelled_speedup(fitted, m) - m.speedup for m in measurements]
+
+    first = [math.log(value) for value in start.values()[1:-1]]
+    first.append(math.log(start.sharpness - 1))
+    bounds = ([value - 8 for value in first], [value + 8 for value in first])
+    found = least_squares(residuals, first, bounds=bounds, max_nfev=400)
+    return parameters(found.x.tolist())

@@ -1,0 +1,272 @@
+"""What a budget is expected to give, before anything is loaded: for each way to hold experts the
+best draft length and its time per token, and where speculation breaks even.
+
+Times are the roofline model's (`speq.governor.roofline`), of bandwidths or of a measured profile.
+They are good for telling ways apart; a run measures its own cycles and goes by those.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from speq.errors import SpeqError
+from speq.governor.adaptive import LENGTHS
+from speq.governor.cycle_model import Line
+from speq.governor.locality import Locality
+from speq.governor.presets import Rates
+from speq.governor.profile import Profile
+from speq.governor.roofline import Cycle, Link, accepted_tokens
+
+# Of what computation might hide of transfers, what it does not: on demand, and with three-phase
+# prefetching along a draft. Both from `speq bench schedule` on the widened model, f = 0.5 and 0.7,
+# as (TPOT - floor) / the shorter of link and computation.
+EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
+# Links that a break-even is looked for at, in powers of ten about the one at hand.
+DECADES = 4
+STEPS_A_DECADE = 10
+BISECTIONS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A way to hold experts under a budget.
+
+    draft         whether an INT4 copy of all experts is held to draft with
+    slots         for exact experts, of all layers together
+    record_bytes  of an exact expert: what a miss moves
+    read_bytes    what computing with one in a slot reads: the record, and codes it is read over
+    """
+
+    codec: str
+    draft: bool
+    slots: int
+    record_bytes: int
+    read_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.codec} {'with' if self.draft else 'without'} a draft"
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """What a pass reads besides exact experts.
+
+    layers             of the whole model
+    fixed_bytes        weights that every pass reads: all but experts and embeddings
+    draft_token_bytes  the INT4 experts of one token, in all layers
+    """
+
+    layers: int
+    fixed_bytes: int
+    draft_token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What computing takes, in seconds, with all that is asked for in slots.
+
+    pass_s    of a verification, besides its exact experts
+    draft_base_s, draft_token_s  T_draft(k) = base + k * token
+    expert_s  of each distinct exact expert, by codec
+    """
+
+    pass_s: float
+    draft_base_s: float
+    draft_token_s: float
+    expert_s: dict[str, float]
+
+    @classmethod
+    def of_rates(cls, rates: Rates, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
+        """Every weight is read once in a pass, at the memory's speed: the least there can be.
+
+        Arithmetic is not counted, which for long drafts on few cores is too good.
+        """
+        pass_s = sizes.layers * rates.layer_s + sizes.fixed_bytes / rates.memory_bytes_per_s
+        return cls(
+            pass_s,
+            0.0,
+            pass_s + sizes.draft_token_bytes / rates.memory_bytes_per_s,
+            {h.codec: h.read_bytes / rates.memory_bytes_per_s for h in holdings},
+        )
+
+    @classmethod
+    def of_profile(
+        cls, profile: Profile, distinct: Callable[[float], float], holdings: Iterable[Holding]
+    ) -> "Speeds":
+        """As measured; what of a pass is experts is told by how it grows with distinct ones.
+
+        distinct  experts of all layers that a pass of so many rows asks for, where the profile has
+                  not counted them
+        """
+        counted, line = dict(profile.distinct), Line()
+        for rows, verify_s in profile.verify:
+            line.add(counted[rows] if rows in counted else distinct(rows), verify_s)
+        slope = line.slope
+        read_bytes = {holding.codec: holding.read_bytes for holding in holdings}
+        base = _cost(profile, profile.codec, read_bytes)
+        return cls(
+            line.y - slope * line.x,
+            profile.draft_base_s,
+            profile.draft_token_s,
+            {codec: slope * _cost(profile, codec, read_bytes) / base for codec in read_bytes},
+        )
+
+
+def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
+    """Of computing with an expert, to compare codecs by: measured, or else what it reads."""
+    speeds = profile.decode_bytes_per_s
+    if set(read_bytes) | {profile.codec} <= set(speeds):
+        return 1 / speeds[codec]
+    return float(read_bytes.get(codec, profile.expert_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to hold experts at its best draft length."""
+
+    holding: Holding
+    cycle: Cycle
+
+    @property
+    def tpot_s(self) -> float:
+        return self.cycle.token_s
+
+    @property
+    def moved_bytes_per_token(self) -> float:
+        return self.cycle.moved_bytes / self.cycle.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A model on a machine.
+
+    num_layers  with experts
+    acceptance  that a drafted token stands, given that those before it did
+    """
+
+    num_layers: int
+    locality: Locality
+    speeds: Speeds
+    link: Link
+    acceptance: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance <= 1:
+            raise SpeqError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
+        if not 0 < self.link.bandwidth_bytes_per_s < math.inf:
+            raise SpeqError(
+                f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
+            )
+
+    def cycle(self, holding: Holding, draft_length: int) -> Cycle:
+        """What a round of so many drafted tokens takes and yields.
+
+        Experts of tokens that are then rejected are moved and read like all others.
+        """
+        rows, speeds = draft_length + 1, self.speeds
+        experts = self.num_layers * self.locality.distinct(rows)
+        moved = self.num_layers * self.locality.misses(holding.slots / self.num_layers, rows)
+        moved_bytes = moved * holding.record_bytes
+        return Cycle(
+            draft_length,
+            1 + accepted_tokens([self.acceptance] * draft_length),
+            speeds.draft_base_s + draft_length * speeds.draft_token_s if draft_length else 0.0,
+            speeds.pass_s + experts * speeds.expert_s[holding.codec],
+            self.link.transfer_s(moved_bytes),
+            moved_bytes,
+            self.link.first_fetch_s if moved_bytes > 0 else 0.0,
+            EXPOSED_AHEAD if draft_length else EXPOSED_ON_DEMAND,
+        )
+
+    def candidate(self, holding: Holding) -> Candidate:
+        """At its best draft length: 0 without a draft, at least 1 with one."""
+        lengths = [k for k in LENGTHS if k] if holding.draft else [0]
+        cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
+        return Candidate(holding, min(cycles, key=lambda cycle: cycle.token_s))
+
+    def candidates(self, holdings: Iterable[Holding]) -> list[Candidate]:
+        return [self.candidate(holding) for holding in holdings]
+
+    def gain(self, holdings: Sequence[Holding]) -> float | None:
+        """Time per token of the best way without a draft over that of the best with one; None where
+        there are not both.
+        """
+        drafting = [self.candidate(h).tpot_s for h in holdings if h.draft]
+        plain = [self.candidate(h).tpot_s for h in holdings if not h.draft]
+        return min(plain) / min(drafting) if drafting and plain else None
+
+    def break_even_acceptance(self, holdings: Sequence[Holding]) -> float | None:
+        """The acceptance below which speculation loses; 0 where it never does, None where it
+        always does, or where there is nothing to compare.
+        """
+
+        def pays(acceptance: float) -> bool:
+            gain = replace(self, acceptance=acceptance).gain(holdings)
+            return gain is not None and gain > 1
+
+        if not pays(1.0):
+            return None
+        return 0.0 if pays(0.0) else _border(pays, 1.0, 0.0)
+
+    def break_even_link(self, holdings: Sequence[Holding]) -> float | None:
+        """The link's bytes per second above which speculation gains nothing; 0 where it gains
+        nothing at any speed, None where it does however fast the link is, or where there is
+        nothing to compare. Looked for within four decades of the link at hand.
+        """
+        at_hand = self.link.bandwidth_bytes_per_s
+
+        def pays(decades: float) -> bool:
+            link = replace(self.link, bandwidth_bytes_per_s=at_hand * 10**decades)
+            gain = replace(self, link=link).gain(holdings)
+            return gain is not None and gain > 1
+
+        if self.gain(holdings) is None or pays(DECADES):
+            return None
+        steps = range(DECADES * STEPS_A_DECADE - 1, -DECADES * STEPS_A_DECADE - 1, -1)
+        for step in steps:
+            if pays(step / STEPS_A_DECADE):
+                border = _border(pays, step / STEPS_A_DECADE, (step + 1) / STEPS_A_DECADE)
+                return at_hand * 10**border
+        return 0.0
+
+
+def _border(pays: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Where `pays` turns from true, at `inside`, to false; the last value found true."""
+    for _ in range(BISECTIONS):
+        middle = (inside + outside) / 2
+        if pays(middle):
+            inside = middle
+        else:
+            outside = middle
+    return inside
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to run with, and why."""
+
+    codec: str
+    draft: bool
+    draft_length: int
+    reason: str
+
+
+def choose(outlook: Outlook, holdings: Sequence[Holding]) -> Choice:
+    """The way of the least expected time per token: what `--codec auto` and, until cycles were
+    measured, `--draft-length auto` go by.
+
+    Raises SpeqError where there is no way at all.
+    """
+    candidates = sorted(outlook.candidates(holdings), key=lambda candidate: candidate.tpot_s)
+    if not candidates:
+        raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
+    best, others = candidates[0], candidates[1:]
+    beside = ", ".join(f"{c.holding.name} {c.tpot_s * 1e3:.1f}" for c in others)
+    return Choice(
+        best.holding.codec,
+        best.holding.draft,
+        best.cycle.draft_length,
+        f"{best.holding.name}, k={best.cycle.draft_length}: {best.tpot_s * 1e3:.1f} ms a token "
+        f"expected, most of it {best.cycle.limit}" + (f" ({beside})" if beside else ""),
+    )

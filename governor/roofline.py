@@ -1,0 +1,193 @@
+"""The Amortization-Roofline model of a cycle of draft and verification (MoE-SpeQ 3.2, Eqs. 1 to 5).
+
+Tokens here are those a cycle emits, 1 + k_accept(k): the exact model's own token counts, so that
+k = 0, plain decoding, is an operating point like any other. (The paper counts accepted ones only.)
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Term = Literal["draft", "verification", "link"]
+Points = tuple[tuple[float, float], ...]
+
+
+def accepted_tokens(probabilities: Iterable[float]) -> float:
+    """k_accept: of a draft with these conditional probabilities p_1..p_k, the tokens that stand.
+
+    sum over i of the product of p_1..p_i (MoE-SpeQ 3.2.2).
+    """
+    expected, stands = 0.0, 1.0
+    for probability in probabilities:
+        stands *= probability
+        expected += stands
+    return expected
+
+
+def interpolated(points: Points, x: float) -> float:
+    """Linear between (x, y) points in rising order; beyond them as between the two nearest.
+
+    One point alone is a constant. Never less than 0.
+    """
+    if len(points) == 1:
+        return points[0][1]
+    at = 1
+    while at < len(points) - 1 and points[at][0] < x:
+        at += 1
+    (left, low), (right, high) = points[at - 1], points[at]
+    return max(low + (high - low) * (x - left) / (right - left), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What brings experts into slots.
+
+    overhead_s     of a batch of transfers; first_fetch_s: T_pcie,init, until the first expert came
+    """
+
+    bandwidth_bytes_per_s: float
+    overhead_s: float = 0.0
+    first_fetch_s: float = 0.0
+
+    def transfer_s(self, moved_bytes: float) -> float:
+        """T_pcie,new: time of a batch of transfers; nothing takes no time."""
+        if moved_bytes <= 0:
+            return 0.0
+        return self.overhead_s + moved_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a machine takes for a model's cycles, transfers apart.
+
+    draft_base_s, draft_token_s  T_draft(k) = base + k * token, and 0 for k = 0
+    verify                       (rows, seconds) in rising order; a verification of a draft of k
+                                 has k + 1 rows; between and beyond the points as `interpolated`
+    """
+
+    draft_base_s: float
+    draft_token_s: float
+    verify: Points
+
+    def draft_s(self, draft_length: int) -> float:
+        if draft_length == 0:
+            return 0.0
+        return self.draft_base_s + draft_length * self.draft_token_s
+
+    def verify_s(self, rows: int) -> float:
+        return interpolated(self.verify, rows)
+
+
+class Cycle(NamedTuple):
+    """One cycle as the model sees it: an operating point of the roofline, with its roofs.
+
+    A tuple, since a governor makes a dozen of them for each decision.
+
+    tokens         1 + k_accept(k)
+    draft_s, verify_s  T_draft(k) and T_verify(k + 1), all experts in slots
+    new_s          T_pcie,new(k): the link's time for moved_bytes, the experts that are new
+    first_fetch_s  T_pcie,init
+    exposed        share of `new_s` that computation does not hide: 1 is Eq. 3, 0 full overlap
+    """
+
+    draft_length: int
+    tokens: float
+    draft_s: float
+    verify_s: float
+    new_s: float = 0.0
+    moved_bytes: float = 0.0
+    first_fetch_s: float = 0.0
+    exposed: float = 1.0
+
+    @property
+    def compute_s(self) -> float:
+        return self.draft_s + self.verify_s
+
+    @property
+    def serial_s(self) -> float:
+        """T_cycle as in the paper (Eq. 3): what the draft hides is the first fetch."""
+        return max(self.draft_s, self.first_fetch_s) + self.new_s + self.verify_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """T_cycle where transfers hide behind the draft and the layers before theirs."""
+        return max(self.compute_s, self.new_s)
+
+    @property
+    def cycle_s(self) -> float:
+        """Between the two forms, as far as transfers are exposed."""
+        overlapped_s = self.overlapped_s
+        return overlapped_s + self.exposed * (self.serial_s - overlapped_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Effective throughput, Theta (Eq. 2)."""
+        return self.tokens / self.cycle_s
+
+    @property
+    def token_s(self) -> float:
+        """TPOT: the reciprocal of the throughput."""
+        return self.cycle_s / self.tokens
+
+    @property
+    def intensity(self) -> float:
+        """Amortization intensity (Eq. 1) in tokens per byte; infinite where nothing is moved."""
+        return self.tokens / self.moved_bytes if self.moved_bytes > 0 else math.inf
+
+    @property
+    def compute_roof(self) -> float:
+        """Tokens per second were all I/O hidden."""
+        return self.tokens / self.compute_s if self.compute_s > 0 else math.inf
+
+    def io_roof(self, link: Link) -> float:
+        """Tokens per second that the link allows: intensity times bandwidth."""
+        return self.intensity * link.bandwidth_bytes_per_s
+
+    @property
+    def limit(self) -> Term:
+        """The longest term."""
+        terms: dict[Term, float] = {
+            "draft": self.draft_s,
+            "verification": self.verify_s,
+            "link": self.cycle_s - self.compute_s if self.new_s <= self.compute_s else self.new_s,
+        }
+        return max(terms, key=lambda term: terms[term])
+
+
+def cycle(
+    costs: Costs,
+    link: Link,
+    probabilities: Sequence[float],
+    draft_length: int,
+    moved_bytes: float,
+    exposed: float = 1.0,
+) -> Cycle:
+    """The operating point of a draft length.
+
+    probabilities  p_1, p_2, ...: conditional acceptance by position; at least `draft_length`
+    moved_bytes    |E_new(k)| * S_expert: what the cycle has to move
+    """
+    return Cycle(
+        draft_length,
+        1 + accepted_tokens(probabilities[:draft_length]),
+        costs.draft_s(draft_length),
+        costs.verify_s(draft_length + 1),
+        link.transfer_s(moved_bytes),
+        moved_bytes,
+        link.first_fetch_s if moved_bytes > 0 else 0.0,
+        exposed,
+    )
+
+
+def best(
+    cycles: Iterable[Cycle], allowed: Callable[[Cycle], bool] = lambda cycle: True
+) -> Cycle | None:
+    """The one of highest throughput (Eq. 4) among those that are allowed (Eq. 5), the shortest
+    draft where several are equal; None where none is allowed.
+    """
+    return max(
+        filter(allowed, cycles),
+        key=lambda cycle: (cycle.tokens_per_s, -cycle.draft_length),
+        default=None,
+    )

@@ -1,0 +1,76 @@
+"""`speq tune`: measures a model on this machine, for plans and for draft lengths chosen by them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from speq.cli import options as opt
+from speq.config import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from speq.governor.profile import Profile
+
+
+def tune(
+    model: opt.ModelArgument,
+    memory_budget: opt.MemoryBudget,
+    prompts: opt.Prompts = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 2,
+    max_new_tokens: opt.MaxNewTokens = 192,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="File to write; default: kept in the user's cache folder."),
+    ] = None,
+    force: opt.Force = False,
+) -> None:
+    """Measure the link, drafts, verifications and codecs of a model under a budget.
+
+    What is kept holds for this model, device, budget and version; `speq plan` with the same budget
+    goes by it. Nothing else should use the machine meanwhile. Beside the budget it takes memory
+    for a layer of experts.
+    """
+    from speq import profiles
+    from speq.bench import tune as bench_tune
+    from speq.errors import SpeqError
+    from speq.store.atomic_file import check_target
+
+    check_target(out, force)
+    settings = bench_tune.Settings(
+        memory_budget, prompts, num_prompts, max_new_tokens, {"device": device, "dtype": dtype}
+    )
+    with opt.progress_bar() as progress:
+        profile = bench_tune.tune(model, settings, progress)
+    path = out or profiles.kept_path(profile.key)
+    if path is None:
+        raise SpeqError("this user has no home to keep the profile in; name a file with --out")
+    profiles.write(profile, path)
+    show(profile)
+    typer.echo(f"{path}: for {profile.key.device} and {format_bytes(profile.key.budget_bytes)}")
+
+
+def show(profile: "Profile") -> None:
+    """The profile as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="measured")
+    table.add_column("what")
+    table.add_column("figure", justify="right")
+    for size, speed in profile.link:
+        table.add_row(f"link, {format_bytes(size)} at a time", format_rate(speed))
+    table.add_row("first expert", f"{profile.first_fetch_s * 1e3:.2f} ms")
+    if profile.draft_token_s:
+        table.add_row("a draft", f"{profile.draft_base_s * 1e3:.1f} ms")
+        table.add_row("each of its tokens", f"{profile.draft_token_s * 1e3:.1f} ms")
+    distinct = dict(profile.distinct)
+    for rows, verify_s in profile.verify:
+        experts = f", {distinct[rows]:.0f} experts" if rows in distinct else ""
+        table.add_row(f"verification of {rows:.0f}{experts}", f"{verify_s * 1e3:.1f} ms")
+    for codec, speed in profile.decode_bytes_per_s.items():
+        table.add_row(f"{codec} experts, as words", format_rate(speed))
+    if profile.acceptance is not None:
+        table.add_row("acceptance", f"{profile.acceptance:.2f}")
+    Console().print(table)

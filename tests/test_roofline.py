@@ -1,0 +1,158 @@
+"""MoE-SpeQ's equations against values worked out by hand, and what must hold of them everywhere."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from speq import SpeqError
+from speq.governor.profile import Profile, ProfileKey
+from speq.governor.roofline import Costs, Cycle, Link, accepted_tokens, best, cycle, interpolated
+from speq.governor.slo import Objectives, longest_within
+
+# 10 bytes/s, 1 s for a batch, 3 s until the first expert.
+LINK = Link(10.0, overhead_s=1.0, first_fetch_s=3.0)
+COSTS = Costs(draft_base_s=0.5, draft_token_s=0.25, verify=((1, 2.0), (3, 3.0), (5, 6.0)))
+
+
+def test_accepted_tokens_by_hand() -> None:
+    assert accepted_tokens([]) == 0
+    assert accepted_tokens([0.5]) == 0.5
+    # 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25
+    assert accepted_tokens([0.5, 0.8, 0.25]) == pytest.approx(1.0)
+    assert accepted_tokens([1.0] * 7) == 7
+
+
+def test_accepted_tokens_stay_under_their_limit() -> None:
+    """1 + k_accept(k) rises with k, by less and less, and never reaches 1 / (1 - p)."""
+    for p in (0.05, 0.3, 0.6, 0.9, 0.98):
+        tokens = [1 + accepted_tokens([p] * k) for k in range(9)]
+        steps = [after - before for before, after in pairwise(tokens)]
+        assert all(step > 0 for step in steps)
+        assert steps == sorted(steps, reverse=True)
+        assert tokens[-1] < 1 / (1 - p)
+        assert 1 + accepted_tokens([p] * 3000) == pytest.approx(1 / (1 - p))
+
+
+def test_interpolation_by_hand() -> None:
+    points = ((1.0, 2.0), (3.0, 3.0), (5.0, 6.0))
+    found = [interpolated(points, x) for x in (1, 2, 3, 4, 5, 7, -9)]
+    # Beyond the points as between the nearest two, but no time is negative.
+    assert found == [2.0, 2.5, 3.0, 4.5, 6.0, 9.0, 0.0]
+    assert interpolated(((4.0, 1.5),), 100) == 1.5
+
+
+def test_terms_by_hand() -> None:
+    assert [COSTS.draft_s(k) for k in (0, 1, 4)] == [0.0, 0.75, 1.5]
+    assert [COSTS.verify_s(rows) for rows in (1, 2, 5)] == [2.0, 2.5, 6.0]
+    assert [LINK.transfer_s(size) for size in (0, 5, 40)] == [0.0, 1.5, 5.0]
+
+
+def test_a_cycle_by_hand() -> None:
+    """k = 2: tokens 1 + 0.5 + 0.25, draft 1 s, first fetch 3 s, 20 bytes 3 s, verification 3 s."""
+    found = cycle(COSTS, LINK, [0.5, 0.5, 0.5], 2, 20.0)
+    assert (found.tokens, found.draft_s, found.verify_s, found.new_s) == (1.75, 1.0, 3.0, 3.0)
+    assert found.serial_s == found.cycle_s == max(1.0, 3.0) + 3.0 + 3.0
+    assert found.overlapped_s == max(1.0 + 3.0, 3.0)
+    assert found.tokens_per_s == 1.75 / 9
+    assert found.token_s == 9 / 1.75
+    assert found.intensity == 1.75 / 20
+    assert found.compute_roof == 1.75 / 4
+    assert found.io_roof(LINK) == pytest.approx(1.75 / 20 * 10)
+    # A third of what could be hidden is not.
+    partly = cycle(COSTS, LINK, [0.5, 0.5], 2, 20.0, exposed=0.2)
+    assert partly.cycle_s == pytest.approx(4 + 0.2 * (9 - 4))
+
+
+def test_a_cycle_that_moves_nothing() -> None:
+    found = cycle(COSTS, LINK, [0.5], 1, 0.0)
+    assert found.serial_s == found.overlapped_s == found.compute_s == 0.75 + 2.5
+    assert found.intensity == found.io_roof(LINK) == math.inf
+    assert found.tokens_per_s == found.compute_roof
+
+
+def test_what_limits() -> None:
+    assert Cycle(1, 1.5, 3.0, 1.0, 0.5).limit == "draft"
+    assert Cycle(1, 1.5, 1.0, 3.0, 0.5).limit == "verification"
+    assert Cycle(1, 1.5, 1.0, 1.0, 3.0).limit == "link"
+    # Hidden transfers limit nothing, even long ones.
+    assert Cycle(1, 1.5, 2.0, 3.0, 4.5, exposed=0.0).limit == "verification"
+    assert Cycle(1, 1.5, 2.0, 3.0, 5.5, exposed=0.0).limit == "link"
+
+
+def test_throughput_stays_under_both_roofs() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        costs = Costs(rng.random(), rng.random(), ((1, 0.1 + rng.random()), (9, 1.5)))
+        link = Link(1 + 99 * rng.random(), rng.random(), rng.random())
+        probabilities = [rng.random() for _ in range(8)]
+        found = cycle(
+            costs, link, probabilities, rng.randrange(9), 100 * rng.random(), rng.random()
+        )
+        assert found.tokens_per_s <= found.compute_roof * (1 + 1e-12)
+        assert found.tokens_per_s <= found.io_roof(link) * (1 + 1e-12)
+        assert found.overlapped_s <= found.cycle_s <= found.serial_s
+
+
+def test_the_best_of_cycles() -> None:
+    cycles = [Cycle(0, 1.0, 0, 1.0), Cycle(1, 1.8, 0.5, 1.0), Cycle(2, 2.4, 1.0, 1.0)]
+    assert best(cycles) is cycles[1]  # 1, 1.2, 1.2: the shorter one
+    assert best(cycles, lambda point: point.cycle_s <= 1.2) is cycles[0]
+    assert best(cycles, lambda point: False) is None
+
+
+PROFILE = Profile(
+    ProfileKey("model", "cpu", 2**30, "0.1"),
+    link=((100.0, 5.0), (1000.0, 10.0)),
+    transfer_overhead_s=1.0,
+    first_fetch_s=3.0,
+    expert_bytes=10,
+    draft_base_s=0.5,
+    draft_token_s=0.25,
+    verify=((1, 2.0), (3, 3.0), (5, 6.0)),
+    distinct=((1, 4.0), (5, 11.0)),
+    decode_bytes_per_s={"raw": 8.0},
+)
+
+
+def test_a_profile_survives_json() -> None:
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    assert PROFILE.costs == COSTS
+    assert PROFILE.slow_tier == LINK
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        PROFILE.to_json().replace("speq-profile-1", "speq-profile-0"),
+        PROFILE.to_json().replace('"verify"', '"verified"'),
+        PROFILE.to_json().replace('"expert_bytes": 10', '"expert_bytes": 0'),
+        PROFILE.to_json().replace('"draft_token_s": 0.25', '"draft_token_s": -1'),
+        PROFILE.to_json().replace("1000.0", "1.0"),
+    ],
+)
+def test_damaged_profiles_are_refused(text: str) -> None:
+    with pytest.raises(SpeqError, match=r"^old\.json"):
+        Profile.from_json(text, "old.json")
+
+
+def test_the_longest_draft_within_a_latency_by_hand() -> None:
+    """Cycles without transfers: 2, 3.25, 4, 5.75 and 7.5 s."""
+    nothing = [0.0] * 5
+    for latency_s, longest in ((1.9, None), (2, 0), (3.3, 1), (4, 2), (7.4, 3), (100, 4)):
+        found = longest_within(Objectives(latency_s=latency_s), PROFILE, [0.5] * 4, nothing)
+        assert found == longest
+    # 20 bytes from the first drafted token on: k = 1 takes 3 + 3 + 2.5 s, k = 2 as much and 0.5.
+    moved = [0.0, 20.0, 20.0, 20.0, 20.0]
+    assert longest_within(Objectives(latency_s=8.6), PROFILE, [0.5] * 4, moved) == 1
+    # A token: 2, 2.17, 2.29, 3.07 and 3.87 s.
+    assert longest_within(Objectives(tpot_s=2.2), PROFILE, [0.5] * 4, nothing) == 1
+
+
+def test_objectives_must_be_times() -> None:
+    with pytest.raises(SpeqError, match="latency_s is 0; it must be more than 0"):
+        Objectives(latency_s=0)

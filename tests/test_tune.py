@@ -1,0 +1,195 @@
+"""`speq tune`: what it measures, where it is kept, and who goes by it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from speq import SpeqError, __version__, profiles
+from speq.bench import tune
+from speq.bench.locality import distinct_points
+from speq.cli import app
+from speq.governor.profile import Profile, ProfileKey
+from speq.runtime import open_model
+from speq.stats import StepStats
+
+Folder = Callable[[str], Path]
+KEY = ProfileKey("weights", "cpu: some", 1 << 20, "1")
+BUDGET = "64MiB"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two"}\n{"prompt": "three"}\n')
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def profile_of(path: Path) -> Profile:
+    return Profile.from_json(path.read_text())
+
+
+def cycle(k: int, accepted: int, draft_s: float, verify_s: float, requests: int) -> StepStats:
+    return StepStats(
+        "decode",
+        draft_length=k,
+        accepted=accepted,
+        draft_s=draft_s,
+        verify_s=verify_s + 0.5,
+        stall_s=0.5,
+        requests=requests,
+    )
+
+
+def test_figures_of_cycles_by_hand() -> None:
+    figures = tune.figures_of(
+        {
+            0: [cycle(0, 0, 0.0, 0.1, 8), cycle(0, 0, 0.0, 0.1, 10), cycle(0, 0, 0.0, 0.9, 9)],
+            2: [cycle(2, 2, 0.21, 0.2, 14), cycle(2, 1, 0.21, 0.2, 16)],
+            4: [cycle(4, 0, 0.41, 0.3, 20)],
+        }
+    )
+    assert figures["verify"] == (
+        (1.0, pytest.approx(0.1)),
+        (3.0, pytest.approx(0.2)),
+        (5.0, pytest.approx(0.3)),
+    )
+    assert figures["distinct"] == ((1.0, 9.0), (3.0, 15.0), (5.0, 20.0))
+    assert figures["draft_base_s"] == pytest.approx(0.01)
+    assert figures["draft_token_s"] == pytest.approx(0.1)
+    # Of the three drafts 2, 2 and 1 tokens were tried and 2, 1 and 0 stood.
+    assert figures["acceptance"] == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([], (0.0, 0.0)),
+        ([(3, 0.6)], (0.0, 0.2)),
+        ([(1, 3.0), (2, 5.0), (4, 9.0)], (1.0, 2.0)),
+        # Through what cannot be a time: a draft that gets faster, or that begins before it begins.
+        ([(1, 3.0), (3, 1.0)], (0.0, 1.0)),
+        ([(1, 1.0), (3, 5.0)], (0.0, 1.5)),
+    ],
+)
+def test_line_through(points: list[tuple[int, float]], line: tuple[float, float]) -> None:
+    assert tune.line_through(points) == pytest.approx(line)
+
+
+def test_distinct_points_by_hand() -> None:
+    routes = [[[0, 1], [0, 1], [2, 3], [4, 5], [0, 1], [0, 2]]]
+    # Windows of one token, and of two: {0, 1}, {2, 3, 4, 5} and {0, 1, 2}.
+    assert distinct_points(routes, 8) == ((1.0, 2.0), (2.0, 3.0))
+    assert distinct_points([[]], 8) == ()
+
+
+def test_a_profile_is_measured_kept_and_gone_by(
+    tiny_bfloat16: Folder, prompts: Path, home: Path
+) -> None:
+    model = tiny_bfloat16("qwen2_moe")
+    settings = ("--prompts", prompts, "--max-new-tokens", 40, "--device", "cpu")
+    text = run("tune", model, "--memory-budget", BUDGET, *settings)
+    opened = open_model(model)
+    try:
+        key = tune.key_of(opened, "cpu", 64 << 20)
+        expert_bytes = opened.store.codec.shape.nbytes
+    finally:
+        opened.close()
+    made = profiles.kept(key)
+    assert made is not None and str(profiles.kept_path(key)) in text.replace("\n", "")
+    assert (made.key.version, made.key.budget_bytes) == (__version__, 64 << 20)
+    assert made.expert_bytes == expert_bytes
+    assert made.link[-1][0] == expert_bytes
+    assert set(made.decode_bytes_per_s) == {"raw", "lossless", "residual"}
+    rows = [rows for rows, _ in made.verify]
+    assert rows == [1, 2, 3, 5, 9, 13]
+    layers, top_k, experts = 2, 2, 8
+    distinct = dict(made.distinct)
+    assert distinct[1] == layers * top_k
+    assert all(layers * top_k <= count <= layers * experts for count in distinct.values())
+    assert made.draft_token_s > 0 and made.first_fetch_s > 0
+    assert made.acceptance is not None and 0 <= made.acceptance <= 1
+    assert made.routes[0] == (1, top_k)
+    # The plan of the same budget goes by it; that of another does not.
+    plan = ("plan", model, "--device", "cpu", "--context-length", 64, "--json")
+    found = json.loads(run(*plan, "--memory-budget", BUDGET))["assumptions"]
+    assert found["machine"] == f"profile measured on {key.device}"
+    assert found["acceptance"] == made.acceptance
+    other = json.loads(run(*plan, "--memory-budget", "32MiB"))["assumptions"]
+    assert other["machine"] == "measured on this machine just now"
+
+
+def test_without_room_for_a_draft_there_is_less_to_measure(bundled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    settings = ("--num-prompts", 1, "--max-new-tokens", 33, "--device", "cpu")
+    run("tune", bundled, "--memory-budget", "16MiB", *settings, "--out", out)
+    made = profile_of(out)
+    assert [rows for rows, _ in made.verify] == [1]
+    assert (made.draft_token_s, made.acceptance) == (0.0, None)
+    with pytest.raises(SpeqError, match="exists already"):
+        run("tune", bundled, "--memory-budget", "16MiB", *settings, "--out", out)
+
+
+def test_profiles_are_told_apart_by_all_of_their_key(home: Path) -> None:
+    keys = [
+        KEY,
+        replace(KEY, model="others"),
+        replace(KEY, device="cuda: some"),
+        replace(KEY, budget_bytes=2 << 20),
+        replace(KEY, version="2"),
+    ]
+    paths = {profiles.kept_path(key) for key in keys}
+    assert len(paths) == len(keys) and None not in paths
+    assert profiles.kept(KEY) is None
+    first = Profile(KEY, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.0, ((1.0, 1.0),))
+    path = profiles.kept_path(KEY)
+    assert path is not None
+    profiles.write(first, path)
+    assert profiles.kept(KEY) == first
+    profiles.write(replace(first, key=keys[1]), path)
+    with pytest.raises(SpeqError, match="remove it"):
+        profiles.kept(KEY)
+
+
+def test_a_user_without_a_home_names_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert profiles.kept_path(KEY) is None
+    assert profiles.kept(KEY) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"acceptance": 1.5}, "acceptance of a profile is 1.5"),
+        ({"decode_bytes_per_s": {"raw": 0.0}}, "speeds are positive"),
+        ({"routes": ((2.0, 3.0), (1.0, 2.0))}, "routes of a profile"),
+    ],
+)
+def test_profiles_that_nothing_measured(changes: dict[str, object], sentence: str) -> None:
+    made = Profile(KEY, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.0, ((1.0, 1.0),))
+    with pytest.raises(SpeqError, match=sentence):
+        replace(made, **changes)
+    assert Profile.from_json(replace(made, acceptance=0.5).to_json()).acceptance == 0.5
+
+
+def test_too_few_tokens_to_measure_the_longest_draft(tiny_bfloat16: Folder) -> None:
+    with pytest.raises(SpeqError, match="max_new_tokens is 5; it must be at least 33"):
+        run("tune", tiny_bfloat16("olmoe"), "--memory-budget", BUDGET, "--max-new-tokens", 5)
