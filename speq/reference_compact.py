@@ -17,7 +17,7 @@ from speq.compact import (
     SLACK_BYTES,
     CompactLayout,
 )
-from speq.reference import check_ids, moe_grouped_out, unpack_int4
+from speq.reference import check_ids, moe_grouped_out
 
 CLASSES = 8
 ESCAPE = 7
@@ -95,7 +95,7 @@ def encode_residual_out(
     bytes_, quads = [], []
     codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
     for matrix, pair in zip(_matrices(gate_up_proj, down_proj), codes, strict=True):
-        words, (values, scales) = _words(matrix), _base(*pair)
+        words, (values, scales) = _words(matrix), windows.codes_and_scales(*pair)
         bytes_.append(words & 0xFF)
         quads += _streams_of(
             len(matrix),
@@ -126,7 +126,7 @@ def decode_residual_out(
     for matrix, pair, low, entries in zip(
         _matrices(gate_up_proj, down_proj), codes, bytes_, index, strict=True
     ):
-        values, scales = _base(*pair)
+        values, scales = windows.codes_and_scales(*pair)
         zero = _blocks(values == 0, 0) == 1
         classes, exceptions = _front(len(matrix), zero, entries, streams)
         classes = _unblocked(classes, matrix.shape)
@@ -264,12 +264,6 @@ def _layout(down_proj: Tensor, lossless: bool) -> CompactLayout:
 
 def _matrices(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
     return [*gate_up_proj.chunk(2), down_proj]
-
-
-def _base(qweight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and the scale of each, [N, K]."""
-    codes = unpack_int4(qweight, torch.ones_like(scales)).int()
-    return codes, scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
 
 
 def _halves(qweight: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:

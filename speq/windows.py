@@ -31,6 +31,12 @@ def words_of(weights: Tensor) -> Tensor:
     return weights.view(torch.int32) >> 16 & 0xFFFF
 
 
+def codes_and_scales(qweight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, int32, and the scale of each, [N, K], of a matrix as the INT4 kernels take it."""
+    codes = torch.stack([qweight & 0xF, qweight >> 4], dim=2).flatten(1).to(torch.int32) - 8
+    return codes, scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+
+
 def window_starts(codes: Tensor, scales: Tensor) -> Tensor:
     """The first word of each code's window. A scale that is not finite counts as 0."""
     starts = torch.tensor(WINDOW_STARTS, device=codes.device)[codes.abs().long()]

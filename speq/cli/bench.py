@@ -344,6 +344,21 @@ def schedule(
     ).print(bench_schedule.COLUMNS)
 
 
+@bench_app.command("codec")
+def codec(
+    model: opt.ModelArgument,
+    draft: opt.DraftOption = "auto",
+    json_file: opt.JsonFile = None,
+    force: opt.Force = False,
+) -> None:
+    """What each codec makes of the model's experts: bits a weight, and how fast."""
+    from speq.bench import codec as bench_codec
+
+    with opt.progress_bar() as progress:
+        report = bench_codec.run(model, draft, json_file=json_file, force=force, progress=progress)
+    report.print(bench_codec.COLUMNS)
+
+
 @bench_app.command("equal-memory")
 def equal_memory(
     model: opt.ModelArgument,
