@@ -170,7 +170,7 @@ SPEQ_DEVICE void prefetch_rows(const std::uint8_t *rows, int row_bytes, int begi
 constexpr int kAheadColumns = kBlockLanes * kCacheLine;
 
 // Runs take(column) for each step of a quad, where `column` is the lane's first. A decoder `begin`s
-// a step; then `next` gives the words of each of the lane's columns in turn, as floats.
+// a step; then `next` gives the words of each of the lane's columns, in turn, as floats.
 template <typename Decoder, typename Take> SPEQ_DEVICE void for_steps(Decoder &decoder, Take take) {
   const int columns = decoder.matrix.columns;
   decoder.prefetch(0);

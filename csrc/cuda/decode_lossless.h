@@ -40,7 +40,7 @@ public:
     streams_.take_back(BlockCounts(escapes), escaped_);
   }
 
-  SPEQ_DEVICE void next(float (&words)[kRows]) {
+  SPEQ_DEVICE void next(int, float (&words)[kRows]) {
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       const std::uint32_t of = classes_[n] & 7, byte = bytes_[n] & 0xFF;

@@ -34,24 +34,10 @@ template <int kMost = kInt4ZeroPoint> SPEQ_DEVICE float window_start_of(int magn
   }
 }
 
-// A scale, and the high bytes that the lower classes of code 0 stand for under it.
-struct CodeScale {
-  float scale;
-  std::uint32_t high_bytes;
-
-  SPEQ_DEVICE CodeScale() {}
-  SPEQ_DEVICE explicit CodeScale(Float16 given)
-      : scale((given.bits & 0x7C00) == 0x7C00 ? 0.0f : widen(given)) {
-    const std::uint32_t window = bits_as<std::uint32_t>(kWindowStarts[0] * scale) >> 24 & 0x7F;
-    // One less for each class; of class 3 zero.
-    high_bytes = (window * 0x010101 - 0x020100) & 0x7F7F7F;
-  }
-
-  // The upper classes are the lower ones, negative.
-  SPEQ_DEVICE std::uint32_t high_byte_of(std::uint32_t zero_class) const {
-    return __byte_perm(high_bytes, high_bytes | 0x80808080, zero_class) & 0xFF;
-  }
-};
+// window_scale, in few instructions.
+SPEQ_DEVICE float widened_scale(Float16 scale) {
+  return (scale.bits & 0x7C00) == 0x7C00 ? 0.0f : widen(scale);
+}
 
 class ResidualDecoder {
 public:
@@ -69,7 +55,6 @@ public:
 
   SPEQ_DEVICE void begin(int column) {
     const int present = present_columns(matrix, column);
-    column_ = column;
     RowCounts zeros = 0, escapes = 0;
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
@@ -78,10 +63,10 @@ public:
       bytes_[n] = load_bytes<std::uint64_t>(matrix.bytes + at, count, matrix.vectors);
       // Nibbles of absent columns are no code 0.
       codes_[n] = load_bytes<std::uint32_t>(matrix.codes.codes + at / 2, count / 2, matrix.vectors);
-      scales_[n] = CodeScale(count > 0 ? matrix.scale(row, column) : Float16{0});
+      scales_[n] = widened_scale(count > 0 ? matrix.scale(row, column) : Float16{0});
       zeros |= RowCounts(__popc(zero_codes(codes_[n]))) << 8 * n;
     }
-    read_front(BlockCounts(zeros));
+    read_front(BlockCounts(zeros), column);
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       escapes |= RowCounts(__popc(marks_[n] & kEscapes)) << 8 * n;
@@ -89,18 +74,16 @@ public:
     streams_.take_back(BlockCounts(escapes), escaped_);
   }
 
-  SPEQ_DEVICE void next(float (&words)[kRows]) {
+  SPEQ_DEVICE void next(int column, float (&words)[kRows]) {
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      if (matrix.mixes_groups() && column_ < matrix.columns && row_ + n < matrix.rows) {
-        scales_[n] = CodeScale(matrix.scale(row_ + n, column_));
+      if (matrix.mixes_groups() && column < matrix.columns && row_ + n < matrix.rows) {
+        scales_[n] = widened_scale(matrix.scale(row_ + n, column));
       }
       const std::uint32_t nibble = codes_[n] & 0xF, low = bytes_[n] & 0xFF;
-      const auto start = bits_as<std::uint32_t>(starts_[nibble] * scales_[n].scale);
-      std::uint32_t high = high_byte(std::uint16_t(start >> 16), std::uint8_t(low));
-      if (nibble == kInt4ZeroPoint) {
-        high = scales_[n].high_byte_of(marks_[n] & 7);
-      }
+      const auto start = std::uint16_t(bits_as<std::uint32_t>(starts_[nibble] * scales_[n]) >> 16);
+      std::uint32_t high = nibble == kInt4ZeroPoint ? zero_high_byte(start, int(marks_[n] & 7))
+                                                    : high_byte(start, std::uint8_t(low));
       if ((marks_[n] & kEscapes & 0xF) != 0) {
         high = matrix.streams[escaped_[n]++];
       }
@@ -109,7 +92,6 @@ public:
       bytes_[n] >>= 8;
       marks_[n] >>= kCodeBits;
     }
-    ++column_;
   }
 
 private:
@@ -121,10 +103,10 @@ private:
   }
 
   // Marks the lane's columns: with the classes of zero codes, and which escape.
-  SPEQ_DEVICE void read_front(const BlockCounts &zeros) {
+  SPEQ_DEVICE void read_front(const BlockCounts &zeros, int column) {
     int at[kRows] = {};
     RowCounts listed = 0;
-    find_runs(zeros, at, listed);
+    find_runs(zeros, column, at, listed);
     const RowCounts of_block = zeros.of_block(lane_block());
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
@@ -153,8 +135,9 @@ private:
 
   // Where the runs of this lane's block lie in the stream from the front, and how many exceptions
   // each lists behind its classes. That must be read to know where the next run lies.
-  SPEQ_DEVICE void find_runs(const BlockCounts &zeros, int (&at)[kRows], RowCounts &listed) {
-    const int first = column_ - lane_id() * kLaneColumns;
+  SPEQ_DEVICE void find_runs(const BlockCounts &zeros, int column, int (&at)[kRows],
+                             RowCounts &listed) {
+    const int first = column - lane_id() * kLaneColumns;
 #pragma unroll 1
     for (int block = 0; block < kStepBlocks; ++block) {
       const RowCounts of_block = zeros.of_block(block);
@@ -174,10 +157,10 @@ private:
     }
   }
 
-  int row_, column_ = 0;
+  int row_;
   StreamEnds streams_;
   const float *starts_;
-  CodeScale scales_[kRows];
+  float scales_[kRows];
   // Of the step's columns that are left. A nibble of marks has the class of a zero code, and above
   // it whether the column escapes.
   std::uint64_t bytes_[kRows];

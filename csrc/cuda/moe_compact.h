@@ -53,7 +53,7 @@ SPEQ_DEVICE void multiply_quad(Decoder &decoder, Dtype dtype, const float *input
       float words[kPartColumns][kRows];
 #pragma unroll
       for (int v = 0; v < kPartColumns; ++v) {
-        decoder.next(words[v]);
+        decoder.next(column + v, words[v]);
       }
       if (dtype == Dtype::float16) {
 #pragma unroll
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
 #pragma unroll 1
     for (int v = 0; v < kLaneColumns; ++v) {
       float words[kRows];
-      decoder.next(words);
+      decoder.next(column + v, words);
 #pragma unroll
       for (int n = 0; n < kRows; ++n) {
         const int row = of_matrix * kRows + n;
