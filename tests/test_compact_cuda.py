@@ -331,6 +331,18 @@ def test_absent_experts_are_left_alone(backend: Backend, codec: str) -> None:
     assert torch.equal(out[~absent], whole[~absent])
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_nothing_beside_the_output_is_written(backend: Backend, codec: str) -> None:
+    """Outputs lie in the middle of a larger tensor; rows of the last quad are not all there."""
+    given = problem(70, 22, (14, 2), rows=3)
+    around = torch.full((5, 2, 70), -12345.0, dtype=torch.bfloat16)
+    poison = around[0].clone()
+    given.by(backend, codec, around[1:-1])
+    assert torch.equal(around[0], poison)
+    assert torch.equal(around[-1], poison)
+    assert same_bits(around[1:-1], given.raw(backend))
+
+
 @pytest.mark.parametrize(
     ("codec", "what"),
     [*((codec, what) for codec in CODECS for what in ("id", "slot")), ("residual", "base slot")],
