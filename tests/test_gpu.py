@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import Generator, native, ops
+from speq import Generator, compact_ops, native, ops
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 pytestmark = [
@@ -46,7 +46,9 @@ def test_bundled_model_stays_within_its_budget(bundled: Path) -> None:
     generator.close()
 
 
-@pytest.mark.parametrize("op", ["moe_int4", "moe_grouped"])
+@pytest.mark.parametrize(
+    "op", ["moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"]
+)
 def test_kernels_are_captured_in_a_graph(op: str) -> None:
     """Replayed with other inputs and other ids than were there when it was captured."""
     assert native.backend_of(op, "cuda").name == "cuda"
@@ -60,14 +62,39 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
         (codes[0][0].cuda(), codes[0][1].cuda()), (codes[1][0].cuda(), codes[1][1].cuda())
     )
 
+    lossless = [compact_ops.encode_lossless(*pair) for pair in zip(gate_up, down, strict=True)]
+    residual = [
+        compact_ops.encode_residual(
+            *pair, (codes[0][0][e], codes[0][1][e]), (codes[1][0][e], codes[1][1][e])
+        )
+        for e, pair in enumerate(zip(gate_up, down, strict=True))
+    ]
+    slots = {"lossless": in_slots(lossless), "residual": in_slots(residual)}
+    # Before anything is captured: a copy from the host is no part of a graph.
+    held = {
+        device: (
+            {"cpu": bank, "cuda": on_device}[device],
+            (gate_up.to(device), down.to(device)),
+            {codec: records.to(device) for codec, records in slots.items()},
+            torch.arange(6, device=device),
+        )
+        for device in ("cpu", "cuda")
+    }
+
     def run(hidden: Tensor, ids: Tensor, chances: Tensor) -> Tensor:
-        table = torch.arange(6, device=hidden.device)
+        of_draft, words, records, table = held[hidden.device.type]
         if op == "moe_int4":
-            held = on_device if hidden.is_cuda else bank
-            return ops.moe_int4(hidden, ids, chances, table, held, "silu")
+            return ops.moe_int4(hidden, ids, chances, table, of_draft, "silu")
         out = hidden.new_empty(*ids.shape, 256)
-        words = (gate_up.to(hidden.device), down.to(hidden.device))
-        ops.moe_grouped(hidden, ids, table, *words, "silu", out)
+        head = hidden, ids, table
+        if op == "moe_grouped":
+            ops.moe_grouped(*head, *words, "silu", out)
+        elif op == "moe_grouped_lossless":
+            compact_ops.moe_grouped_lossless(*head, records["lossless"], 64, "silu", out)
+        else:
+            compact_ops.moe_grouped_residual(
+                *head, records["residual"], table, of_draft, "silu", out
+            )
         return out
 
     def problem() -> tuple[Tensor, Tensor, Tensor]:
@@ -89,6 +116,13 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
         wanted = run(*arguments)
         error = (out.cpu().float() - wanted.float()).abs().max() / wanted.float().std()
         assert error < 0.05
+
+
+def in_slots(records: list[Tensor]) -> Tensor:
+    slots = torch.zeros(len(records), -(-max(map(len, records)) // 64) * 64, dtype=torch.uint8)
+    for slot, record in zip(slots, records, strict=True):
+        slot[: len(record)] = record
+    return slots
 
 
 def quantised(matrices: Tensor) -> tuple[Tensor, Tensor]:

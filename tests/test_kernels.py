@@ -569,7 +569,7 @@ def test_linear_row_alone_and_in_company(cpu_backend: Backend) -> None:
         assert torch.equal(part, together[rows])
 
 
-@pytest.mark.parametrize("op", sorted(native.OPS))
+@pytest.mark.parametrize("op", ["linear", "linear_int4", "moe_grouped", "moe_int4", "read_sum"])
 def test_nothing_beside_the_output_is_written(backend: Backend, op: str) -> None:
     """Outputs lie in the middle of a larger tensor."""
     problem: Any

@@ -2,127 +2,13 @@
 // are checked once, in speq/ops.py; the checks here only guard against memory errors when an op is
 // called around it. Compiled for the host too, where kernels run without a GPU, for tests.
 
-#include <initializer_list>
-#include <optional>
-
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
-#include "cuda/launchers.h"
+#include "cuda/tensors.h"
 
 namespace {
 
-using speq::cuda::Dtype;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// The device of a call, made current, and its stream.
-class Call {
-public:
-#ifdef USE_CUDA
-  explicit Call(const Tensor &tensor) : guard_(tensor.get_device_index()) {
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
-  }
-#else
-  explicit Call(const Tensor &) {}
-#endif
-
-  void *stream() const { return stream_; }
-
-private:
-#ifdef USE_CUDA
-  torch::stable::accelerator::DeviceGuard guard_;
-#endif
-  void *stream_ = nullptr;
-};
-
-// From torch's allocator, which keeps it from other streams and knows graphs being captured.
-Tensor workspace(const Tensor &like, std::size_t bytes) {
-  return torch::stable::new_empty(like, {static_cast<std::int64_t>(bytes)}, ScalarType::Byte);
-}
-
-Dtype dtype_of(const char *op, const Tensor &tensor) {
-  switch (tensor.scalar_type()) {
-  case ScalarType::Float:
-    return Dtype::float32;
-  case ScalarType::Double:
-    return Dtype::float64;
-  case ScalarType::BFloat16:
-    return Dtype::bfloat16;
-  case ScalarType::Half:
-    return Dtype::float16;
-  default:
-    STD_TORCH_CHECK(false, op, ": values must be float32, float64, bfloat16 or float16");
-  }
-}
-
-speq::cuda::Values values(const char *op, const Tensor &tensor) {
-  return {tensor.data_ptr(), dtype_of(op, tensor)};
-}
-
-bool is(const Tensor &tensor, ScalarType dtype, std::int64_t dim) {
-  return tensor.scalar_type() == dtype && tensor.dim() == dim && tensor.is_contiguous();
-}
-
-bool same_device(std::initializer_list<const Tensor *> tensors) {
-  const Tensor &first = **tensors.begin();
-  for (const Tensor *tensor : tensors) {
-    if (tensor->device() != first.device()) {
-      return false;
-    }
-  }
-  return true;
-}
-
-template <typename Item> const Item *data(const Tensor &tensor) {
-  return static_cast<const Item *>(tensor.const_data_ptr());
-}
-
-void check(const char *op, const char *error) {
-  STD_TORCH_CHECK(error == nullptr, op, ": ", error);
-}
-
-// A matrix [rows, columns], or slots of them, as codes and scales describe it.
-speq::cuda::Int4Values int4_values(const char *op, const Tensor &qweight, const Tensor &scales,
-                                   std::int64_t dim) {
-  STD_TORCH_CHECK(is(qweight, ScalarType::Byte, dim) && is(scales, ScalarType::Half, dim), op,
-                  ": qweight must be contiguous uint8 and scales contiguous float16");
-  const std::int64_t slots = dim == 3 ? qweight.size(0) : 1;
-  const std::int64_t rows = qweight.size(dim - 2), columns = 2 * qweight.size(dim - 1);
-  const std::int64_t groups = scales.size(dim - 1);
-  STD_TORCH_CHECK((dim < 3 || scales.size(0) == slots) && scales.size(dim - 2) == rows &&
-                      groups > 0 && columns > 0 && columns % groups == 0 &&
-                      (columns / groups) % 2 == 0,
-                  op, ": qweight and scales do not describe one matrix");
-  STD_TORCH_CHECK(columns <= speq::cuda::kMaxInt4Columns && slots * rows < INT32_MAX, op,
-                  ": a matrix is too large");
-  return {qweight.const_data_ptr(), scales.const_data_ptr(), slots, rows, columns, groups};
-}
-
-speq::cuda::Route route_of(const char *op, const Tensor &hidden_states, const Tensor &topk_ids,
-                           const Tensor &slots) {
-  STD_TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous() &&
-                      is(topk_ids, ScalarType::Long, 2) && is(slots, ScalarType::Long, 1) &&
-                      topk_ids.size(0) == hidden_states.size(0),
-                  op, ": hidden_states, topk_ids or slots have the wrong shape or dtype");
-  const std::int64_t num_rows = topk_ids.size(0), top_k = topk_ids.size(1);
-  STD_TORCH_CHECK(num_rows <= speq::cuda::kMaxCallRows &&
-                      num_rows * top_k <= speq::cuda::kMaxCallPositions,
-                  op, ": takes at most ", speq::cuda::kMaxCallRows, " rows and ",
-                  speq::cuda::kMaxCallPositions, " places of routes");
-  return {data<std::int64_t>(topk_ids), num_rows, top_k, data<std::int64_t>(slots), slots.size(0)};
-}
-
-speq::Activation activation_of(const char *op, std::int64_t activation) {
-  STD_TORCH_CHECK(activation >= 0 && activation < speq::kActivations, op, ": no activation ",
-                  activation);
-  return static_cast<speq::Activation>(activation);
-}
+using namespace speq::cuda;
 
 void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional<Tensor> input_perm,
                      Tensor out) {
@@ -131,7 +17,7 @@ void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional
   STD_TORCH_CHECK(inputs.dim() == 2 && inputs.is_contiguous() && out.dim() == 2 &&
                       out.is_contiguous() && inputs.size(1) == weights.columns &&
                       out.size(0) == inputs.size(0) && out.size(1) == weights.rows &&
-                      inputs.size(0) <= speq::cuda::kMaxCallRows &&
+                      inputs.size(0) <= kMaxCallRows &&
                       same_device({&inputs, &qweight, &scales, &out}),
                   op, ": inputs or out are too many, not contiguous or not of the matrix");
   STD_TORCH_CHECK(!input_perm || (is(*input_perm, ScalarType::Int, 1) &&
@@ -142,9 +28,9 @@ void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional
     return;
   }
   const Call call(inputs);
-  check(op, speq::cuda::linear_int4(values(op, inputs), inputs.size(0), weights,
-                                    input_perm ? data<std::int32_t>(*input_perm) : nullptr,
-                                    values(op, out), call.stream()));
+  check(op, linear_int4(values(op, inputs), inputs.size(0), weights,
+                        input_perm ? data<std::int32_t>(*input_perm) : nullptr, values(op, out),
+                        call.stream()));
 }
 
 void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots,
@@ -176,22 +62,20 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
     return;
   }
   const Call call(hidden_states);
-  Tensor memory = workspace(hidden_states, speq::cuda::moe_int4_workspace(route, width));
-  check(op,
-        speq::cuda::moe_int4(values(op, hidden_states), route, data<float>(topk_weights), gate_up,
-                             down, input_perm ? data<std::int32_t>(*input_perm) : nullptr,
-                             activation_of(op, activation), values(op, out),
-                             memory.mutable_data_ptr(), call.stream()));
+  Tensor memory = workspace(hidden_states, moe_int4_workspace(route, width));
+  check(op, moe_int4(values(op, hidden_states), route, data<float>(topk_weights), gate_up, down,
+                     input_perm ? data<std::int32_t>(*input_perm) : nullptr,
+                     activation_of(op, activation), values(op, out), memory.mutable_data_ptr(),
+                     call.stream()));
 }
 
 // Slots of matrices, of which each is contiguous.
-speq::cuda::SlotValues slot_values(const char *op, const Tensor &tensor) {
+SlotValues slot_values(const char *op, const Tensor &tensor) {
   STD_TORCH_CHECK(tensor.dim() == 3 && (tensor.size(2) <= 1 || tensor.stride(2) == 1) &&
                       (tensor.size(1) <= 1 || tensor.stride(1) == tensor.size(2)),
                   op, ": slots must be contiguous matrices");
-  STD_TORCH_CHECK(tensor.size(1) < INT32_MAX &&
-                      tensor.size(2) < INT32_MAX / speq::cuda::kMaxCallPositions,
-                  op, ": a matrix is too large");
+  STD_TORCH_CHECK(tensor.size(1) < INT32_MAX && tensor.size(2) < INT32_MAX / kMaxCallPositions, op,
+                  ": a matrix is too large");
   return {tensor.const_data_ptr(), dtype_of(op, tensor), tensor.size(0),
           tensor.stride(0),        tensor.size(1),       tensor.size(2)};
 }
@@ -218,11 +102,10 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
     return;
   }
   const Call call(hidden_states);
-  Tensor memory = workspace(hidden_states,
-                            speq::cuda::moe_grouped_workspace(route, down.columns, hidden.dtype));
-  check(op,
-        speq::cuda::moe_grouped(hidden, route, gate_up, down, activation_of(op, activation),
-                                out.mutable_data_ptr(), memory.mutable_data_ptr(), call.stream()));
+  Tensor memory =
+      workspace(hidden_states, moe_grouped_workspace(route, down.columns, hidden.dtype));
+  check(op, moe_grouped(hidden, route, gate_up, down, activation_of(op, activation),
+                        out.mutable_data_ptr(), memory.mutable_data_ptr(), call.stream()));
 }
 
 void read_sum_out(Tensor words, Tensor out) {
@@ -231,10 +114,10 @@ void read_sum_out(Tensor words, Tensor out) {
                       out.size(0) == 1 && same_device({&words, &out}),
                   op, ": words and out must be contiguous int64, out of one word");
   const Call call(words);
-  Tensor memory = workspace(words, speq::cuda::read_sum_workspace());
-  check(op, speq::cuda::read_sum(data<std::int64_t>(words), words.size(0),
-                                 static_cast<std::int64_t *>(out.mutable_data_ptr()),
-                                 memory.mutable_data_ptr(), call.stream()));
+  Tensor memory = workspace(words, read_sum_workspace());
+  check(op, read_sum(data<std::int64_t>(words), words.size(0),
+                     static_cast<std::int64_t *>(out.mutable_data_ptr()), memory.mutable_data_ptr(),
+                     call.stream()));
 }
 
 void bind(torch::stable::detail::StableLibrary &m) {

@@ -22,6 +22,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
 // Rows whose sums stay in registers while a weight passes by.
 constexpr int kMaxBatch = 4;
+// Neighbouring columns that a lane multiplies, of as many for each lane of a warp: a vector of
+// BF16. Products of exact rows are added up in that order, however their words are stored.
+constexpr int kLaneColumns = 8;
 
 // Code for Blackwell takes more registers than code for those before it.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -70,6 +73,17 @@ SPEQ_DEVICE float widen(Float16 value) {
 #endif
 }
 
+// value as it is after a visit to float16, in two instructions.
+SPEQ_DEVICE float narrowed(float value) {
+#ifdef __CUDA_ARCH__
+  Float16 narrow;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+  return widen(narrow);
+#else
+  return rounded_to<Float16>(value);
+#endif
+}
+
 SPEQ_DEVICE float not_a_number() { return bits_as<float>(0x7FC00000u); }
 
 // The sum over neighbouring lanes, in each of them; always in the same order.
@@ -78,6 +92,26 @@ template <int kNeighbours> SPEQ_DEVICE float sum_of_lanes(float value) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
+}
+
+// The sums over all lanes of each of some values: lane l has that of value l / (kLanes / kValues).
+// They are what sum_of_lanes makes of them, with fewer exchanges: each gives half the values away.
+template <int kValues, int kDistance = kLanes / 2>
+SPEQ_DEVICE float spread_sums(const float (&values)[kValues]) {
+  if constexpr (kValues == 1) {
+    return sum_of_lanes<2 * kDistance>(values[0]);
+  } else {
+    constexpr int kHalf = kValues / 2;
+    const bool upper = (lane_id() & kDistance) != 0;
+    float kept[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float low = values[i], high = values[i + kHalf];
+      const float given = upper ? low : high;
+      kept[i] = (upper ? high : low) + __shfl_xor_sync(kAllLanes, given, kDistance);
+    }
+    return spread_sums<kHalf, kDistance / 2>(kept);
+  }
 }
 
 template <int kValue> struct Constant {

@@ -56,6 +56,43 @@ std::size_t moe_grouped_workspace(const Route &route, std::int64_t width, Dtype 
 const char *moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotValues down,
                         Activation activation, void *out, void *workspace, void *stream);
 
+// An expert's matrices are gate and up [expert_width, hidden_size], down [hidden_size,
+// expert_width].
+struct ExpertShape {
+  std::int64_t hidden_size, expert_width;
+};
+
+// The columns of a matrix of a compact record are fewer.
+constexpr std::int64_t kMaxCompactColumns = 1 << 16;
+
+// Compact records (compact.h), whose index must be aligned.
+struct Records {
+  const void *records;
+  std::int64_t slots, slot_stride, slot_bytes;
+};
+
+// The codes that records are residuals of, in base slots.
+struct BaseExperts {
+  const std::int64_t *base_slots; // [experts]; null where there is one
+  Int4Values gate_up, down;
+  const std::int32_t *input_perm; // [base slots, hidden_size] or null
+};
+
+std::size_t moe_compact_workspace(const Route &route, ExpertShape shape);
+
+const char *moe_grouped_lossless(Values hidden_states, Route route, Records slots,
+                                 ExpertShape shape, Activation activation, void *out,
+                                 void *workspace, void *stream);
+
+const char *moe_grouped_residual(Values hidden_states, Route route, Records slots, BaseExperts base,
+                                 Activation activation, void *out, void *workspace, void *stream);
+
+const char *decode_lossless(Records record, ExpertShape shape, void *gate_up, void *down,
+                            void *stream);
+
+const char *decode_residual(Records record, BaseExperts base, void *gate_up, void *down,
+                            void *stream);
+
 std::size_t read_sum_workspace();
 
 const char *read_sum(const std::int64_t *words, std::int64_t num_words, std::int64_t *out,

@@ -89,14 +89,18 @@ SPEQ_DEVICE void multiply(const Projection &p, const std::int64_t (&start)[2],
   }
 }
 
+// In the order of vectors of BF16.
 SPEQ_DEVICE void multiply_any(const Projection &p, const std::int64_t (&start)[2], int input,
                               float (&sums)[2][1]) {
-  for (int column = lane_id(); column < int(p.weights.columns); column += kLanes) {
-    const float x = load_value(p.inputs, p.dtype, input + column);
+  const int columns = int(p.weights.columns);
+  for (int first = lane_id() * kLaneColumns; first < columns; first += kLanes * kLaneColumns) {
+    for (int column = first; column < first + kLaneColumns && column < columns; ++column) {
+      const float x = load_value(p.inputs, p.dtype, input + column);
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const float weight = load_value(p.weights.values, p.weights.dtype, start[w] + column);
-      sums[w][0] = fmaf(rounded(weight, p.dtype), x, sums[w][0]);
+      for (int w = 0; w < 2; ++w) {
+        const float weight = load_value(p.weights.values, p.weights.dtype, start[w] + column);
+        sums[w][0] = fmaf(rounded(weight, p.dtype), x, sums[w][0]);
+      }
     }
   }
 }

@@ -118,6 +118,17 @@ inline int __reduce_add_sync(unsigned mask, int value) {
 
 inline int __popc(unsigned word) { return std::popcount(word); }
 
+// Bytes of low and high, eight in all, by the low three bits of the nibbles of `selectors`.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const std::uint64_t bytes = std::uint64_t(high) << 32 | low;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned selector = selectors >> 4 * i & 7;
+    chosen |= static_cast<unsigned>(bytes >> 8 * selector & 0xFF) << 8 * i;
+  }
+  return chosen;
+}
+
 // Four products of signed bytes, added to sum.
 inline int __dp4a(int a, int b, int sum) {
   for (int byte = 0; byte < 4; ++byte) {
