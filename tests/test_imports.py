@@ -267,6 +267,7 @@ def test_checker_leaves_good_code_alone() -> None:
     [
         "speq",
         "speq.governor.draft_length",
+        "speq.governor.planner",
         "speq.stats",
         "speq.config",
         "speq.memory",
