@@ -33,6 +33,8 @@ CODECS = ("auto", "raw", "lossless", "residual")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
+# Without a governor, which has to be asked for: with one, sampled output depends on the clock.
+DEFAULT_DRAFT_LENGTH = 4
 
 
 def parse_bytes(text: str | int) -> int:
@@ -128,7 +130,7 @@ class RunConfig:
     dtype: str = "auto"
     context_length: int | None = None
     draft: str = "auto"
-    draft_length: int | None = None
+    draft_length: int | None = DEFAULT_DRAFT_LENGTH
     cache_policy: str = "lru"
     prefetch: str = "none"
     codec: str = "auto"
@@ -142,7 +144,7 @@ class RunConfig:
     def of(
         cls,
         memory_budget: str | int,
-        draft_length: str | int | None = "auto",
+        draft_length: str | int | None = DEFAULT_DRAFT_LENGTH,
         context_length: int | None = None,
         draft: str | Path = "auto",
         **options: Any,
