@@ -143,7 +143,14 @@ def test_a_plan_and_a_run_report_the_same_bytes(
         packing = Packing(codec_of(codec, words.store.codec.shape), codes)
         pack(words.checkpoint, words.store, folder, packing)
         words.close()
-    config = RunConfig.of("26MiB", context_length=512, draft=draft, codec=codec, device="cpu")
+    config = RunConfig.of(
+        "26MiB",
+        context_length=512,
+        draft=draft,
+        draft_length="auto",
+        codec=codec,
+        device="cpu",
+    )
     opened = open_model(folder)
     of = Subject.of_model("bundled", opened, "auto")
     runtime = Runtime(opened, config)

@@ -324,6 +324,8 @@ def test_summary_of_a_run() -> None:
     }
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []
+    assert figures.pop("codec") == "raw"
+    assert figures.pop("representations") == []
     assert figures == pytest.approx(expected)
 
 
