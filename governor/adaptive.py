@@ -28,8 +28,9 @@ DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
 BURST = 4
 # What a probe costs at least, in plain tokens' time: its outcome may be luck.
 LEAST_LOSS = 0.1
-# Lengths beyond the longest one measured that may be tried next.
-REACH = 2
+# Lengths beyond the longest one measured that may be tried next; measured is one of which more than
+# this share of a cycle is remembered.
+REACH, MEASURED = 2, 0.3
 # Plain cycles, which all else is compared with, that come first where there is no profile.
 FIRST_PLAIN = 4
 # A length is worth a probe if it might be better by this share, with luck of so many standard
@@ -47,18 +48,16 @@ class Option(NamedTuple):
     """A draft length as it looks now.
 
     cycle      by the model alone
-    cycle_s    corrected by what was measured; deviation: of its logarithm
+    cycle_s    corrected by what was measured; token_s: of each token that it is expected to yield
+    deviation  of the logarithm of these
     hoped      tokens if acceptance were better than it seems
     """
 
     cycle: Cycle
     cycle_s: float
+    token_s: float
     deviation: float
     hoped: float
-
-    @property
-    def token_s(self) -> float:
-        return self.cycle_s / self.cycle.tokens
 
     def hoped_token_s(self, luck: float) -> float:
         return self.cycle_s * math.exp(-luck * self.deviation) / self.hoped
@@ -183,28 +182,27 @@ class AdaptiveDraftLength:
             credit.left_s -= max(cycle_s - token_s * step.emitted, LEAST_LOSS * token_s)
 
     def _weigh(self) -> list[Option]:
-        probabilities = self.acceptance.probabilities()
         luck = 1 + self._luck * self.acceptance.deviation / self.acceptance.overall
-        cycles, hopes = [], []
-        tokens = stands = hoped = stands_hoped = 1.0
-        done = 0
-        for length in self.measured.lengths:
-            for probability in probabilities[done:length]:
-                stands *= probability
-                tokens += stands
-                stands_hoped *= min(probability * luck, 1.0)
-                hoped += stands_hoped
-            done = length
-            cycles.append(self.model.cycle(length, tokens))
-            hopes.append(hoped)
+        # By k: the tokens of a cycle, and those of one that has luck.
+        yields, hopes = [1.0], [1.0]
+        stands = stands_hoped = 1.0
+        for probability in self.acceptance.probabilities():
+            stands *= probability
+            stands_hoped *= min(probability * luck, 1.0)
+            yields.append(yields[-1] + stands)
+            hopes.append(hopes[-1] + stands_hoped)
+        lengths = self.measured.lengths
+        cycles = self.model.cycles(lengths, [yields[length] for length in lengths])
         modelled_s = [cycle.cycle_s for cycle in cycles]
-        corrections = self.measured.corrections(modelled_s)
-        return [
-            Option(cycle, time_s * math.exp(mean), math.sqrt(variance), hoped)
-            for cycle, time_s, (mean, variance), hoped in zip(
-                cycles, modelled_s, corrections, hopes, strict=True
-            )
-        ]
+        options = []
+        for cycle, time_s, (mean, variance) in zip(
+            cycles, modelled_s, self.measured.corrections(modelled_s), strict=True
+        ):
+            cycle_s = time_s * math.exp(mean)
+            hoped = hopes[cycle.draft_length]
+            token_s = cycle_s / cycle.tokens
+            options.append(Option(cycle, cycle_s, token_s, math.sqrt(variance), hoped))
+        return options
 
     def _best(self, allowed: list[int]) -> int:
         """The highest throughput (Eqs. 4 and 5), with some inertia: times are noisy."""
@@ -237,10 +235,7 @@ class AdaptiveDraftLength:
         """Another length that may well be better, and that we can afford to be wrong about."""
         token_s = self._options[self._held].token_s
         chosen, most = None, 0.0
-        reach = REACH + max(
-            (at for at, k in enumerate(self.measured.lengths) if self.measured.weight(k) > 0.3),
-            default=0,
-        )
+        reach = REACH + self.measured.farthest(MEASURED)
         for at in allowed:
             if at == 0 or at > reach:
                 continue
@@ -266,7 +261,7 @@ class AdaptiveDraftLength:
     def _decision(self, ground: Ground) -> Decision:
         """The option under way, with what limits it and what its neighbours would give."""
         at, options = self._chosen, self._options
-        cycle, cycle_s, _, _ = options[at]
+        cycle, cycle_s = options[at].cycle, options[at].cycle_s
         beside = ", ".join(
             f"k={other.cycle.draft_length} {other.token_s * 1e3:.1f}"
             for other in options[max(at - 1, 0) : at + 2]

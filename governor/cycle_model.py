@@ -6,7 +6,9 @@ and the share of their transfer that is not hidden. What was never measured is e
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from speq.governor.profile import Profile
 from speq.governor.roofline import Cycle
@@ -157,7 +159,9 @@ class CycleModel:
 
     def distinct(self, rows: float) -> float:
         """Distinct experts, of all layers together, that so many rows ask for."""
-        log_rows = math.log(rows)
+        return self._distinct(math.log(rows))
+
+    def _distinct(self, log_rows: float) -> float:
         return self.single * math.exp(log_rows * (self.spread.value - BEND * log_rows))
 
     def new_experts(self, rows: float) -> float:
@@ -182,17 +186,39 @@ class CycleModel:
         """Of a verification that asks for so many distinct experts, all in slots."""
         return self.compute.y + self.compute.slope * (experts - self.compute.x)
 
-    def cycle(self, draft_length: int, tokens: float) -> Cycle:
-        """What a cycle is expected to take; T_pcie,init is part of what is exposed."""
-        traffic = self.drafting if draft_length else self.plain
-        experts = self.distinct(draft_length + 1)
-        moved = experts * self._missed(traffic)
-        return Cycle(
-            draft_length,
-            tokens,
-            draft_length * self.draft_token_s,
-            self.verify_s(experts),
-            moved * self.link.value,
-            moved * self.expert_bytes.value,
-            exposed=self._exposed(traffic),
+    def cycles(self, lengths: Iterable[int], tokens: Iterable[float]) -> list[Cycle]:
+        """What cycles of some draft lengths are expected to take, given what they will yield;
+        T_pcie,init is part of what is exposed.
+        """
+        draft_token_s, transfer_s, moved_bytes = (
+            self.draft_token_s,
+            self.link.value,
+            self.expert_bytes.value,
         )
+        plain, drafting = (
+            (self._missed(traffic), self._exposed(traffic))
+            for traffic in (self.plain, self.drafting)
+        )
+        found = []
+        for draft_length, emitted in zip(lengths, tokens, strict=True):
+            missed, exposed = drafting if draft_length else plain
+            experts = self._distinct(_log_rows(draft_length))
+            moved = experts * missed
+            found.append(
+                Cycle(
+                    draft_length,
+                    emitted,
+                    draft_length * draft_token_s,
+                    self.verify_s(experts),
+                    moved * transfer_s,
+                    moved * moved_bytes,
+                    0.0,
+                    exposed,
+                )
+            )
+        return found
+
+
+@cache
+def _log_rows(draft_length: int) -> float:
+    return math.log(draft_length + 1)

@@ -69,6 +69,12 @@ class MeasuredCycles:
         """How many cycles of that length are remembered."""
         return self._weight[self.lengths.index(draft_length)]
 
+    def farthest(self, least: float) -> int:
+        """Place in `lengths` of the longest of which more than so many cycles are remembered, or
+        of the shortest.
+        """
+        return max((at for at, weight in enumerate(self._weight) if weight > least), default=0)
+
     def corrections(self, modelled_s: Sequence[float]) -> list[Correction]:
         """For each of `lengths`, given what the model expects of it."""
         mean, variance = 0.0, LEVEL

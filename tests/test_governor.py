@@ -141,7 +141,7 @@ def test_the_model_finds_the_terms_of_a_cycle() -> None:
     assert model.compute.slope == pytest.approx(0.01, rel=0.03)
     assert model.link.value == pytest.approx(0.05)
     for k in (0, 4):
-        found = model.cycle(k, 1.0)
+        (found,) = model.cycles([k], [1.0])
         experts = 32 * (k + 1) ** 0.6
         assert found.draft_s == pytest.approx(0.3 * k)
         assert found.verify_s == pytest.approx(0.4 + 0.01 * experts, rel=0.06)
