@@ -34,6 +34,8 @@ LAYER_COLUMNS: dict[str, Column] = {
 TEXT_COLUMNS: dict[str, Column] = {
     "tokens": ("tokens", "{}"),
     "same next token": ("agreement", "{:.1%}"),
+    "drawn alike": ("drawn_alike", "{:.1%}"),
+    "overlap": ("overlap", "{:.1%}"),
     "perplexity, exact": ("exact_perplexity", "{:.3f}"),
     "perplexity, draft": ("draft_perplexity", "{:.3f}"),
     "gap": ("perplexity_gap", "{:+.3f}"),

@@ -13,8 +13,13 @@ from speq.bench.teacher_forced import ForcedPass
 from speq.config import SamplingParams
 from speq.errors import SpeqError
 from speq.runtime import Runtime
+from speq.sampling import distribution, noise
 from speq.sequence import Sequence
 from speq.stats import ratio
+
+
+# What is drawn at temperature 1 is drawn so often for each token.
+SEEDS = 16
 
 
 @dataclass(slots=True)
@@ -22,12 +27,18 @@ class NextTokens:
     """What both models make of the tokens to come.
 
     agreed     of `tokens`, those after which both find the same token likeliest
+    overlap    sum over them of sum min(p, q) of both distributions at temperature 1: of drawn
+               drafts, the most that any rule accepts
+    alike      of `SEEDS` times as many, those after which both draw the same token with the same
+               noise: of drawn drafts, what stands
     predicted  tokens that have one before them in their text, and what the models gave those:
                exact_nats, draft_nats, negative logarithms of probabilities, summed
     """
 
     tokens: int = 0
     agreed: int = 0
+    overlap: float = 0.0
+    alike: int = 0
     predicted: int = 0
     exact_nats: float = 0.0
     draft_nats: float = 0.0
@@ -41,6 +52,7 @@ class NextTokens:
                     f"the {name} computes logits that are not finite, and there is nothing to "
                     "compare; check its weights, or choose a dtype of wider range"
                 )
+        self._draw(exact, draft)
         self.tokens += len(exact)
         self.agreed += int((exact.argmax(-1) == draft.argmax(-1)).sum())
         self.predicted += len(following)
@@ -48,12 +60,23 @@ class NextTokens:
         self.exact_nats += _nats(exact, wanted)
         self.draft_nats += _nats(draft, wanted)
 
+    def _draw(self, exact: Tensor, draft: Tensor) -> None:
+        sampling = SamplingParams(temperature=1.0)
+        for at, rows in enumerate(zip(exact, draft, strict=True), start=self.tokens):
+            pair = distribution(torch.stack(rows), sampling)
+            self.overlap += float(pair.amin(0).sum())
+            for seed in range(SEEDS):
+                ours, theirs = (pair / noise(seed, at, pair.shape[1])).argmax(-1).tolist()
+                self.alike += ours == theirs
+
     def row(self) -> dict[str, Any]:
         exact = _perplexity(self.exact_nats, self.predicted)
         draft = _perplexity(self.draft_nats, self.predicted)
         return {
             "tokens": self.tokens,
             "agreement": ratio(self.agreed, self.tokens),
+            "overlap": ratio(self.overlap, self.tokens),
+            "drawn_alike": ratio(self.alike, SEEDS * self.tokens),
             "exact_perplexity": exact,
             "draft_perplexity": draft,
             "perplexity_gap": None if exact is None or draft is None else draft - exact,

@@ -33,8 +33,6 @@ CODECS = ("auto", "raw", "lossless", "residual")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
-# Without a governor, which has to be asked for: with one, sampled output depends on the clock.
-DEFAULT_DRAFT_LENGTH = 4
 
 
 def parse_bytes(text: str | int) -> int:
@@ -130,7 +128,7 @@ class RunConfig:
     dtype: str = "auto"
     context_length: int | None = None
     draft: str = "auto"
-    draft_length: int | None = DEFAULT_DRAFT_LENGTH
+    draft_length: int | None = None
     cache_policy: str = "lru"
     prefetch: str = "none"
     codec: str = "auto"
@@ -144,7 +142,7 @@ class RunConfig:
     def of(
         cls,
         memory_budget: str | int,
-        draft_length: str | int | None = DEFAULT_DRAFT_LENGTH,
+        draft_length: str | int | None = "auto",
         context_length: int | None = None,
         draft: str | Path = "auto",
         **options: Any,

@@ -1,5 +1,14 @@
-"""From logits to tokens: greedy, or drawn from the distribution the user shaped."""
+"""From logits to tokens: greedy, or drawn from the distribution the user shaped.
 
+What is drawn at a position of the text depends on its distribution, the seed and the position, and
+on nothing that was drawn before (the Gumbel-max trick with noise that draft and exact model share:
+Daliri, Musco and Suresh, arXiv:2408.07978). So a seed gives the same text however many tokens are
+drafted, by whatever drafter, and a draft that is close to the exact model mostly draws the same.
+Tokens stand a little less often than with rejection sampling: if a share d of the probability
+differs, up to 2d / (1 + d) of them fall in place of d.
+"""
+
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -47,6 +56,25 @@ def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return torch.softmax(warpers(no_history, checked(logits).cpu()), dim=-1)
 
 
-def draw(probs: Tensor, rng: torch.Generator) -> int:
-    """A token from one distribution [V]."""
-    return int(torch.multinomial(probs, 1, generator=rng))
+def noise(seed: int, position: int, size: int) -> Tensor:
+    """[size] float32: independent draws of the exponential distribution, the same ones for the same
+    seed and position of the text. None of them is 0.
+    """
+    counter = [0, 0, position, 0]  # positions lie 2^128 draws apart
+    rng = np.random.Generator(np.random.Philox(key=seed, counter=counter))
+    draws = rng.standard_exponential(size, dtype=np.float32)
+    return torch.from_numpy(np.maximum(draws, np.finfo(np.float32).tiny))
+
+
+def draw(probs: Tensor, seed: int, position: int) -> int:
+    """A token from one distribution [V], on the CPU: whose exponential clock, ticking at the rate
+    of its probability, strikes first.
+    """
+    return int((probs / noise(seed, position, len(probs))).argmax())
+
+
+def chosen(logits: Tensor, sampling: SamplingParams, seed: int, position: int) -> int:
+    """The token behind one row of logits [V], at a position of the generated text."""
+    if sampling.greedy:
+        return greedy(logits[None])[0]
+    return draw(distribution(logits[None], sampling)[0], seed, position)

@@ -1,5 +1,6 @@
 """State of one request: its tokens, and the tree of tokens a draft proposes for it."""
 
+import secrets
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +15,10 @@ class Draft:
 
     token_ids  proposed tokens, parents before children
     parents    node of each token's parent; a chain is 0, 1, 2, ...
-    probs      [N, V] or None: row i is the distribution `token_ids[i]` was drawn from; siblings
-               are independent draws from one row. None: the proposals were certain.
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    probs: Tensor | None = None
 
     @property
     def nodes(self) -> int:
@@ -62,25 +60,30 @@ class Outcome:
 
 @dataclass(slots=True)
 class Sequence:
-    """One request. Its KV entries are exact for every token but the last, the pending one."""
+    """One request. Its KV entries are exact for every token but the last, the pending one.
+
+    seed  of what is drawn: the request's, or one of its own
+    """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     eos_ids: frozenset[int] = frozenset()
     generated_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    rng: torch.Generator = field(init=False)
+    seed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rng = torch.Generator()
-        if self.sampling.seed is None:
-            self.rng.seed()
-        else:
-            self.rng.manual_seed(self.sampling.seed)
+        given = self.sampling.seed
+        self.seed = secrets.randbits(63) if given is None else given
 
     @property
     def pending_id(self) -> int:
         return self.generated_ids[-1] if self.generated_ids else self.prompt_ids[-1]
+
+    @property
+    def position(self) -> int:
+        """Of the token that comes next, in the generated text."""
+        return len(self.generated_ids)
 
     @property
     def remaining(self) -> int:

@@ -102,7 +102,7 @@ def test_formatted_sizes_read_back_to_three_digits() -> None:
 
 def test_run_config_defaults() -> None:
     config = RunConfig.of("1GiB")
-    assert config == RunConfig(2**30, "auto", "auto", None, "auto", 4, "lru", "none")
+    assert config == RunConfig(2**30, "auto", "auto", None, "auto", None, "lru", "none")
 
 
 def test_run_config_takes_what_is_given() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from speq import Generator
 from speq.bench.report import read_prompts
 from speq.cli.pack import packing_of
-from speq.config import CACHE_POLICIES, PREFETCH_MODES
+from speq.config import CACHE_POLICIES, PREFETCH_MODES, SamplingParams
 from speq.runtime import fetch_from, open_model
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
@@ -30,6 +31,7 @@ from tests.pairwise import pairwise
 from tests.smallest import two_slot_budget
 from tests.tiny_models import (
     FAMILIES,
+    drawn_tokens,
     greedy_tokens,
     load_plain,
     write_model,
@@ -135,7 +137,13 @@ def outcomes(steps: list[StepStats]) -> set[str]:
 
 
 def run_cell(
-    cell: Cell, model: Path, draft: str, dtype: str, prompt: list[int], expected: list[int]
+    cell: Cell,
+    model: Path,
+    draft: str,
+    dtype: str,
+    prompt: list[int],
+    expected: list[int],
+    **sampling: Any,
 ) -> set[str]:
     """Generate in one cell and compare; the outcomes of its drafts."""
     context = len(prompt) + len(expected)
@@ -159,7 +167,7 @@ def run_cell(
     )
     slots = generator.runtime.plan.slots
     assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
-    result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True)
+    result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True, **sampling)
     assert result.token_ids == expected, cell
     steps = generator.last_run.decode
     if cell.draft_length:
@@ -225,6 +233,26 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
         Cell(3, "half", "gptq", "packed", codec="residual"),
     ]
     check_family(family, cells, folders, "float64")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v2"])
+def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
+    """A seed gives the text that the exact model alone draws with it, whatever drafts."""
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    plain = load_plain(folders.float32(family))
+    sampling = SamplingParams(**options)
+    expected = drawn_tokens(plain, PROMPTS[0], NEW_TOKENS, sampling)
+    assert expected != greedy_tokens(plain, PROMPTS[0], NEW_TOKENS)
+    seen: set[str] = set()
+    for cell in (
+        Cell(0, "half", "own"),
+        Cell(1, "two slots", "own", "packed"),
+        Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
+        Cell(8, "all", "gptq", readers=4),
+    ):
+        model, draft = folders.of(family, cell)
+        seen |= run_cell(cell, model, draft, "float32", PROMPTS[0], expected, **options)
+    assert seen == {"full", "partial", "rejected"}
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -10,7 +10,7 @@ from scipy import stats
 
 from speq.config import SamplingParams
 from speq.errors import SpeqError
-from speq.sampling import distribution, draw, greedy
+from speq.sampling import distribution, draw, greedy, noise
 
 ROWS, V = 48, 40
 # Rows where a sum of probabilities comes this close to top_p are left out: rounding decides them.
@@ -110,12 +110,22 @@ def test_greedy_matches_numpy() -> None:
 
 def test_draw_follows_the_distribution() -> None:
     probs = torch.tensor([0.05, 0.0, 0.5, 0.3, 0.15])
-    rng = torch.Generator().manual_seed(15)
-    counts = np.bincount([draw(probs, rng) for _ in range(4000)], minlength=5)
+    counts = np.bincount([draw(probs, 15, at) for at in range(4000)], minlength=5)
     assert counts[1] == 0
     possible = probs.numpy() > 0
     expected = probs.double().numpy()[possible]
     assert stats.chisquare(counts[possible], 4000 * expected / expected.sum()).pvalue > 1e-3
+
+
+def test_noise_is_exponential_and_its_own_at_every_seed_and_position() -> None:
+    rows = [noise(seed, at, 3000) for seed in (0, 1, 2**63 - 1) for at in (0, 1, 2**40)]
+    for row in rows:
+        assert row.dtype == torch.float32 and row.min() > 0
+        assert stats.kstest(row.numpy(), "expon").pvalue > 1e-3
+    correlations = np.corrcoef(torch.stack(rows).numpy())
+    assert np.abs(correlations - np.eye(len(rows))).max() < 5 / 3000**0.5
+    # A longer row begins like a shorter one: the vocabulary's size is no part of it.
+    assert torch.equal(noise(1, 2, 10), noise(1, 2, 3000)[:10])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from speq.config import SamplingParams
+from speq.sampling import noise
 
 VOCAB = 264
 EOS = 256
@@ -132,13 +143,40 @@ def load_plain(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     ).eval()
 
 
-def greedy_tokens(model: Any, prompt_ids: list[int], count: int) -> list[int]:
+class Noised(LogitsProcessor):
+    """Makes the likeliest token one that is drawn, by the noise of a seed."""
+
+    def __init__(self, prompt: int, seed: int) -> None:
+        self.prompt, self.seed = prompt, seed
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        position, size = input_ids.shape[1] - self.prompt, scores.shape[1]
+        return scores - noise(self.seed, position, size).to(scores.dtype).log()
+
+
+def drawn_tokens(
+    model: Any, prompt_ids: list[int], count: int, options: SamplingParams
+) -> list[int]:
+    """As `greedy_tokens`, drawn as options say: temperature, top_k and seed."""
+    assert options.seed is not None
+    warpers = [
+        TemperatureLogitsWarper(options.temperature),
+        TopKLogitsWarper(options.top_k),
+        Noised(len(prompt_ids), options.seed),
+    ]
+    return greedy_tokens(model, prompt_ids, count, LogitsProcessorList(warpers))
+
+
+def greedy_tokens(
+    model: Any, prompt_ids: list[int], count: int, processors: Any = None
+) -> list[int]:
     """`count` greedy tokens of plain transformers' generate, an end of text not ending it."""
     output = model.generate(
         torch.tensor([prompt_ids]),
         attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
         max_new_tokens=count,
         do_sample=False,
+        logits_processor=processors,
         eos_token_id=None,
         pad_token_id=EOS if model.config.vocab_size > EOS else 0,
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from speq.cli import options as opt
-from speq.config import DEFAULT_DRAFT_LENGTH, DEFAULT_READER_THREADS
+from speq.config import DEFAULT_READER_THREADS
 
 bench_app = typer.Typer(
     help="Measure. Every bench prints a table; --json FILE keeps it.", no_args_is_help=True
@@ -125,7 +125,7 @@ def kernels(
 def step(
     model: opt.ModelArgument,
     memory_budget: opt.MemoryBudget,
-    draft_length: opt.DraftLength = str(DEFAULT_DRAFT_LENGTH),
+    draft_length: opt.DraftLength = "auto",
     draft_kernel: opt.DraftKernel = "fused",
     prompts: opt.Prompts = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speq.cli import options as opt
-from speq.config import DEFAULT_DRAFT_LENGTH, DEFAULT_READER_THREADS
+from speq.config import DEFAULT_READER_THREADS
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -21,7 +21,7 @@ def chat(
     dtype: opt.Dtype = "auto",
     context_length: opt.ContextLength = None,
     draft: opt.DraftOption = "auto",
-    draft_length: opt.DraftLength = str(DEFAULT_DRAFT_LENGTH),
+    draft_length: opt.DraftLength = "auto",
     tpot_slo: opt.TpotSlo = None,
     latency_slo: opt.LatencySlo = None,
     cache_policy: opt.CachePolicy = "lru",

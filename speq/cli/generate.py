@@ -10,7 +10,7 @@ import typer
 
 from speq.cli import options as opt
 from speq.cli.run_report import print_explanation, print_layers, print_summary
-from speq.config import DEFAULT_DRAFT_LENGTH, DEFAULT_READER_THREADS
+from speq.config import DEFAULT_READER_THREADS
 from speq.governor.explanation import explain
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def generate(
     dtype: opt.Dtype = "auto",
     context_length: opt.ContextLength = None,
     draft: opt.DraftOption = "auto",
-    draft_length: opt.DraftLength = str(DEFAULT_DRAFT_LENGTH),
+    draft_length: opt.DraftLength = "auto",
     tpot_slo: opt.TpotSlo = None,
     latency_slo: opt.LatencySlo = None,
     cache_policy: opt.CachePolicy = "lru",

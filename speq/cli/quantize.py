@@ -179,7 +179,7 @@ def show(model: str, report: "QuantizeReport") -> None:
     for lane, text in report.text.items():
         name = "exact" if lane == "held out" else lane
         typer.echo(
-            f"{name}: perplexity {text.perplexity:.3f}, same token {text.same_token:.2%}, accepted "
+            f"{name}: perplexity {text.perplexity:.3f}, same token {text.same_token:.2%}, overlap "
             f"at temperature 1 {text.overlap:.2%}, divergence {text.divergence:.2e}"
         )
 

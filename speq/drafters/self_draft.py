@@ -1,13 +1,10 @@
 """The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
 
-import torch
-from torch import Tensor
-
 from speq.drafters.drafter import GoOn
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
-from speq.sampling import distribution, draw, greedy
+from speq.sampling import chosen
 from speq.sequence import Draft, Sequence
 
 
@@ -22,13 +19,12 @@ class SelfDraft:
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
-        """Draft greedily, or by the request's own distribution, up to an end of text or as far as
+        """Draft as the exact model chooses, by the same noise, up to an end of text or as far as
         `go_on` lets it.
 
         The draft's KV entries are forgotten again: verification writes exact ones in their place.
         """
         tokens: list[int] = []
-        probs: list[Tensor] = []
         written = 0
         try:
             while len(tokens) < draft_length:
@@ -41,13 +37,9 @@ class SelfDraft:
                 written += 1
                 if not logits.isfinite().all():  # damaged codes must not end what needs no draft
                     break
-                if sequence.sampling.greedy:
-                    tokens += greedy(logits)
-                else:
-                    probs.append(distribution(logits, sequence.sampling)[0])
-                    tokens.append(draw(probs[-1], sequence.rng))
+                position = sequence.position + len(tokens)
+                tokens.append(chosen(logits[0], sequence.sampling, sequence.seed, position))
         finally:
             self._cache.rewind(written)
             self._bank.begin(0, None)
-        parents = list(range(len(tokens)))
-        return Draft(tokens, parents, torch.stack(probs) if probs else None)
+        return Draft(tokens, list(range(len(tokens))))

@@ -115,8 +115,9 @@ class TextReport:
     perplexity  of the text
     same_token  share of tokens for which it finds the same one likeliest as the exact model: what a
                 greedy draft has accepted
-    overlap     mean of sum min(p, q) of its distribution and the exact one's: what a sampled draft
-                has accepted at temperature 1 (arXiv:2211.17192)
+    overlap     mean of sum min(p, q) of its distribution and the exact one's at temperature 1: the
+                most of a drawn draft that any rule can accept (arXiv:2211.17192); by shared noise
+                it is a little less (`speq.sampling`)
     divergence  mean Kullback-Leibler divergence from the exact distribution, in nats
     """
 
