@@ -106,6 +106,8 @@ class AdaptiveDraftLength:
     _plain_s: float = 0.0
     _burst: int = 0
     _first_plain: int = FIRST_PLAIN
+    # By draft length: the tokens that a cycle is expected to emit; and what else it would.
+    _yields: list[float] = field(default_factory=list)
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
@@ -163,9 +165,14 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         self.acceptance.observe(step.draft_length, step.accepted)
         self.model.observe(step)
-        # Drafts that were stopped are not like others of their length.
-        length = -1 if self._stopped else step.draft_length
-        self.measured.observe(length, cycle_s, step.emitted)
+        length, like_s = step.draft_length, cycle_s
+        if self._stopped:
+            # Drafts that are stopped count for the length that was decided on, at their price of a
+            # token: those that go on are the lucky ones, and would make it look cheap.
+            cycle = self._options[self._chosen].cycle
+            length = cycle.draft_length
+            like_s *= cycle.tokens / self._yields[step.draft_length]
+        self.measured.observe(length, like_s, step.emitted)
         if not step.draft_length:
             weight = max(self.measured.weight(0), 1.0)
             self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
@@ -191,7 +198,7 @@ class AdaptiveDraftLength:
             stands_hoped *= min(probability * luck, 1.0)
             yields.append(yields[-1] + stands)
             hopes.append(hopes[-1] + stands_hoped)
-        lengths = self.measured.lengths
+        self._yields, lengths = yields, self.measured.lengths
         cycles = self.model.cycles(lengths, [yields[length] for length in lengths])
         modelled_s = [cycle.cycle_s for cycle in cycles]
         options = []

@@ -15,7 +15,7 @@ from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.cycle_model import CycleModel
 from speq.governor.draft_length import Decision, FixedDraftLength
 from speq.governor.explanation import explain
-from speq.governor.measured_cycles import MeasuredCycles
+from speq.governor.measured_cycles import FADING, MeasuredCycles
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.slo import Objectives
 from speq.stats import Forecast, StepStats
@@ -287,7 +287,57 @@ def test_a_draft_stops_where_new_experts_cost_more_than_it_brings() -> None:
     assert governor.decide().draft_length >= 6
     expected = round(governor.model.new_experts(3))
     assert governor.go_on(3, expected)
+    decided = governor.decide().draft_length
     assert not governor.go_on(3, 100 * expected)
+    # It counts for the length that was decided on, at its price of a token.
+    weights = [governor.measured.weight(k) for k in (decided, 3)]
+    governor.observe(
+        StepStats("decode", draft_length=3, accepted=3, emitted=4, requests=50, end_s=9.0)
+    )
+    kept = (1 - FADING) ** 4
+    assert governor.measured.weight(decided) == pytest.approx(weights[0] * kept + 1)
+    assert governor.measured.weight(3) == pytest.approx(weights[1] * kept)
+
+
+def test_stopped_drafts_do_not_make_their_length_look_cheap() -> None:
+    """Every second draft needs so many experts that it is stopped after two tokens of eight, and
+    such a cycle takes as long as a whole one. Cycles of eight that are not stopped are good.
+    """
+    governor, rng, now_s = AdaptiveDraftLength(), random.Random(8), 0.0
+    lengths = []
+    for _ in range(600):
+        k = governor.decide().draft_length
+        dear = rng.random() < 0.5
+        drafted = 0
+        while drafted < k and (not drafted or governor.go_on(drafted, 1000 * dear)):
+            drafted += 1
+        accepted = 0
+        while accepted < drafted and rng.random() < 0.95:
+            accepted += 1
+        moved = 2 + 2 * drafted + 60 * (dear and k > 0)
+        cycle_s = 1 + 0.1 * drafted + 0.1 * moved
+        governor.observe(
+            StepStats(
+                "decode",
+                draft_length=drafted,
+                accepted=accepted,
+                emitted=accepted + 1,
+                requests=80 + 4 * drafted,
+                moved=moved,
+                moved_bytes=moved,
+                draft_s=0.05 * drafted,
+                verify_s=cycle_s - 0.05 * drafted,
+                stall_s=0.1 * moved,
+                link_s=0.1 * moved,
+                start_s=now_s,
+                end_s=now_s + cycle_s,
+            )
+        )
+        now_s += cycle_s
+        lengths.append(k)
+    # Plain tokens take 1.2 s. A dear draft takes 7.4 s and more.
+    late = lengths[300:]
+    assert sum(k == 0 for k in late) > 0.8 * len(late)
 
 
 def test_decisions_say_why() -> None:
@@ -341,15 +391,19 @@ def test_a_governor_is_made_without_torch() -> None:
 
 
 def test_twenty_simulated_machines() -> None:
-    """A part of `speq bench governor-sim`, on shorter texts, where the first cycles weigh more."""
+    """A part of `speq bench governor-sim`, on shorter texts, where the first cycles weigh more.
+
+    There 90% of settings must be within 3% of the best length, 99% within 3% of plain decoding, and
+    none worse than both by more than 10%. Of twenty, luck may cost some.
+    """
     trace = RouteTrace.read(ROUTES)
     text = Text.of(trace, 2)
     verdicts = [
-        judge(text, Setting.draw(seed, 2, trace.top_k, trace.num_experts), 800)
-        for seed in range(7000, 7020)
+        judge(text, Setting.draw(seed, 2, trace.top_k, trace.num_experts), 1000)
+        for seed in range(20)
     ]
-    assert sum(verdict.of_best <= 1.05 for verdict in verdicts) >= 16
-    assert sum(verdict.of_plain <= 1.05 for verdict in verdicts) >= 17
-    assert max(verdict.of_best for verdict in verdicts) <= 1.15
+    assert sum(verdict.of_best <= 1.03 for verdict in verdicts) >= 16
+    assert sum(verdict.of_plain <= 1.03 for verdict in verdicts) >= 18
+    assert max(verdict.of_best for verdict in verdicts) <= 1.10
     # Neither plain decoding nor any one length is best everywhere.
     assert len({verdict.best for verdict in verdicts}) >= 3
