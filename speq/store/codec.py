@@ -145,20 +145,21 @@ class RawCodec:
 
 
 @dataclass(frozen=True, slots=True)
-class LosslessCodec:
-    """Sign and mantissa of each word, and a 3-bit class for its exponent (`speq.compact`).
+class CompactCodec:
+    """Records of the formats of `speq.compact`, no two of which need be of one size.
 
     largest_bytes  of a record; None: of any there can be
     """
 
-    name: ClassVar[str] = "lossless"
-    needs_draft: ClassVar[bool] = False
+    name: ClassVar[str]
+    needs_draft: ClassVar[bool]
     shape: ExpertShape
     largest_bytes: int | None = None
 
     @property
     def layout(self) -> CompactLayout:
-        return CompactLayout(self.shape.hidden_size, self.shape.expert_width, lossless=True)
+        shape, lossless = self.shape, not self.needs_draft
+        return CompactLayout(shape.hidden_size, shape.expert_width, lossless=lossless)
 
     @property
     def record_range(self) -> tuple[int, int]:
@@ -168,9 +169,16 @@ class LosslessCodec:
     def slot_bytes(self) -> int:
         return aligned(self.largest_bytes or self.layout.most_bytes)
 
-    def holding(self, largest_bytes: int) -> "LosslessCodec":
+    def holding(self, largest_bytes: int) -> Self:
         return replace(self, largest_bytes=largest_bytes)
 
+
+@dataclass(frozen=True, slots=True)
+class LosslessCodec(CompactCodec):
+    """Sign and mantissa of each word, and a 3-bit class for its exponent."""
+
+    name: ClassVar[str] = "lossless"
+    needs_draft: ClassVar[bool] = False
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         return compact_ops.encode_lossless_into(*exact, slot)
 
@@ -184,32 +192,11 @@ class LosslessCodec:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidualCodec:
-    """What INT4 codes do not say: a word's low byte, and a little for codes 0 (`speq.compact`).
-
-    largest_bytes  of a record; None: of any there can be
-    """
+class ResidualCodec(CompactCodec):
+    """What INT4 codes do not say: a word's low byte, and a little for codes 0."""
 
     name: ClassVar[str] = "residual"
     needs_draft: ClassVar[bool] = True
-    shape: ExpertShape
-    largest_bytes: int | None = None
-
-    @property
-    def layout(self) -> CompactLayout:
-        return CompactLayout(self.shape.hidden_size, self.shape.expert_width, lossless=False)
-
-    @property
-    def record_range(self) -> tuple[int, int]:
-        return self.layout.fixed_bytes, self.layout.most_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return aligned(self.largest_bytes or self.layout.most_bytes)
-
-    def holding(self, largest_bytes: int) -> "ResidualCodec":
-        return replace(self, largest_bytes=largest_bytes)
-
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         base = needed(base)
         ordered = base.in_order(*exact)
