@@ -17,7 +17,6 @@ from speq.sampling import distribution, noise
 from speq.sequence import Sequence
 from speq.stats import ratio
 
-
 # What is drawn at temperature 1 is drawn so often for each token.
 SEEDS = 16
 

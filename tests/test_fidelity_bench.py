@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speq.bench import fidelity, fidelity_pictures
 from speq.bench.fidelity import Settings
-from speq.bench.fidelity_counts import Fidelity, NextTokens, Position
+from speq.bench.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
 from speq.bench.route_match import RouteMatch, entropy_bits, ranked, total
 from speq.drafters.self_draft import SelfDraft
 from speq.engine import Engine
@@ -90,7 +90,27 @@ def test_next_tokens_by_hand() -> None:
     assert row["exact_perplexity"] == pytest.approx((0.5 * 0.125) ** (-1 / 2))
     assert row["draft_perplexity"] == pytest.approx((0.25 * 0.25) ** (-1 / 2))
     assert row["perplexity_gap"] == pytest.approx(0, abs=1e-5)
+    overlaps = (0.25 + 0.25 + 0.25, 0.125 + 0.5 + 0.125, 0.1 + 0.2 + 0.6)
+    assert row["overlap"] == pytest.approx(sum(overlaps) / 3)
 
+
+def test_tokens_drawn_alike() -> None:
+    """By shared noise: from (1 - d) / (1 + d) to 1 - d where a share d differs, here a quarter."""
+    exact = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(400, 3)
+    draft = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(400, 3)
+    counts = NextTokens()
+    counts.add(exact, draft, [])
+    # Three standard deviations of luck.
+    luck = 3 * (0.24 / (400 * SEEDS)) ** 0.5
+    assert 0.6 - luck < counts.row()["drawn_alike"] < 0.75 + luck
+    same = NextTokens()
+    same.add(exact, exact, [])
+    assert same.row()["drawn_alike"] == 1
+
+
+def test_next_tokens_where_there_is_little_to_say() -> None:
+    exact = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    draft = torch.tensor([[0.25, 0.5, 0.25]]).log()
     alone = NextTokens()
     alone.add(exact[:1], draft[:1], [])
     assert alone.row()["exact_perplexity"] is alone.row()["perplexity_gap"] is None

@@ -179,6 +179,7 @@ class LosslessCodec(CompactCodec):
 
     name: ClassVar[str] = "lossless"
     needs_draft: ClassVar[bool] = False
+
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         return compact_ops.encode_lossless_into(*exact, slot)
 
@@ -197,6 +198,7 @@ class ResidualCodec(CompactCodec):
 
     name: ClassVar[str] = "residual"
     needs_draft: ClassVar[bool] = True
+
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         base = needed(base)
         ordered = base.in_order(*exact)
