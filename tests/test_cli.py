@@ -501,8 +501,8 @@ def test_generate_shows_layers_and_writes_a_timeline(
     target = tmp_path / "new" / "trace.json"
     arguments: list[object] = [
         "generate", "--model", tiny("qwen3_moe"), "--prompt", "hello", "--memory-budget", "900KiB",
-        "--context-length", 64, "--max-new-tokens", 12, "--ignore-eos", "--cache-policy",
-        "lookahead", "--prefetch", "three-phase", "--trace", target,
+        "--context-length", 64, "--max-new-tokens", 12, "--ignore-eos", "--draft-length", 4,
+        "--cache-policy", "lookahead", "--prefetch", "three-phase", "--trace", target,
     ]  # fmt: skip
     ended = command(*arguments, "--stats", "--json")
     assert ended.code == 0, ended.err

@@ -58,7 +58,7 @@ class Subject:
 @pytest.fixture(scope="module")
 def trained(bundled: Path) -> Iterator[Subject]:
     """The bundled model, whose drafts are mostly accepted, beside its oracle."""
-    generator = Generator.from_pretrained(bundled, "48MiB", dtype="float32")
+    generator = Generator.from_pretrained(bundled, "48MiB", dtype="float32", draft_length=4)
     yield Subject(generator, load_plain(bundled))
     generator.close()
 
@@ -71,7 +71,7 @@ def plain_small(tiny: Folder) -> Any:
 @pytest.fixture(scope="module")
 def small(tiny: Folder, plain_small: Any) -> Iterator[Subject]:
     """A random model, whose drafts are accepted in part, short of slots."""
-    generator = Generator.from_pretrained(tiny("qwen2_moe"), SCARCE)
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), SCARCE, draft_length=4)
     plan = generator.runtime.plan
     assert plan.has_draft
     assert 2 <= plan.slots < 8
