@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from speq import __version__
 from speq.bench.locality import distinct_points
-from speq.bench.report import describe_machine, read_prompts
+from speq.bench.report import read_prompts
 from speq.bench.transfer import arena_for, expert_files, plain_reads
 from speq.config import SamplingParams, checked_int, parse_bytes
 from speq.generator import Generator
 from speq.governor.adaptive import LONGEST
 from speq.governor.draft_length import FixedDraftLength
-from speq.governor.profile import Profile, ProfileKey
+from speq.governor.profile import Profile
 from speq.governor.roofline import Points
 from speq.int4 import Int4Arena, Int4Expert, Int4Layout
-from speq.runtime import Opened, Runtime, fetch_from, moved_from
+from speq.profiles import key_of
+from speq.runtime import Runtime, fetch_from, moved_from
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority
@@ -57,17 +57,6 @@ class Settings:
     num_prompts: int
     max_new_tokens: int
     options: dict[str, Any]
-
-
-def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
-    """What a profile of this model, machine, budget and version holds for."""
-    machine = describe_machine()
-    name = (
-        machine["gpu"] if device == "cuda" else f"{machine['processor']}, {machine['cores']} cores"
-    )
-    return ProfileKey(
-        opened.checkpoint.fingerprint(), f"{device}: {name}", budget_bytes, __version__
-    )
 
 
 def tune(

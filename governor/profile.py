@@ -102,7 +102,7 @@ class Profile:
             raise SpeqError(f"{source}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpeqError(
-                f"{source} is no profile of format {FORMAT} ({error}); measure it again"
+                f"{source} is no profile of format {FORMAT} ({error}); measure it again with `speq tune`"
             ) from error
 
 

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from speq.config import RunConfig, SamplingParams
 from speq.errors import SpeqError
 from speq.generation_config import options_of
-from speq.runtime import CONTEXT_STEP, Progress, Runtime, open_model
+from speq.opened import open_model
+from speq.runtime import CONTEXT_STEP, Progress, Runtime
 from speq.sequence import Sequence as Request
 from speq.stats import RunStats
 from speq.text import TextStream

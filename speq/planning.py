@@ -26,8 +26,8 @@ from speq.int4 import Int4Layout
 from speq.memory import Demand, MemoryPlan, Representation
 from speq.models.families import family_of
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
+from speq.opened import Opened
 from speq.representation import side_by_side
-from speq.runtime import Opened
 from speq.store.alignment import ALIGNMENT
 from speq.store.checkpoint import is_quantised
 from speq.store.codec import ExpertCodec, ExpertShape, RawCodec

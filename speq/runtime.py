@@ -9,8 +9,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,9 +33,9 @@ from speq.int4 import Int4Arena
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
 from speq.models import moe_model
-from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
-from speq.models.shape import DTYPES, ModelShape, hf_config, shape_of
+from speq.models.shape import DTYPES
+from speq.opened import Opened
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.layer_stream import LayerStream
@@ -49,13 +48,10 @@ from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, MovedBytes, SynchronousTransfer, TransferEngine
 from speq.stats import Recorder, RunStats
 from speq.store.alignment import aligned_bytes
-from speq.store.checkpoint import Checkpoint, locate
 from speq.store.draft_source import DraftSource, RoundedDraft, open_draft
 from speq.store.encoding_store import EncodingStore
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.store.host_tier import HostTier, available_bytes
-from speq.store.json_file import read_json
-from speq.store.packed_store import PackedExpertStore, open_experts
 
 logger = logging.getLogger("speq")
 
@@ -63,39 +59,6 @@ logger = logging.getLogger("speq")
 CONTEXT_STEP = 64
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A checkpoint whose files were checked, its family and its sizes."""
-
-    checkpoint: Checkpoint
-    family: Family
-    shape: ModelShape
-    store: ExpertStore
-
-    def close(self) -> None:
-        self.store.close()
-        self.checkpoint.close()
-
-
-def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
-    """Check a model folder and read its sizes, without loading weights.
-
-    verify_reads  compare experts with their checksums whenever they are read; packed models only
-    """
-    path = locate(model)
-    family = family_of(read_json(path / "config.json"), path)
-    checkpoint = Checkpoint(path)
-    shape = shape_of(family, hf_config(checkpoint), path / "config.json")
-    store = open_experts(checkpoint, shape.experts)
-    if isinstance(store, PackedExpertStore):
-        store.verify_reads = verify_reads
-    elif verify_reads:
-        raise SpeqError(
-            f"{path} has no checksums to verify reads by; `speq pack` writes a model that has"
-        )
-    return Opened(checkpoint, family, shape, store)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -23,6 +23,7 @@ from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.roofline import Link
 from speq.memory import slots_of
+from speq.opened import open_model
 from speq.planning import (
     Assumptions,
     Budget,
@@ -31,7 +32,7 @@ from speq.planning import (
     choose_representation,
     plan,
 )
-from speq.runtime import Runtime, open_model
+from speq.runtime import Runtime
 from speq.store.codec import codec_of
 from speq.store.draft_source import RoundedDraft
 from speq.store.expert_store import SafetensorsExpertStore

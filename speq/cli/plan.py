@@ -13,8 +13,8 @@ from speq.governor.locality import CURVES
 if TYPE_CHECKING:
     from speq.governor.presets import Rates
     from speq.governor.profile import Profile
+    from speq.opened import Opened
     from speq.planning import Assumptions, BudgetPlan, Subject
-    from speq.runtime import Opened
 
 # Read to measure this machine's memory and disk: seconds, not minutes.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
@@ -106,8 +106,8 @@ def plan(
 
 def subject_of(model: str, dtype: str) -> "tuple[Subject, Opened | None]":
     """The model to plan for, opened where its weights are at hand; they are not read."""
+    from speq.opened import open_model
     from speq.planning import Subject
-    from speq.runtime import open_model
     from speq.store.checkpoint import has_weights, locate_config
 
     path = locate_config(model)
@@ -135,7 +135,6 @@ def machine_of(
     This machine stands for itself only with the model's files on it, on whose disk it depends.
     """
     from speq import profiles
-    from speq.bench.tune import key_of
     from speq.governor import presets
     from speq.runtime import resolve_device
 
@@ -145,7 +144,7 @@ def machine_of(
         return presets.preset(preset).but(link, memory)
     here = resolve_device("cpu" if device == "auto" and opened is None else device).type
     if opened is not None and link is None and memory is None:
-        kept = profiles.kept(key_of(opened, here, budget_bytes))
+        kept = profiles.kept(profiles.key_of(opened, here, budget_bytes))
         if kept is not None:
             return kept
     if link is not None and memory is not None:
