@@ -165,6 +165,7 @@ def measure(
         budget_for(model, fraction, context),
         context_length=context,
         draft_length=settings.draft_length,
+        profile="none",
         cache_policy=policy,
         prefetch=prefetch,
         reader_threads=settings.reader_threads,

@@ -105,7 +105,7 @@ class Generator:
 
         memory_budget  for everything on the device, such as "8GiB"
         options        device, dtype, context_length, draft, draft_length, tpot_slo_ms,
-                       latency_slo_ms, draft_kernel, codec, cache_policy, prefetch,
+                       latency_slo_ms, profile, draft_kernel, codec, cache_policy, prefetch,
                        verify_reads, reader_threads; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once

@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from speq import memory, native, representation
+from speq import following, memory, native, profiles, representation
 from speq.config import RunConfig, format_bytes
 from speq.demand import (
     demand_of,
+    draft_length_of,
     encodes_residuals,
     needs_draft,
     wants_draft,
@@ -28,6 +29,7 @@ from speq.engine import Engine, Offload
 from speq.errors import SpeqError
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
 from speq.int4 import Int4Arena
 from speq.layers.draft_experts import DraftExperts
@@ -52,6 +54,7 @@ from speq.store.draft_source import DraftSource, RoundedDraft, open_draft
 from speq.store.encoding_store import EncodingStore
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.store.host_tier import HostTier, available_bytes
+from speq.subject import Budget, Subject
 
 logger = logging.getLogger("speq")
 
@@ -112,16 +115,19 @@ class Runtime:
     ) -> None:
         # A model's modules refer to each other in circles: one that was closed may still be there.
         gc.collect()
-        self.config = config
         self.device = resolve_device(config.device)
         self.opened = opened
         self.shape = opened.shape
         self.recorder = Recorder()
         self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
         representation.agree(opened.store, config.codec)
+        profile = profiles.wanted(config.profile, opened, self.device.type, config.memory_budget)
+        self.config = config
         # Drafts are refused before weights are loaded, and even where the budget has no room.
         with contextlib.closing(self._draft_source()) as draft:
             self._draft_layout = draft.layout
+            self.course = self._course(profile, first_context)
+            self.config = self.course.config
             self.opened = replace(opened, store=self._represented(first_context))
             self.demand = self._demand_of(self.config)
             self.plan = self._first_plan(first_context)
@@ -134,7 +140,7 @@ class Runtime:
         self.draft_bank = self._draft_bank()
         self._measure_records(progress)
         # What it learns outlives the arenas that are laid out anew.
-        self._governor = make_governor(config.draft_length, objectives_of(config))
+        self._governor = make_governor(config.draft_length, objectives_of(config), profile)
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
 
@@ -154,7 +160,7 @@ class Runtime:
                 demand = self._demand_of(replace(self.config, draft=draft, draft_length=length))
             ways = representation.side_by_side(codec, demand.draft_bytes if drafted else 0)
             rows += memory.slots_of(demand, plan.budget, plan.context, ways)
-        return RunStats(start_s, plan.report(), codec.name, rows)
+        return RunStats(start_s, plan.report(), codec.name, rows, self.course.reason)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -179,6 +185,20 @@ class Runtime:
                 raise
             self.plan = plan
         return self.engine
+
+    def _course(self, profile: Profile | None, first_context: int) -> following.Course:
+        """What the profile's planner makes of the options, in the budget for the first request."""
+        config, opened = self.config, self.opened
+        name = str(opened.checkpoint.path)
+        subject = Subject.of_draft(name, opened, config.dtype, self._draft_layout)
+        budget = Budget(
+            config.memory_budget,
+            min(config.context_length or first_context, self.shape.max_context),
+            self.device.type == "cpu",
+            config.reader_threads,
+            draft_length_of(config),
+        )
+        return following.course_of(config, profile, subject, budget)
 
     def _first_plan(self, first_context: int) -> memory.MemoryPlan:
         """The plan to load by. Raises SpeqError where the options or the budget cannot be met."""
@@ -368,6 +388,8 @@ class Runtime:
         return ReaderThreads(fetch, slots, moved, recorder, self.config.reader_threads), True
 
     def _no_draft_reason(self) -> str:
+        if self.course.gives_up_draft:
+            return f"the draft is expected to lose: {self.course.reason}"
         return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"
 
     def close(self) -> None:

@@ -90,6 +90,7 @@ TABLE = {
         (
             "speq.accept",
             "speq.engine",
+            "speq.following",
             "speq.generation_config",
             "speq.generator",
             "speq.demand",
@@ -99,6 +100,7 @@ TABLE = {
             "speq.profiles",
             "speq.representation",
             "speq.runtime",
+            "speq.subject",
             "speq.text",
             "speq.timeline",
         ),

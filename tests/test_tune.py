@@ -116,6 +116,7 @@ def test_a_profile_is_measured_kept_and_gone_by(
     assert made.expert_bytes == expert_bytes
     assert made.link[-1][0] == expert_bytes
     assert set(made.decode_bytes_per_s) == {"raw", "lossless", "residual"}
+    assert set(made.encode_bytes_per_s) == {"lossless", "residual"}
     rows = [rows for rows, _ in made.verify]
     assert rows == [1, 2, 3, 5, 9, 13]
     layers, top_k, experts = 2, 2, 8
