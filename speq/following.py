@@ -56,10 +56,11 @@ def course_of(
     choice = choose(outlook, holdings)
     gives_up = not choice.draft and any(way.drafts for way, _ in fitting)
     logger.info(
-        "%s: by a %s, and %s",
-        f"no draft, which would fit; {choice.reason}" if gives_up else choice.reason,
+        "planned (%s; %s): %s%s",
         assumptions.source,
         assumptions.locality.source,
+        "no draft, though one would fit: " if gives_up else "",
+        choice.reason,
     )
     draft = "none" if gives_up else config.draft
     return Course(replace(config, codec=choice.codec, draft=draft), choice.reason, gives_up)

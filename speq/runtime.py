@@ -389,7 +389,7 @@ class Runtime:
 
     def _no_draft_reason(self) -> str:
         if self.course.gives_up_draft:
-            return f"the draft is expected to lose: {self.course.reason}"
+            return "a draft is expected to lose"
         return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"
 
     def close(self) -> None:
