@@ -23,7 +23,8 @@ from speq.bench.codec_costs import rooms_of
 from speq.bench.report import Column, Report
 from speq.errors import SpeqError
 from speq.int4 import Int4Expert
-from speq.runtime import Progress, open_model
+from speq.opened import open_model
+from speq.runtime import Progress
 from speq.store.atomic_file import check_target
 from speq.store.codec import ExpertCodec, Matrices, codec_of, codecs_for
 from speq.store.draft_source import open_draft

@@ -13,7 +13,8 @@ from speq.bench.report import Column
 from speq.config import format_bytes
 from speq.errors import SpeqError
 from speq.int4 import Int4Arena
-from speq.runtime import Opened, Progress, open_model
+from speq.opened import Opened, open_model
+from speq.runtime import Progress
 from speq.slots import SlotExperts
 from speq.store.alignment import aligned_bytes
 from speq.store.codec import CODECS, ExpertCodec, codec_of

@@ -80,6 +80,7 @@ class EngineRuns:
             codec=candidate.codec,
             draft="auto" if candidate.has_draft else "none",
             draft_length=candidate.draft_length,
+            profile="none",
             cache_policy=candidate.cache_policy,
             prefetch=candidate.prefetch,
             reader_threads=self.reader_threads,

@@ -111,6 +111,7 @@ def run(
         progress=progress,
         draft=settings.draft,
         draft_length=settings.draft_length,
+        profile="none",
         device=settings.device,
         dtype=settings.dtype,
         reader_threads=settings.reader_threads,

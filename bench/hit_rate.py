@@ -16,7 +16,7 @@ from speq.bench.transfer import arena_for, expert_reads
 from speq.config import DEFAULT_READER_THREADS, checked_int, format_bytes
 from speq.errors import SpeqError
 from speq.int4 import Int4Layout
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.stats import RunStats
 from speq.store.atomic_file import check_target
 from speq.store.expert_store import mean_moved_bytes

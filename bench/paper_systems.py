@@ -19,8 +19,9 @@ from speq.config import parse_bytes
 from speq.governor.locality import PUBLISHED, Locality
 from speq.governor.planner import Candidate, Holding, Outlook
 from speq.governor.presets import preset
-from speq.planning import Assumptions, Budget, BudgetPlan, Subject, plan
+from speq.planning import Assumptions, BudgetPlan, plan
 from speq.store.atomic_file import check_target
+from speq.subject import Budget, Subject
 
 # "PCIe 4.0 x16, ... 16 GB/s per direction" beside an A100 of 40 GB (MoE-SpeQ 4.1.1).
 LINK_BYTES_PER_S = 16e9
@@ -115,7 +116,7 @@ def paper_systems(made: BudgetPlan, assumptions: Assumptions) -> dict[str, Candi
 def without_cache(outlook: Outlook, holding: Holding, subject: Subject) -> Candidate:
     """A fixed share of the experts is there; the others are moved at every use, and waited for."""
     absent = 1 - holding.slots / subject.count
-    moved_bytes = absent * subject.num_layers * subject.shape.top_k * holding.record_bytes
+    moved_bytes = absent * subject.num_layers * subject.shape.top_k * holding.moved_bytes
     cycle = outlook.cycle(holding, 0)._replace(
         new_s=outlook.link.transfer_s(moved_bytes), moved_bytes=moved_bytes, exposed=1.0
     )

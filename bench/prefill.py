@@ -94,6 +94,7 @@ def load(model: str, settings: Settings, budget: str | int) -> Generator:
         model,
         budget,
         draft_length=0,
+        profile="none",
         device="cpu",
         dtype=settings.dtype,
         reader_threads=settings.reader_threads,

@@ -2,20 +2,18 @@
 
 import json
 import math
-import os
-import platform
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from speq import __version__
 from speq.errors import SpeqError
+from speq.machine import describe_machine
 from speq.store.atomic_file import replacing
 
 # How a figure is shown: a format string, or a function.
@@ -123,31 +121,6 @@ def current_commit() -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def describe_machine() -> dict[str, Any]:
-    """The machine a figure was measured on."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-    }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()
 
 
 def _cell(value: Any, show: Show) -> str:

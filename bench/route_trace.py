@@ -132,7 +132,7 @@ def record(
 ) -> tuple[RouteTrace, RunStats]:
     """Generate from each prompt and keep every round's routes, and what was measured."""
     generator = Generator.from_pretrained(
-        model, memory_budget, draft_length=draft_length, **options
+        model, memory_budget, draft_length=draft_length, profile="none", **options
     )
     try:
         runtime = generator.runtime

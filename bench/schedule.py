@@ -16,7 +16,7 @@ from speq.bench.report import Column, Report, parse_shares, read_prompts
 from speq.bench.transfer import arena_for, expert_reads
 from speq.config import checked_int, format_bytes
 from speq.generator import Generator, load_tokenizer, tokens_of
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.stats import ratio
 from speq.store.atomic_file import check_target
 from speq.store.checkpoint import locate
@@ -165,6 +165,7 @@ def measure(
         budget_for(model, fraction, context),
         context_length=context,
         draft_length=settings.draft_length,
+        profile="none",
         cache_policy=policy,
         prefetch=prefetch,
         reader_threads=settings.reader_threads,

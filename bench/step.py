@@ -110,6 +110,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         model,
         settings.memory_budget,
         draft_length=settings.draft_length,
+        profile="none",
         draft_kernel=settings.draft_kernel,
         device=settings.device,
         dtype=settings.dtype,

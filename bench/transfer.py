@@ -22,7 +22,8 @@ from speq.bench.page_cache import cached_bytes, drop
 from speq.bench.report import Column, Report
 from speq.config import MAX_READER_THREADS, checked_int, format_bytes, parse_bytes
 from speq.errors import SpeqError
-from speq.runtime import Opened, fetch_from, moved_from, open_model
+from speq.opened import Opened, open_model
+from speq.runtime import fetch_from, moved_from
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority, Ticket

@@ -1,13 +1,14 @@
 """What `speq tune` measures of a model on this machine: the offline half of MoE-SpeQ 3.2.2.
 
 The link by size of a read; what a first expert takes; drafts and verifications of several lengths,
-from generations under the budget; and how fast each codec's experts are computed with, on a layer
-of random experts of the model's shape.
+from generations under the budget; and how fast each codec's experts are computed with, and
+published ones encoded, on random experts of the model's shape.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -15,25 +16,27 @@ from typing import Any
 
 import torch
 
-from speq import __version__
 from speq.bench.locality import distinct_points
-from speq.bench.report import describe_machine, read_prompts
+from speq.bench.report import read_prompts
 from speq.bench.transfer import arena_for, expert_files, plain_reads
 from speq.config import SamplingParams, checked_int, parse_bytes
 from speq.generator import Generator
 from speq.governor.adaptive import LONGEST
 from speq.governor.draft_length import FixedDraftLength
-from speq.governor.profile import Profile, ProfileKey
+from speq.governor.profile import Profile
 from speq.governor.roofline import Points
 from speq.int4 import Int4Arena, Int4Expert, Int4Layout
-from speq.runtime import Opened, Runtime, fetch_from, moved_from
+from speq.profiles import key_of
+from speq.runtime import Runtime, fetch_from, moved_from
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority
 from speq.sequence import Sequence
 from speq.stats import Recorder, StepStats
 from speq.store.alignment import aligned_bytes
-from speq.store.codec import ExpertCodec, codec_of, codecs_for
+from speq.store.codec import ExpertCodec, ExpertShape, Matrices, codec_of, codecs_for
+from speq.store.encoding_store import EncodingStore
+from speq.store.expert_store import ExpertStore, SafetensorsExpertStore, mean_moved_bytes
 
 Clock = Callable[[], float]
 # Draft lengths that are measured; those between are interpolated.
@@ -46,6 +49,8 @@ LINK_BYTES = 64 << 20
 LAYER_BYTES = 192 << 20
 FIRST_FETCHES = 16
 CALLS = 24
+# Experts that each thread encodes to be timed.
+ENCODED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +62,6 @@ class Settings:
     num_prompts: int
     max_new_tokens: int
     options: dict[str, Any]
-
-
-def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
-    """What a profile of this model, machine, budget and version holds for."""
-    machine = describe_machine()
-    name = (
-        machine["gpu"] if device == "cuda" else f"{machine['processor']}, {machine['cores']} cores"
-    )
-    return ProfileKey(
-        opened.checkpoint.fingerprint(), f"{device}: {name}", budget_bytes, __version__
-    )
 
 
 def tune(
@@ -83,15 +77,25 @@ def tune(
     parse_bytes(settings.memory_budget)
     tell = progress or (lambda label, done, total: None)
     generator = Generator.from_pretrained(
-        model, settings.memory_budget, draft_length="auto", progress=progress, **settings.options
+        model,
+        settings.memory_budget,
+        draft_length="auto",
+        profile="none",
+        progress=progress,
+        **settings.options,
     )
     try:
         runtime = generator.runtime
         cycles, routes = measured_cycles(generator, prompts, settings.max_new_tokens, tell)
         link, first_fetch_s = measured_link(runtime, clock)
+        shape = runtime.opened.store.codec.shape
         codecs = {
-            name: compute_speed(runtime, codec_of(name, runtime.opened.store.codec.shape), clock)
-            for name in codecs_for(runtime.opened.store.codec.shape.dtype)
+            name: compute_speed(runtime, codec_of(name, shape), clock)
+            for name in codecs_for(shape.dtype)
+        }
+        encoders = {
+            name: encode_speed(codec_of(name, shape), runtime.config.reader_threads, clock)
+            for name in encodable(runtime)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
@@ -106,6 +110,7 @@ def tune(
         first_fetch_s=first_fetch_s,
         expert_bytes=expert_bytes,
         decode_bytes_per_s=codecs,
+        encode_bytes_per_s=encoders,
         codec=codec,
         routes=points,
         **figures_of(cycles),
@@ -188,14 +193,26 @@ def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 def mean_bytes(runtime: Runtime) -> int:
     """What moves for an expert."""
+    return round(mean_moved_bytes(runtime.opened.store))
+
+
+def source_of(runtime: Runtime) -> ExpertStore:
+    """Where reads come from, without what encodes them."""
     store = runtime.opened.store
-    count = store.num_layers * store.num_experts
-    return round(fmean(store.moved_bytes(*divmod(at, store.num_experts)) for at in range(count)))
+    return store.words if isinstance(store, EncodingStore) else store
+
+
+def encodable(runtime: Runtime) -> list[str]:
+    """Codecs by which a run on the CPU can encode these experts as it reads them."""
+    source = source_of(runtime)
+    if runtime.device.type != "cpu" or not isinstance(source, SafetensorsExpertStore):
+        return []
+    return [name for name in codecs_for(source.codec.shape.dtype) if name != source.codec.name]
 
 
 def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
     """Bytes per second by size, experts last, and seconds until a first expert is there."""
-    store, readers = runtime.opened.store, runtime.config.reader_threads
+    store, readers = source_of(runtime), runtime.config.reader_threads
     expert_bytes = mean_bytes(runtime)
     sizes = [size for size in READ_SIZES if size < expert_bytes]
     if runtime.device.type == "cuda":
@@ -252,6 +269,36 @@ def copied_s(size: int, copies: int, device: torch.device, clock: Clock) -> floa
     return clock() - start_s
 
 
+def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
+    """An expert whose words are spread as trained ones are."""
+    gate_up_proj, down_proj = (
+        (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
+        for size in (shape.gate_up_shape, shape.down_shape)
+    )
+    return gate_up_proj, down_proj
+
+
+def encode_speed(codec: ExpertCodec, readers: int, clock: Clock) -> float:
+    """Bytes of words a second that `readers` threads encode together, out of memory."""
+    shape = codec.shape
+    words = random_expert(shape, torch.Generator().manual_seed(1))
+    base = None
+    if codec.needs_draft:
+        base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
+    rooms = list(aligned_bytes(readers, codec.slot_bytes))
+
+    def encode(room: torch.Tensor) -> None:
+        for _ in range(ENCODED):
+            codec.encode(words, base, room)
+
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(encode, rooms))  # wakes threads, and takes the memory
+        start_s = clock()
+        list(pool.map(encode, rooms))
+        spent_s = clock() - start_s
+    return readers * ENCODED * shape.nbytes / spent_s
+
+
 @torch.inference_mode()
 def compute_speed(runtime: Runtime, codec: ExpertCodec, clock: Clock) -> float:
     """Bytes of words a second at which one token's experts are computed with, out of slots."""
@@ -263,16 +310,12 @@ def compute_speed(runtime: Runtime, codec: ExpertCodec, clock: Clock) -> float:
     generator = torch.Generator().manual_seed(1)
     records = []
     for at in range(held):
-        sizes = (shape.gate_up_shape, shape.down_shape)
-        gate_up_proj, down_proj = (
-            (torch.randn(size, generator=generator) * 0.02).to(shape.dtype) for size in sizes
-        )
-        base = None
+        words, base = random_expert(shape, generator), None
         if arena is not None:
-            base = Int4Expert.rounded(layout, gate_up_proj, down_proj)
+            base = Int4Expert.rounded(layout, *words)
             arena.put(at, base)
         record = aligned_bytes(1, codec.slot_bytes)[0]
-        nbytes = codec.encode((gate_up_proj, down_proj), base, record)
+        nbytes = codec.encode(words, base, record)
         records.append(record[:nbytes].clone())
     codec = codec.holding(max(map(len, records)))
     slots = aligned_bytes(held, codec.slot_bytes, device)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 HORIZON = 80.0
 # What is believed before anything was seen, as so many tokens of it.
 PRIOR, PRIOR_TOKENS = 0.7, 2.0
+# What was measured of other texts, as so many tokens.
+KNOWN_TOKENS = 16.0
 # A position of its own counts once it has been seen so often; until then all positions together do.
 SHRINKAGE = 8.0
 # A cycle takes away so much of what is known: texts change.
@@ -46,6 +48,10 @@ class Acceptance:
 
     def __post_init__(self) -> None:
         self._positions = [_Share() for _ in range(self.longest)]
+
+    def believe(self, acceptance: float) -> None:
+        """Begin with what was measured before."""
+        self._all = _Share(KNOWN_TOKENS, acceptance * KNOWN_TOKENS)
 
     def observe(self, draft_length: int, accepted: int) -> None:
         """Learn from a cycle; one without a draft only lets time pass."""

@@ -91,7 +91,8 @@ class AdaptiveDraftLength:
 
     longest     no draft is longer
     objectives  bounds on time per token and per cycle, kept to as far as any length does
-    profile     what was measured before; without one the first cycles are the calibration
+    profile     what was measured before; without one, or where it has not counted experts, the
+                first cycles are the calibration
     """
 
     longest: int = LONGEST
@@ -118,7 +119,9 @@ class AdaptiveDraftLength:
         self.acceptance = Acceptance(self.longest)
         self.model = CycleModel() if self.profile is None else CycleModel.of(self.profile)
         self.measured = MeasuredCycles(tuple(k for k in LENGTHS if k <= self.longest))
-        if self.profile is not None:
+        if self.profile is not None and self.profile.acceptance is not None:
+            self.acceptance.believe(self.profile.acceptance)
+        if self.profile is not None and self.model.ready:
             self._first_plain = 0
             self._plain_s = self.profile.costs.verify_s(1)
 
@@ -287,8 +290,12 @@ class AdaptiveDraftLength:
         return Decision(cycle.draft_length, reason, ground, forecast)
 
 
-def make_governor(draft_length: int | None, objectives: Objectives) -> Governor:
-    """The governor of a run: a fixed length, or None, the one that measures."""
+def make_governor(
+    draft_length: int | None, objectives: Objectives, profile: Profile | None = None
+) -> Governor:
+    """The governor of a run: a fixed length, or None, the one that measures, beginning with what a
+    profile says.
+    """
     if draft_length is None:
-        return AdaptiveDraftLength(objectives=objectives)
+        return AdaptiveDraftLength(objectives=objectives, profile=profile)
     return FixedDraftLength(draft_length)

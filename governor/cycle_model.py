@@ -115,7 +115,8 @@ class CycleModel:
         of experts to begin with.
         """
         model = cls()
-        model.draft_token.add(profile.draft_token_s + profile.draft_base_s)
+        if profile.drafted:
+            model.draft_token.add(profile.draft_token_s + profile.draft_base_s)
         model.link.add(profile.slow_tier.transfer_s(profile.expert_bytes), 1)
         model.expert_bytes.add(profile.expert_bytes, 1)
         for rows, experts in profile.distinct:

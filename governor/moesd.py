@@ -173,9 +173,15 @@ def fit_speedup(
 ) -> SpeedupParameters:
     """The parameters whose speed-ups come closest to the measured ones, by least squares.
 
-    Raises SpeqError for fewer measurements than there are parameters to tell apart.
+    Raises SpeqError for fewer measurements than there are parameters to tell apart, and without
+    scipy.
     """
-    from scipy.optimize import least_squares
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise SpeqError(
+            "speed-ups are fitted by scipy, which is not installed; pip install 'speq[fit]'"
+        ) from error
 
     start = start or SpeedupParameters()
     names = [field.name for field in fields(SpeedupParameters)]

@@ -33,19 +33,22 @@ class Holding:
 
     draft         whether an INT4 copy of all experts is held to draft with
     slots         for exact experts, of all layers together
-    record_bytes  of an exact expert: what a miss moves
+    moved_bytes   what a miss moves: a record, or the words that one is encoded from
     read_bytes    what computing with one in a slot reads: the record, and codes it is read over
+    encode_s      what encoding adds to a miss; 0 where records are moved
     """
 
     codec: str
     draft: bool
     slots: int
-    record_bytes: int
+    moved_bytes: int
     read_bytes: int
+    encode_s: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.codec} {'with' if self.draft else 'without'} a draft"
+        encoded = " encoded as read," if self.encode_s else ""
+        return f"{self.codec}{encoded} {'with' if self.draft else 'without'} a draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,8 @@ class Outlook:
 
     num_layers  with experts
     acceptance  that a drafted token stands, given that those before it did
+    lengths     of drafts to choose from
+    ahead       whether experts that a draft names are moved while it goes on
     """
 
     num_layers: int
@@ -150,6 +155,8 @@ class Outlook:
     speeds: Speeds
     link: Link
     acceptance: float
+    lengths: tuple[int, ...] = tuple(k for k in LENGTHS if k)
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -162,26 +169,27 @@ class Outlook:
     def cycle(self, holding: Holding, draft_length: int) -> Cycle:
         """What a round of so many drafted tokens takes and yields.
 
-        Experts of tokens that are then rejected are moved and read like all others.
+        Experts of tokens that are then rejected are moved and read like all others. One that is
+        encoded is so by the thread that read it, after that: the two add up.
         """
         rows, speeds = draft_length + 1, self.speeds
         experts = self.num_layers * self.locality.distinct(rows)
         moved = self.num_layers * self.locality.misses(holding.slots / self.num_layers, rows)
-        moved_bytes = moved * holding.record_bytes
+        moved_bytes = moved * holding.moved_bytes
         return Cycle(
             draft_length,
             1 + accepted_tokens([self.acceptance] * draft_length),
             speeds.draft_base_s + draft_length * speeds.draft_token_s if draft_length else 0.0,
             speeds.pass_s + experts * speeds.expert_s[holding.codec],
-            self.link.transfer_s(moved_bytes),
+            self.link.transfer_s(moved_bytes) + moved * holding.encode_s,
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
-            EXPOSED_AHEAD if draft_length else EXPOSED_ON_DEMAND,
+            EXPOSED_AHEAD if draft_length and self.ahead else EXPOSED_ON_DEMAND,
         )
 
     def candidate(self, holding: Holding) -> Candidate:
         """At its best draft length: 0 without a draft, at least 1 with one."""
-        lengths = [k for k in LENGTHS if k] if holding.draft else [0]
+        lengths = self.lengths if holding.draft else (0,)
         cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
         return Candidate(holding, min(cycles, key=lambda cycle: cycle.token_s))
 

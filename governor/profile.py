@@ -33,6 +33,8 @@ class Profile:
     distinct           (rows, distinct experts of all layers that a pass of so many rows asks for)
     routes             (tokens, distinct experts of a layer that so many consecutive tokens choose)
     decode_bytes_per_s  of each codec of exact experts, by name: bytes of their words a second
+    encode_bytes_per_s  the same of encoding them, by all threads that read; of codecs that this
+                       model's published experts can be encoded by as they are read
     codec              of the exact experts that were verified with
     acceptance         that a drafted token stands, given that those before it did; None: not known
     """
@@ -48,6 +50,7 @@ class Profile:
     distinct: Points = ()
     routes: Points = ()
     decode_bytes_per_s: dict[str, float] = field(default_factory=dict)
+    encode_bytes_per_s: dict[str, float] = field(default_factory=dict)
     codec: str = "raw"
     acceptance: float | None = None
 
@@ -68,12 +71,17 @@ class Profile:
         for name in ("transfer_overhead_s", "first_fetch_s", "draft_base_s", "draft_token_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SpeqError(f"{name} of a profile is {getattr(self, name)}; it must be a time")
-        if not all(0 < speed < float("inf") for speed in self.decode_bytes_per_s.values()):
-            raise SpeqError(
-                f"decode_bytes_per_s of a profile is {self.decode_bytes_per_s}; speeds are positive"
-            )
+        for name in ("decode_bytes_per_s", "encode_bytes_per_s"):
+            speeds = getattr(self, name)
+            if not all(0 < speed < float("inf") for speed in speeds.values()):
+                raise SpeqError(f"{name} of a profile is {speeds}; speeds are positive")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise SpeqError(f"acceptance of a profile is {self.acceptance}; it is from 0 to 1")
+
+    @property
+    def drafted(self) -> bool:
+        """Whether drafts were measured: there was room for one in the budget."""
+        return self.draft_token_s > 0
 
     @property
     def costs(self) -> Costs:
@@ -102,7 +110,8 @@ class Profile:
             raise SpeqError(f"{source}: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpeqError(
-                f"{source} is no profile of format {FORMAT} ({error}); measure it again"
+                f"{source} is no profile of format {FORMAT} ({error}); measure it again "
+                "with `speq tune`"
             ) from error
 
 

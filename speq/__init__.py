@@ -4,15 +4,14 @@ Shape letters used throughout: B sequences, T tokens, L MoE layers, E experts, K
 H hidden size, F expert width, V vocabulary, S slots.
 """
 
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from speq.errors import SpeqError
+from speq.version import __version__
 
 if TYPE_CHECKING:
     from speq.generator import Generation, Generator, Token
 
-__version__ = resources.files(__name__).joinpath("VERSION").read_text().strip()
 __all__ = ["Generation", "Generator", "SpeqError", "Token", "__version__"]
 
 

@@ -114,7 +114,11 @@ class RunConfig:
     draft_length    tokens drafted per step; None: chosen by the governor, cycle by cycle
     codec           how exact experts lie in slots: "raw", "lossless" or "residual" (over the
                     draft's codes); "auto": as the model is packed, or else raw where all experts
-                    fit so or encoding would hold reads up, lossless where not
+                    fit so or encoding would hold reads up, lossless where not; with a profile as
+                    the planner chooses
+    profile         what `speq tune` measured, which the planner chooses codec and draft by where
+                    they are left open, and `draft_length` auto begins with: "auto": the one kept
+                    for this model, device, budget and version, if there is one; "none"; or a file
     draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
                     for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
@@ -132,6 +136,7 @@ class RunConfig:
     cache_policy: str = "lru"
     prefetch: str = "none"
     codec: str = "auto"
+    profile: str = "auto"
     draft_kernel: str = "fused"
     verify_reads: bool = False
     reader_threads: int = DEFAULT_READER_THREADS
@@ -145,6 +150,7 @@ class RunConfig:
         draft_length: str | int | None = "auto",
         context_length: int | None = None,
         draft: str | Path = "auto",
+        profile: str | Path = "auto",
         **options: Any,
     ) -> "RunConfig":
         unknown = sorted(set(options) - {field.name for field in fields(cls)})
@@ -155,6 +161,7 @@ class RunConfig:
             memory_budget=parse_bytes(memory_budget),
             context_length=context_length,
             draft=str(draft),
+            profile=str(profile),
             draft_length=_draft_length(draft_length),
             **options,
         )
@@ -171,6 +178,8 @@ class RunConfig:
             checked_slo(name, getattr(config, name), config.draft_length)
         if config.draft == "":
             raise SpeqError("draft is empty; give auto, none, a folder or a hub id")
+        if config.profile == "":
+            raise SpeqError("profile is empty; give auto, none, or a file that `speq tune` wrote")
         return config
 
 

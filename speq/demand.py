@@ -36,6 +36,11 @@ def encodes_residuals(store: ExpertStore) -> bool:
     return isinstance(store, EncodingStore) and store.codec.needs_draft
 
 
+def order_bytes_of(draft: Int4Layout) -> int:
+    """What an expert's draft takes besides, where experts are encoded over it in its order."""
+    return 4 * draft.expert_width
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """What memory needs to know of a store of exact experts, or of one that is only thought of.
@@ -58,7 +63,7 @@ class ExpertSizes:
             store.codec.slot_bytes,
             store.reading_bytes,
             store.codec.needs_draft,
-            4 * draft.expert_width * encodes_residuals(store),
+            order_bytes_of(draft) * encodes_residuals(store),
         )
 
 

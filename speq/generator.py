@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from speq.config import RunConfig, SamplingParams
 from speq.errors import SpeqError
 from speq.generation_config import options_of
-from speq.runtime import CONTEXT_STEP, Progress, Runtime, open_model
+from speq.opened import open_model
+from speq.runtime import CONTEXT_STEP, Progress, Runtime
 from speq.sequence import Sequence as Request
 from speq.stats import RunStats
 from speq.text import TextStream
@@ -104,7 +105,7 @@ class Generator:
 
         memory_budget  for everything on the device, such as "8GiB"
         options        device, dtype, context_length, draft, draft_length, tpot_slo_ms,
-                       latency_slo_ms, draft_kernel, codec, cache_policy, prefetch,
+                       latency_slo_ms, profile, draft_kernel, codec, cache_policy, prefetch,
                        verify_reads, reader_threads; see RunConfig
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: memory is planned for it at once

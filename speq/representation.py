@@ -1,4 +1,4 @@
-"""Which codec exact experts lie in slots by, until a planner decides it by expected time."""
+"""Which codec exact experts lie in slots by, where no profile lets the planner decide it."""
 
 import logging
 import time

@@ -9,16 +9,16 @@ import gc
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from speq import memory, native, representation
+from speq import following, memory, native, profiles, representation
 from speq.config import RunConfig, format_bytes
 from speq.demand import (
     demand_of,
+    draft_length_of,
     encodes_residuals,
     needs_draft,
     wants_draft,
@@ -29,14 +29,15 @@ from speq.engine import Engine, Offload
 from speq.errors import SpeqError
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
 from speq.int4 import Int4Arena
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
 from speq.models import moe_model
-from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
-from speq.models.shape import DTYPES, ModelShape, hf_config, shape_of
+from speq.models.shape import DTYPES
+from speq.opened import Opened
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.layer_stream import LayerStream
@@ -49,13 +50,11 @@ from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, MovedBytes, SynchronousTransfer, TransferEngine
 from speq.stats import Recorder, RunStats
 from speq.store.alignment import aligned_bytes
-from speq.store.checkpoint import Checkpoint, locate
 from speq.store.draft_source import DraftSource, RoundedDraft, open_draft
 from speq.store.encoding_store import EncodingStore
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.store.host_tier import HostTier, available_bytes
-from speq.store.json_file import read_json
-from speq.store.packed_store import PackedExpertStore, open_experts
+from speq.subject import Budget, Subject
 
 logger = logging.getLogger("speq")
 
@@ -63,39 +62,6 @@ logger = logging.getLogger("speq")
 CONTEXT_STEP = 64
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A checkpoint whose files were checked, its family and its sizes."""
-
-    checkpoint: Checkpoint
-    family: Family
-    shape: ModelShape
-    store: ExpertStore
-
-    def close(self) -> None:
-        self.store.close()
-        self.checkpoint.close()
-
-
-def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
-    """Check a model folder and read its sizes, without loading weights.
-
-    verify_reads  compare experts with their checksums whenever they are read; packed models only
-    """
-    path = locate(model)
-    family = family_of(read_json(path / "config.json"), path)
-    checkpoint = Checkpoint(path)
-    shape = shape_of(family, hf_config(checkpoint), path / "config.json")
-    store = open_experts(checkpoint, shape.experts)
-    if isinstance(store, PackedExpertStore):
-        store.verify_reads = verify_reads
-    elif verify_reads:
-        raise SpeqError(
-            f"{path} has no checksums to verify reads by; `speq pack` writes a model that has"
-        )
-    return Opened(checkpoint, family, shape, store)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -149,16 +115,19 @@ class Runtime:
     ) -> None:
         # A model's modules refer to each other in circles: one that was closed may still be there.
         gc.collect()
-        self.config = config
         self.device = resolve_device(config.device)
         self.opened = opened
         self.shape = opened.shape
         self.recorder = Recorder()
         self.dtype = DTYPES.get(config.dtype, self.opened.store.codec.shape.dtype)
         representation.agree(opened.store, config.codec)
+        profile = profiles.wanted(config.profile, opened, self.device.type, config.memory_budget)
+        self.config = config
         # Drafts are refused before weights are loaded, and even where the budget has no room.
         with contextlib.closing(self._draft_source()) as draft:
             self._draft_layout = draft.layout
+            self.course = self._course(profile, first_context)
+            self.config = self.course.config
             self.opened = replace(opened, store=self._represented(first_context))
             self.demand = self._demand_of(self.config)
             self.plan = self._first_plan(first_context)
@@ -171,7 +140,7 @@ class Runtime:
         self.draft_bank = self._draft_bank()
         self._measure_records(progress)
         # What it learns outlives the arenas that are laid out anew.
-        self._governor = make_governor(config.draft_length, objectives_of(config))
+        self._governor = make_governor(config.draft_length, objectives_of(config), profile)
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
 
@@ -191,7 +160,7 @@ class Runtime:
                 demand = self._demand_of(replace(self.config, draft=draft, draft_length=length))
             ways = representation.side_by_side(codec, demand.draft_bytes if drafted else 0)
             rows += memory.slots_of(demand, plan.budget, plan.context, ways)
-        return RunStats(start_s, plan.report(), codec.name, rows)
+        return RunStats(start_s, plan.report(), codec.name, rows, self.course.reason)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -216,6 +185,20 @@ class Runtime:
                 raise
             self.plan = plan
         return self.engine
+
+    def _course(self, profile: Profile | None, first_context: int) -> following.Course:
+        """What the profile's planner makes of the options, in the budget for the first request."""
+        config, opened = self.config, self.opened
+        name = str(opened.checkpoint.path)
+        subject = Subject.of_draft(name, opened, config.dtype, self._draft_layout)
+        budget = Budget(
+            config.memory_budget,
+            min(config.context_length or first_context, self.shape.max_context),
+            self.device.type == "cpu",
+            config.reader_threads,
+            draft_length_of(config),
+        )
+        return following.course_of(config, profile, subject, budget)
 
     def _first_plan(self, first_context: int) -> memory.MemoryPlan:
         """The plan to load by. Raises SpeqError where the options or the budget cannot be met."""
@@ -405,6 +388,8 @@ class Runtime:
         return ReaderThreads(fetch, slots, moved, recorder, self.config.reader_threads), True
 
     def _no_draft_reason(self) -> str:
+        if self.course.gives_up_draft:
+            return "a draft is expected to lose"
         return "the draft does not fit the budget" if self.wants_draft else "no draft asked for"
 
     def close(self) -> None:

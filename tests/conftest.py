@@ -1,6 +1,6 @@
 """Checkpoints shared by the tests, made once a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="a backend of kernels whose tests may not be skipped",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home of the tests' own: runs would go by profiles that a user keeps in his."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(scope="session")

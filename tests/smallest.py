@@ -8,7 +8,8 @@ import pytest
 
 from speq import SpeqError, memory
 from speq.config import RunConfig
-from speq.runtime import Runtime, open_model
+from speq.opened import open_model
+from speq.runtime import Runtime
 
 
 def two_slot_budget(

@@ -11,7 +11,7 @@ from speq.bench.step import PartClock, Settings, summarise
 from speq.errors import SpeqError
 from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
-from speq.runtime import open_model
+from speq.opened import open_model
 from tests.tiny_models import FAMILIES
 
 

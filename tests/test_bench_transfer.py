@@ -13,7 +13,7 @@ from speq import Generator, SpeqError
 from speq.bench import prefill, transfer
 from speq.bench.page_cache import cached_bytes
 from speq.bench.report import parse_numbers
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.store.alignment import ALIGNMENT
 from speq.store.expert_store import SafetensorsExpertStore
 from speq.store.pack import pack

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.int4 import Int4Arena, Int4Expert
+from speq.opened import Opened, open_model
 from speq.representation import Trial, automatic, encoding
-from speq.runtime import Opened, open_model
 from speq.store import pack as pack_module
 from speq.store import record_writer
 from speq.store.codec import ExpertShape, codec_of

@@ -17,7 +17,7 @@ from speq.bench.equal_memory_engine import EngineRuns
 from speq.bench.recording import Recording
 from speq.bench.schedule import budget_for
 from speq.cli.pack import packing_of
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.store.pack import pack
 from tests.tiny_models import write_model
 

@@ -20,7 +20,8 @@ from speq import Generator
 from speq.bench.report import read_prompts
 from speq.cli.pack import packing_of
 from speq.config import CACHE_POLICIES, PREFETCH_MODES, SamplingParams
-from speq.runtime import fetch_from, open_model
+from speq.opened import open_model
+from speq.runtime import fetch_from
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore

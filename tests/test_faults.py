@@ -15,7 +15,8 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.bench.page_cache import cached_bytes, drop
-from speq.runtime import fetch_from, open_model
+from speq.opened import open_model
+from speq.runtime import fetch_from
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.transfer import Fetch, Priority
 from speq.store.expert_store import ExpertStore, SafetensorsExpertStore

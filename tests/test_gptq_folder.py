@@ -17,7 +17,8 @@ from torch import Tensor
 from speq import Generator, SpeqError, ops, reference
 from speq.config import RunConfig
 from speq.int4 import Int4Arena
-from speq.runtime import Runtime, open_model
+from speq.opened import open_model
+from speq.runtime import Runtime
 from speq.store import draft_source
 from speq.store.checkpoint import Checkpoint
 from speq.store.expert_store import ExpertLayout

@@ -15,7 +15,7 @@ from speq.bench.replay import Times
 from speq.bench.report import parse_shares
 from speq.bench.route_trace import RouteTrace
 from speq.bench.schedule import Sample
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.stats import Event, RunStats, StepStats
 from speq.store.pack import pack
 from tests.test_replay import DRAFTED, RECORDED

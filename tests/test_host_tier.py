@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.store.host_tier import HostTier
 
 

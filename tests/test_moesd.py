@@ -1,6 +1,7 @@
 """MoESD's model: by hand, by simulation, and fitted to data it did not make."""
 
 import random
+import sys
 from dataclasses import fields
 
 import pytest
@@ -123,6 +124,14 @@ def test_too_few_measurements_are_refused() -> None:
     with pytest.raises(SpeqError, match="8 measurements were given; the speed-up model has 9"):
         fit_speedup(settings()[:8])
     assert len(fields(SpeedupParameters)) == 10
+
+
+def test_a_fit_without_scipy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(
+        SpeqError, match=r"scipy, which is not installed; pip install 'speq\[fit\]'"
+    ):
+        fit_speedup([])
 
 
 def test_sparser_models_gain_more_at_moderate_batches() -> None:

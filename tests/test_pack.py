@@ -19,7 +19,7 @@ from speq import Generator, SpeqError
 from speq.bench import check
 from speq.cli import app
 from speq.cli.pack import packing_of
-from speq.runtime import Opened, open_model
+from speq.opened import Opened, open_model
 from speq.store import pack as pack_module
 from speq.store import record_writer
 from speq.store.expert_store import SafetensorsExpertStore, expert_slot

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from speq import SpeqError
 from speq.cli import app
 from speq.config import PROCESS_BYTES, parse_bytes
+from speq.opened import open_model
 from speq.ops import quantize_int4
 from speq.quantize import activations, checkpoint_folder, quantizer
 from speq.quantize.activations import FileRows, MemoryRows
@@ -30,7 +31,6 @@ from speq.quantize.lanes import Lanes
 from speq.quantize.quantizer import Source, quantize
 from speq.quantize.report import QuantizeReport
 from speq.quantize.settings import QuantizeSettings, check_sizes, codes_for
-from speq.runtime import open_model
 from speq.store.expert_store import SafetensorsExpertStore
 from speq.store.pack import pack
 from speq.windows import words_of

@@ -326,6 +326,7 @@ def test_summary_of_a_run() -> None:
     assert figures.pop("layers") == []
     assert figures.pop("codec") == "raw"
     assert figures.pop("representations") == []
+    assert figures.pop("planned") is None
     assert figures == pytest.approx(expected)
 
 

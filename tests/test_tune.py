@@ -13,7 +13,7 @@ from speq.bench import tune
 from speq.bench.locality import distinct_points
 from speq.cli import app
 from speq.governor.profile import Profile, ProfileKey
-from speq.runtime import open_model
+from speq.opened import open_model
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]
@@ -106,7 +106,7 @@ def test_a_profile_is_measured_kept_and_gone_by(
     text = run("tune", model, "--memory-budget", BUDGET, *settings)
     opened = open_model(model)
     try:
-        key = tune.key_of(opened, "cpu", 64 << 20)
+        key = profiles.key_of(opened, "cpu", 64 << 20)
         expert_bytes = opened.store.codec.shape.nbytes
     finally:
         opened.close()
@@ -116,6 +116,7 @@ def test_a_profile_is_measured_kept_and_gone_by(
     assert made.expert_bytes == expert_bytes
     assert made.link[-1][0] == expert_bytes
     assert set(made.decode_bytes_per_s) == {"raw", "lossless", "residual"}
+    assert set(made.encode_bytes_per_s) == {"lossless", "residual"}
     rows = [rows for rows, _ in made.verify]
     assert rows == [1, 2, 3, 5, 9, 13]
     layers, top_k, experts = 2, 2, 8

@@ -27,6 +27,7 @@ def chat(
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
     codec: opt.Codec = "auto",
+    profile: opt.Profile = "auto",
     reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
     max_new_tokens: opt.MaxNewTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -60,6 +61,7 @@ def chat(
         cache_policy=cache_policy,
         prefetch=prefetch,
         codec=codec,
+        profile=profile,
         reader_threads=reader_threads,
     )
     messages: list[dict[str, str]] = []

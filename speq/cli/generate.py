@@ -31,6 +31,7 @@ def generate(
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
     codec: opt.Codec = "auto",
+    profile: opt.Profile = "auto",
     draft_kernel: opt.DraftKernel = "fused",
     verify_reads: opt.VerifyReads = False,
     reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
@@ -87,6 +88,7 @@ def generate(
         cache_policy=cache_policy,
         prefetch=prefetch,
         codec=codec,
+        profile=profile,
         draft_kernel=draft_kernel,
         verify_reads=verify_reads,
         reader_threads=reader_threads,
@@ -108,7 +110,7 @@ def generate(
         if show_stats:
             print_layers(run.summary())
         if show_decisions:
-            print_explanation(explain(run.steps))
+            print_explanation(explain(run.steps), run.planned)
         if trace is not None:
             write_trace(run, trace)
             if run.trimmed:

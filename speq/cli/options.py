@@ -63,6 +63,13 @@ Codec = Annotated[
         "own."
     ),
 ]
+Profile = Annotated[
+    str,
+    typer.Option(
+        help="What `speq tune` measured, to choose codec, draft and its length by: auto (what is "
+        "kept for this model, device and budget), none, or a file."
+    ),
+]
 DraftKernel = Annotated[
     str,
     typer.Option(help=f"How the draft runs, {' or '.join(DRAFT_KERNELS)}; unfused is a baseline."),

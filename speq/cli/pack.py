@@ -8,7 +8,7 @@ import typer
 from speq.cli import options as opt
 
 if TYPE_CHECKING:
-    from speq.runtime import Opened
+    from speq.opened import Opened
     from speq.store.record_writer import Packing
 
 
@@ -36,7 +36,7 @@ def pack(
     """
     from speq.config import format_bytes
     from speq.errors import SpeqError
-    from speq.runtime import open_model
+    from speq.opened import open_model
     from speq.store.expert_store import SafetensorsExpertStore
     from speq.store.pack import pack as write
 

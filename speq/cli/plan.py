@@ -13,8 +13,9 @@ from speq.governor.locality import CURVES
 if TYPE_CHECKING:
     from speq.governor.presets import Rates
     from speq.governor.profile import Profile
-    from speq.planning import Assumptions, BudgetPlan, Subject
-    from speq.runtime import Opened
+    from speq.opened import Opened
+    from speq.planning import Assumptions, BudgetPlan
+    from speq.subject import Subject
 
 # Read to measure this machine's memory and disk: seconds, not minutes.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
@@ -65,8 +66,8 @@ def plan(
     from speq.config import DEVICES, DTYPES, parse_bytes, parse_rate
     from speq.errors import SpeqError
     from speq.governor.presets import PRESETS
-    from speq.planning import Budget
     from speq.planning import plan as make_plan
+    from speq.subject import Budget
 
     if preset == "?":
         show_presets(PRESETS)
@@ -106,9 +107,9 @@ def plan(
 
 def subject_of(model: str, dtype: str) -> "tuple[Subject, Opened | None]":
     """The model to plan for, opened where its weights are at hand; they are not read."""
-    from speq.planning import Subject
-    from speq.runtime import open_model
+    from speq.opened import open_model
     from speq.store.checkpoint import has_weights, locate_config
+    from speq.subject import Subject
 
     path = locate_config(model)
     if not has_weights(path):
@@ -135,7 +136,6 @@ def machine_of(
     This machine stands for itself only with the model's files on it, on whose disk it depends.
     """
     from speq import profiles
-    from speq.bench.tune import key_of
     from speq.governor import presets
     from speq.runtime import resolve_device
 
@@ -145,7 +145,7 @@ def machine_of(
         return presets.preset(preset).but(link, memory)
     here = resolve_device("cpu" if device == "auto" and opened is None else device).type
     if opened is not None and link is None and memory is None:
-        kept = profiles.kept(key_of(opened, here, budget_bytes))
+        kept = profiles.kept(profiles.key_of(opened, here, budget_bytes))
         if kept is not None:
             return kept
     if link is not None and memory is not None:
@@ -193,9 +193,9 @@ def assumptions(
 ) -> "Assumptions":
     from speq.bench.locality import acceptance_of, curve_of
     from speq.bench.route_trace import RouteTrace
-    from speq.governor.locality import Locality, RouteCurve
+    from speq.governor.locality import Locality
     from speq.governor.profile import Profile
-    from speq.planning import DEFAULT_ACCEPTANCE, Assumptions
+    from speq.planning import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 
     experts, top_k = subject.shape.experts, subject.shape.top_k
     curve = CURVES[locality or "published"]
@@ -204,9 +204,8 @@ def assumptions(
         curve = curve_of(recorded)
         acceptance = acceptance_of(recorded) if acceptance is None else acceptance
     if isinstance(machine, Profile):
-        if len(machine.routes) > 1 and trace is None and locality is None:
-            source = "this model, recorded with the profile"
-            curve = RouteCurve(source, experts.num_experts, top_k, machine.routes)
+        if trace is None and locality is None:
+            curve = routes_of(machine, subject.shape) or curve
         acceptance = machine.acceptance if acceptance is None else acceptance
     return Assumptions(
         machine,
@@ -235,7 +234,7 @@ def show(made: "BudgetPlan") -> None:
         ways.add_column(title, justify="right")
     for at, entry in enumerate(entries["candidates"]):
         ways.add_row(
-            entry["codec"],
+            f"{entry['codec']}, encoded" if entry["encoded"] else entry["codec"],
             "INT4" if entry["draft"] else "none",
             str(entry["slots"]),
             f"{entry['slots'] / made.subject.count:.0%}",

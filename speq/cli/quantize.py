@@ -80,11 +80,11 @@ def quantize(
     from speq.config import format_bytes, parse_bytes
     from speq.errors import SpeqError
     from speq.generator import load_tokenizer, tokens_of
+    from speq.opened import open_model
     from speq.quantize.calibration import calibration_of, read_texts, tokenised
     from speq.quantize.quantizer import Source
     from speq.quantize.quantizer import quantize as write
     from speq.quantize.settings import QuantizeSettings, codes_for
-    from speq.runtime import open_model
     from speq.store.draft_source import gptq_beside
     from speq.store.host_tier import available_bytes
 

@@ -99,8 +99,11 @@ def print_layers(stats: dict[str, Any]) -> None:
     )
 
 
-def print_explanation(explanation: Explanation) -> None:
-    """Which draft lengths a run chose, on what grounds, and how well their times were known."""
+def print_explanation(explanation: Explanation, planned: str | None) -> None:
+    """Which draft lengths a run chose, on what grounds, and how well their times were known.
+
+    planned  why the codec and the draft were chosen, where a profile let the planner do so
+    """
     table = Table(title="draft lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("k", "cycles", "tokens", "ms/token", "on what grounds"):
         table.add_column(title, justify="left" if title.startswith("on") else "right")
@@ -111,6 +114,8 @@ def print_explanation(explanation: Explanation) -> None:
             str(choice.draft_length), str(choice.cycles), str(choice.tokens), token_ms, grounds
         )
     console = Console(stderr=True)
+    if planned is not None:
+        console.print(f"planned by a profile: {planned}", highlight=False)
     console.print(table)
     for choice in explanation.choices:
         console.print(f"k={choice.draft_length}, at last: {choice.reason}", highlight=False)

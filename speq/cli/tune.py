@@ -1,4 +1,4 @@
-"""`speq tune`: measures a model on this machine, for plans and for draft lengths chosen by them."""
+"""`speq tune`: measures a model on this machine, for plans, and for what runs choose by them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,9 +28,9 @@ def tune(
 ) -> None:
     """Measure the link, drafts, verifications and codecs of a model under a budget.
 
-    What is kept holds for this model, device, budget and version; `speq plan` with the same budget
-    goes by it. Nothing else should use the machine meanwhile. Beside the budget it takes memory
-    for a layer of experts.
+    What is kept holds for this model, device, budget and version; runs and `speq plan` with the
+    same budget go by it. Nothing else should use the machine meanwhile. Beside the budget it takes
+    memory for a layer of experts.
     """
     from speq import profiles
     from speq.bench import tune as bench_tune
@@ -71,6 +71,8 @@ def show(profile: "Profile") -> None:
         table.add_row(f"verification of {rows:.0f}{experts}", f"{verify_s * 1e3:.1f} ms")
     for codec, speed in profile.decode_bytes_per_s.items():
         table.add_row(f"{codec} experts, as words", format_rate(speed))
+    for codec, speed in profile.encode_bytes_per_s.items():
+        table.add_row(f"{codec} experts encoded, as words", format_rate(speed))
     if profile.acceptance is not None:
         table.add_row("acceptance", f"{profile.acceptance:.2f}")
     Console().print(table)

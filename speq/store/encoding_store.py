@@ -19,6 +19,13 @@ from speq.store.packed_draft import TiedDraft
 Progress = Callable[[int, int], None]
 
 
+def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
+    """What a thread that encodes holds besides what it reads with: an expert's words and, over a
+    draft, their copy in its order.
+    """
+    return (2 if codec.needs_draft else 1) * words.slot_bytes + ALIGNMENT
+
+
 class EncodingStore:
     """Reads words, and fills slots with records of `codec`.
 
@@ -30,9 +37,7 @@ class EncodingStore:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts
         self.words = words
-        # Beside a slot, each reader holds words, and over a draft their copy in its order.
-        held = (2 if codec.needs_draft else 1) * words.codec.slot_bytes
-        self.reading_bytes = words.reading_bytes + held + ALIGNMENT
+        self.reading_bytes = words.reading_bytes + encoding_bytes(words.codec, codec)
         self._any_size = codec
         self._codec = codec.holding(codec.record_range[0])
         self._base: Int4Arena | None = None

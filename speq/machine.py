@@ -1,0 +1,39 @@
+"""The machine that figures are measured on, and what tells it from others."""
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+
+def device_name(device: str) -> str:
+    """Of the device "cpu" or "cuda": its kind, and the processor or card that it is."""
+    if device == "cuda":
+        return f"cuda: {torch.cuda.get_device_name()}"
+    return f"{device}: {_processor()}, {os.cpu_count()} cores"
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine a figure was measured on."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
