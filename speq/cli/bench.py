@@ -442,6 +442,7 @@ def governor(
     rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 3,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
+    codec: opt.Codec = "auto",
     cache_policy: opt.CachePolicy = "lookahead",
     prefetch: opt.Prefetch = "three-phase",
     profile: opt.Profile = "auto",
@@ -464,6 +465,7 @@ def governor(
             run={
                 "device": device,
                 "dtype": dtype,
+                "codec": codec,
                 "cache_policy": cache_policy,
                 "prefetch": prefetch,
                 "profile": profile,
