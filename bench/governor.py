@@ -1,8 +1,8 @@
 """The governor on the engine itself: every fixed draft length beside `auto`.
 
 A fixed length of 0 runs without a draft, whose memory goes to slots: what no governor can do once
-the draft is there, and the planner does before, by a profile. So there are two more settings: 0 with
-the draft held, and, where `speq tune` has measured the budget, `auto` by its profile.
+the draft is there, and the planner does before, by a profile. So there are two more settings: 0
+with the draft held, and, where `speq tune` has measured the budget, `auto` by its profile.
 
 Settings take turns, prompt kind by prompt kind and budget by budget, so that a machine that slows
 down or speeds up meanwhile favours none of them. Each run goes on from a warm one of its own that
