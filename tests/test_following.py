@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -263,6 +264,18 @@ def test_options_are_respected(
 def test_a_fixed_length_is_what_a_draft_is_weighed_at(model: Path) -> None:
     course = planned(model, profile(model), draft_length=5)
     assert course.reason is not None and "with a draft, k=5: " in course.reason
+
+
+def test_a_draft_that_fetches_ahead_is_expected_to_be_faster(model: Path) -> None:
+    made = profile(model, link=((20480.0, 1e7),))
+    token_ms = []
+    for prefetch in ("three-phase", "none"):
+        course = planned(model, made, codec="raw", prefetch=prefetch)
+        assert course.reason is not None
+        found = re.search(r"raw with a draft(?:, k=\d+:)? ([\d.]+)", course.reason)
+        assert found is not None
+        token_ms.append(float(found[1]))
+    assert token_ms[0] < 0.95 * token_ms[1]
 
 
 def test_without_a_profile_all_stays_open(model: Path) -> None:
