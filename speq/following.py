@@ -32,18 +32,17 @@ class Course:
     gives_up_draft: bool = False
 
 
-def course_of(
-    config: RunConfig, profile: Profile | None, subject: Subject, budget: Budget
-) -> Course:
+def course_of(config: RunConfig, profile: Profile, subject: Subject, budget: Budget) -> Course:
     """Let the planner choose among the ways that are left open, if there are several that fit."""
-    if profile is None:
-        return Course(config)
     assumptions = Assumptions.of_profile(profile, subject.shape)
     fitting = [
         (way, holding)
         for way in left_open(config, profile, subject, budget.on_cpu)
         if (holding := _fitted(subject, budget, assumptions, way)) is not None
     ]
+    if not profile.drafted and any(way.drafts for way, _ in fitting):
+        logger.info("nothing is planned: a draft fits, and the profile was measured without one")
+        return Course(config)
     if must_draft(config):  # as far as there is room
         fitting = [pair for pair in fitting if pair[0].drafts] or fitting
     holdings = [holding for _, holding in fitting]
@@ -72,20 +71,18 @@ def must_draft(config: RunConfig) -> bool:
 
 
 def left_open(config: RunConfig, profile: Profile, subject: Subject, on_cpu: bool) -> list[Way]:
-    """Ways to hold experts that options and files allow, and of which speeds were measured."""
+    """Ways to hold experts that options and files allow, in codecs whose speeds were measured."""
     computed = {*profile.decode_bytes_per_s, profile.codec}
     # What a GPU reads, host memory holds encoded already: no speed needs to be known.
     encoded = set(profile.encode_bytes_per_s) if on_cpu else computed
-    drafts = {False}
-    if profile.drafted and config.draft != "none" and config.draft_length != 0:
-        drafts.add(True)
+    may_draft = config.draft != "none" and config.draft_length != 0
     return [
         way
         for way in subject.ways(encoded)
         if (way.encoded or way.codec == subject.codec.name)
         and way.codec in computed
         and config.codec in ("auto", way.codec)
-        and way.drafts in drafts
+        and (may_draft or not way.drafts)
     ]
 
 

@@ -189,6 +189,8 @@ class Runtime:
     def _course(self, profile: Profile | None, first_context: int) -> following.Course:
         """What the profile's planner makes of the options, in the budget for the first request."""
         config, opened = self.config, self.opened
+        if profile is None:
+            return following.Course(config)
         name = str(opened.checkpoint.path)
         subject = Subject.of_draft(name, opened, config.dtype, self._draft_layout)
         budget = Budget(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +106,7 @@ def written(tmp_path: Path, made: Profile) -> Path:
     return tmp_path / "profile.json"
 
 
-def planned(model: Path, made: Profile | None, **options: Any) -> Course:
+def planned(model: Path, made: Profile, **options: Any) -> Course:
     """The course of a run with these options, without loading the model."""
     opened = open_model(model)
     try:
@@ -235,7 +236,8 @@ def test_what_a_way_takes_is_what_its_run_takes(model: Path) -> None:
         # Residuals are nothing without a draft.
         (LOSES, {"codec": "residual"}, "residual", "auto", None),
         # What was not measured is not weighed.
-        (SLOW_LINK | {"draft_token_s": 0.0}, {}, "lossless", "auto", False),
+        (SLOW_LINK | {"draft_token_s": 0.0}, {}, "auto", "auto", None),
+        (SLOW_LINK | {"draft_token_s": 0.0}, {"draft": "none"}, "lossless", "none", False),
         (SLOW_LINK | {"encode_bytes_per_s": {}} | LOSES, {}, "raw", "none", False),
         (SLOW_LINK | {"decode_bytes_per_s": {"raw": 1e9}} | LOSES, {}, "raw", "none", False),
     ],
@@ -264,9 +266,23 @@ def test_a_fixed_length_is_what_a_draft_is_weighed_at(model: Path) -> None:
     assert course.reason is not None and "with a draft, k=5: " in course.reason
 
 
+def test_a_draft_that_fetches_ahead_is_expected_to_be_faster(model: Path) -> None:
+    made = profile(model, link=((20480.0, 1e7),))
+    token_ms = []
+    for prefetch in ("three-phase", "none"):
+        course = planned(model, made, codec="raw", prefetch=prefetch)
+        assert course.reason is not None
+        found = re.search(r"raw with a draft(?:, k=\d+:)? ([\d.]+)", course.reason)
+        assert found is not None
+        token_ms.append(float(found[1]))
+    assert token_ms[0] < 0.95 * token_ms[1]
+
+
 def test_without_a_profile_all_stays_open(model: Path) -> None:
-    course = planned(model, None)
-    assert course == Course(RunConfig.of(BUDGET_BYTES, "auto", device="cpu"))
+    with running(model) as generator:
+        given = RunConfig.of(BUDGET_BYTES, "auto", device="cpu", dtype="float32")
+        assert generator.runtime.course == Course(given)
+        assert generator.runtime.plan.has_draft
 
 
 def test_a_packed_model_keeps_its_codec(model: Path, tmp_path: Path) -> None:

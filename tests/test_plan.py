@@ -435,6 +435,14 @@ def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
     assert found["assumptions"]["acceptance"] == pytest.approx(stood / tried)
 
 
+def test_drafts_that_were_not_timed_are_left_out(tmp_path: Path) -> None:
+    made = tmp_path / "profile.json"
+    made.write_text(profile(draft_token_s=0.0).to_json())
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, "--json"))
+    assert not any(entry["draft"] for entry in found["candidates"])
+    assert found["left_out"] == {"with a draft": "the profile was measured without one"}
+
+
 def test_presets_are_listed_and_plausible() -> None:
     text = run(QWEN, "--memory-budget", "1GiB", "--preset", "?")
     assert all(name in text for name in PRESETS)

@@ -367,6 +367,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "late_rate",
         "hidden_share",
         "prefill_hit_rate",
+        "planned",
     }
     assert {name for name, value in nothing.items() if value is None} == undefined
     assert nothing["new_tokens"] == nothing["steps"] == nothing["moved_bytes"] == 0
@@ -381,6 +382,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
     assert {name for name, value in plain.items() if value is None} == {
         "acceptance_rate",
         "route_recall",
+        "planned",
     }
     assert plain["accept_length_mean"] == 1
     assert plain["draft_length_mean"] == 0

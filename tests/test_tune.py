@@ -191,6 +191,13 @@ def test_profiles_that_nothing_measured(changes: dict[str, object], sentence: st
     assert Profile.from_json(replace(made, acceptance=0.5).to_json()).acceptance == 0.5
 
 
+def test_a_profile_from_before_encoding_was_timed_is_read() -> None:
+    made = Profile(KEY, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.0, ((1.0, 1.0),))
+    content = json.loads(made.to_json())
+    assert content.pop("encode_bytes_per_s") == {}
+    assert Profile.from_json(json.dumps(content)) == made
+
+
 def test_too_few_tokens_to_measure_the_longest_draft(tiny_bfloat16: Folder) -> None:
     with pytest.raises(SpeqError, match="max_new_tokens is 5; it must be at least 33"):
         run("tune", tiny_bfloat16("olmoe"), "--memory-budget", BUDGET, "--max-new-tokens", 5)
