@@ -40,8 +40,9 @@ LUCK, WORTHWHILE = 3.0, 0.02
 DOUBT = 0.5
 # A length is left for one that is expected to be better by this share.
 HYSTERESIS = 0.01
-# A draft stops where one more token is expected to cost so many times what it brings.
-STOP = 1.25
+# A draft stops where one more token is expected to cost so many times what it brings, once so many
+# drafts have shown how many new experts are usual.
+STOP, USUAL = 1.25, 8
 
 
 class Option(NamedTuple):
@@ -114,6 +115,7 @@ class AdaptiveDraftLength:
     _held: int = 0
     _chosen: int = 0
     _stopped: bool = False
+    _cold: bool = False
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
@@ -124,6 +126,9 @@ class AdaptiveDraftLength:
         if self.profile is not None and self.model.ready:
             self._first_plain = 0
             self._plain_s = self.profile.costs.verify_s(1)
+
+    def begin(self) -> None:
+        self._cold = True
 
     def decide(self) -> Decision:
         if self._first_plain:
@@ -141,8 +146,8 @@ class AdaptiveDraftLength:
             self._held = self._chosen = self._nearest()
             return self._decision("bound")
         self._held = self._best(allowed)
-        probe = self._anchor(allowed)
-        if probe is None:
+        probe = None if self._cold else self._anchor(allowed)
+        if probe is None and not self._cold:
             probe = self._probe(allowed)
         self._chosen = self._held if probe is None else probe
         return self._decision("best" if probe is None else "probe")
@@ -151,7 +156,7 @@ class AdaptiveDraftLength:
         """One more token costs its drafting, its row, and as many new experts as this draft's
         tokens have needed so far, as far as their transfers are not hidden.
         """
-        if self._chosen != self._held or not self._options:
+        if self._chosen != self._held or self.model.drafts < USUAL:
             return True
         model, cycle = self.model, self._options[self._chosen].cycle
         seen = model.new_experts(drafted)
@@ -167,6 +172,11 @@ class AdaptiveDraftLength:
     def observe(self, step: StepStats) -> None:
         cycle_s = step.end_s - step.start_s
         self.acceptance.observe(step.draft_length, step.accepted)
+        if self._cold:
+            # Slots held what the prompt left in them: no cycle but the first is like that.
+            self._cold = False
+            self._first_plain = max(self._first_plain - 1, 0)
+            return
         self.model.observe(step)
         length, like_s = step.draft_length, cycle_s
         if self._stopped:
@@ -286,16 +296,21 @@ class AdaptiveDraftLength:
             reason += f"; k={held.cycle.draft_length} {held.token_s * 1e3:.1f} is held to be best"
         elif ground == "bound":
             reason += "; no length meets the objectives, this one misses them by least"
-        forecast = Forecast(cycle.serial_s, cycle.overlapped_s, cycle_s, cycle.tokens)
+        forecast = Forecast(
+            cycle.draft_length, cycle.serial_s, cycle.overlapped_s, cycle_s, cycle.tokens
+        )
         return Decision(cycle.draft_length, reason, ground, forecast)
 
 
 def make_governor(
-    draft_length: int | None, objectives: Objectives, profile: Profile | None = None
+    draft_length: int | None,
+    objectives: Objectives,
+    profile: Profile | None = None,
+    longest: int = LONGEST,
 ) -> Governor:
     """The governor of a run: a fixed length, or None, the one that measures, beginning with what a
-    profile says.
+    profile says and drafting no more than `longest` tokens.
     """
     if draft_length is None:
-        return AdaptiveDraftLength(objectives=objectives, profile=profile)
+        return AdaptiveDraftLength(longest, objectives, profile)
     return FixedDraftLength(draft_length)

@@ -16,6 +16,8 @@ from speq.stats import StepStats
 
 # Cycles that averages remember.
 HORIZON = 60.0
+# What drafts took when they were profiled counts as so many cycles.
+PROFILED = 10.0
 # ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. With this bend the unions
 # measured on trained models and N(t) of MoESD are met within some percent, each with a b of its own
 # (0.8 and 1.0), for as many rows as are ever verified.
@@ -101,6 +103,7 @@ class CycleModel:
     """
 
     single: float = 0.0  # distinct experts of one row, in all layers
+    drafts: int = 0  # cycles with one that were observed
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
     compute: Line = field(default_factory=Line)
     spread: Mean = field(default_factory=lambda: Mean(SPREAD))
@@ -116,7 +119,7 @@ class CycleModel:
         """
         model = cls()
         if profile.drafted:
-            model.draft_token.add(profile.draft_token_s + profile.draft_base_s)
+            model.draft_token = Mean(profile.draft_token_s + profile.draft_base_s, PROFILED)
         model.link.add(profile.slow_tier.transfer_s(profile.expert_bytes), 1)
         model.expert_bytes.add(profile.expert_bytes, 1)
         for rows, experts in profile.distinct:
@@ -137,6 +140,7 @@ class CycleModel:
             return
         self._learn_spread(rows, step.requests)
         if step.draft_length:
+            self.drafts += 1
             self.draft_token.add(step.draft_s / step.draft_length)
         verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
         self.compute.add(step.requests, verify_s)

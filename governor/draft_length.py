@@ -21,6 +21,9 @@ class Decision:
 
 
 class Governor(Protocol):
+    def begin(self) -> None:
+        """A prompt has been read, and slots hold what that left in them."""
+
     def decide(self) -> Decision:
         """Choose the next cycle's draft length."""
 
@@ -41,6 +44,9 @@ class FixedDraftLength:
 
     draft_length: int
     reason: str = "fixed"
+
+    def begin(self) -> None:
+        pass
 
     def decide(self) -> Decision:
         return Decision(self.draft_length, self.reason)

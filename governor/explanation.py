@@ -27,7 +27,7 @@ class Choice:
 class Explanation:
     """choices: by the length decided on, the shortest first. The errors are relative to the time
     cycles took, as means of their size: of Eq. 3, of the overlapped form, and of what decisions
-    were based on; None where nothing was forecast.
+    were based on; drafts that were stopped are left out, and None is where nothing was forecast.
     """
 
     choices: list[Choice]
@@ -50,8 +50,9 @@ def explain(steps: Iterable[StepStats]) -> Explanation:
         choice.time_s += time_s
         choice.grounds[step.ground] = choice.grounds.get(step.ground, 0) + 1
         choice.reason = step.reason
-        if step.forecast is not None and time_s > 0:
-            forecasts.append((step.forecast, time_s))
+        forecast = step.forecast
+        if forecast and forecast.draft_length == step.draft_length and time_s > 0:
+            forecasts.append((forecast, time_s))
 
     def error(expected: Callable[[Forecast], float]) -> float | None:
         sizes = (abs(expected(forecast) / time_s - 1) for forecast, time_s in forecasts)

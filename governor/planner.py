@@ -254,10 +254,17 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
 class Choice:
     """What to run with, and why."""
 
-    codec: str
-    draft: bool
+    holding: Holding
     draft_length: int
     reason: str
+
+    @property
+    def codec(self) -> str:
+        return self.holding.codec
+
+    @property
+    def draft(self) -> bool:
+        return self.holding.draft
 
 
 def choose(outlook: Outlook, holdings: Sequence[Holding]) -> Choice:
@@ -272,8 +279,7 @@ def choose(outlook: Outlook, holdings: Sequence[Holding]) -> Choice:
     best, others = candidates[0], candidates[1:]
     beside = ", ".join(f"{c.holding.name} {c.tpot_s * 1e3:.1f}" for c in others)
     return Choice(
-        best.holding.codec,
-        best.holding.draft,
+        best.holding,
         best.cycle.draft_length,
         f"{best.holding.name}, k={best.cycle.draft_length}: {best.tpot_s * 1e3:.1f} ms a token "
         f"expected, most of it {best.cycle.limit}" + (f" ({beside})" if beside else ""),

@@ -1,12 +1,11 @@
 """Latency objectives, and the draft lengths they leave (MoE-SpeQ 3.2.3)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from speq.errors import SpeqError
-from speq.governor.profile import Profile
-from speq.governor.roofline import cycle
+from speq.governor.roofline import Cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +27,11 @@ class Objectives:
         return cycle_s <= self.latency_s and cycle_s <= self.tpot_s * tokens
 
 
-def longest_within(
-    objectives: Objectives,
-    profile: Profile,
-    probabilities: Sequence[float],
-    moved_bytes: Sequence[float],
-) -> int | None:
-    """k_SLO: the longest draft whose cycle meets the objectives by a profile alone, or None.
+def longest_within(objectives: Objectives, cycles: Iterable[Cycle]) -> int | None:
+    """k_SLO: of cycles as they are expected before any was run, the longest draft of those that
+    meet the objectives, or None.
 
     Transfers count in full (Eq. 3): a bound must hold on a bad day.
-
-    probabilities  p_1, p_2, ... to the longest length considered
-    moved_bytes    of a cycle of each draft length from 0 on
     """
-    lengths = [
-        length
-        for length in range(len(probabilities) + 1)
-        if objectives.met(
-            (
-                point := cycle(
-                    profile.costs, profile.slow_tier, probabilities, length, moved_bytes[length]
-                )
-            ).cycle_s,
-            point.tokens,
-        )
-    ]
+    lengths = (c.draft_length for c in cycles if objectives.met(c.serial_s, c.tokens))
     return max(lengths, default=None)

@@ -65,6 +65,7 @@ class Engine:
             scored = self.model.prefill(self.offload.reader, self.cache, prompt, self.chunk)
         if progress is not None:
             progress(len(prompt), len(prompt))
+        self.governor.begin()
         outcome = accept(Draft(), scored.logits, sequence)
         stats.emitted = len(sequence.extend(outcome.token_ids))
         return self.recorder.finish()

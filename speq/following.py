@@ -5,13 +5,16 @@ and by what was measured; without a profile nothing is weighed, and nothing assu
 """
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 from speq import memory
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.governor.planner import Holding, choose
+from speq.governor.adaptive import LONGEST
+from speq.governor.planner import Holding, Outlook, choose
 from speq.governor.profile import Profile
+from speq.governor.slo import Objectives, longest_within
 from speq.planning import Assumptions
 from speq.subject import Budget, Subject, Way
 
@@ -25,11 +28,13 @@ class Course:
     config       its options, with what the planner settled of them
     reason       the planner's; None where there was nothing to choose
     gives_up_draft  a draft would fit and is expected to lose
+    longest      no draft is longer: by the profile, no longer one meets the time objectives
     """
 
     config: RunConfig
     reason: str | None = None
     gives_up_draft: bool = False
+    longest: int = LONGEST
 
 
 def course_of(config: RunConfig, profile: Profile, subject: Subject, budget: Budget) -> Course:
@@ -46,10 +51,12 @@ def course_of(config: RunConfig, profile: Profile, subject: Subject, budget: Bud
     if must_draft(config):  # as far as there is room
         fitting = [pair for pair in fitting if pair[0].drafts] or fitting
     holdings = [holding for _, holding in fitting]
-    if len(holdings) < 2:
+    if not holdings:
         return Course(config)
     outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
     outlook = replace(outlook, ahead=config.prefetch != "none")
+    if len(holdings) == 1:
+        return Course(config, longest=_longest(config, outlook, holdings[0]))
     if config.draft_length:
         outlook = replace(outlook, lengths=(config.draft_length,))
     choice = choose(outlook, holdings)
@@ -62,7 +69,34 @@ def course_of(config: RunConfig, profile: Profile, subject: Subject, budget: Bud
         choice.reason,
     )
     draft = "none" if gives_up else config.draft
-    return Course(replace(config, codec=choice.codec, draft=draft), choice.reason, gives_up)
+    return Course(
+        replace(config, codec=choice.codec, draft=draft),
+        choice.reason,
+        gives_up,
+        _longest(config, outlook, choice.holding),
+    )
+
+
+def _longest(config: RunConfig, outlook: Outlook, holding: Holding) -> int:
+    """Where the profile finds no length that meets the objectives, cycles will have to tell."""
+    objectives = objectives_of(config)
+    if config.draft_length is not None or objectives == Objectives():
+        return LONGEST
+    longest = longest_within(
+        objectives, (outlook.cycle(holding, length) for length in range(LONGEST + 1))
+    )
+    if longest is None:
+        logger.info("by the profile no draft length meets the objectives")
+        return LONGEST
+    logger.info("drafts are no longer than %d: by the profile, longer ones miss the goals", longest)
+    return longest
+
+
+def objectives_of(config: RunConfig) -> Objectives:
+    def seconds(limit_ms: float | None) -> float:
+        return math.inf if limit_ms is None else limit_ms / 1e3
+
+    return Objectives(seconds(config.tpot_slo_ms), seconds(config.latency_slo_ms))
 
 
 def must_draft(config: RunConfig) -> bool:

@@ -7,7 +7,6 @@ the expert slots share the rest of the budget and are laid out for the context a
 import contextlib
 import gc
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,7 +29,6 @@ from speq.errors import SpeqError
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.governor.profile import Profile
-from speq.governor.slo import Objectives
 from speq.int4 import Int4Arena
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
@@ -73,13 +71,6 @@ def resolve_device(name: str) -> torch.device:
             "install a CUDA build of torch"
         )
     return torch.device(name)
-
-
-def objectives_of(config: RunConfig) -> Objectives:
-    def seconds(limit_ms: float | None) -> float:
-        return math.inf if limit_ms is None else limit_ms / 1e3
-
-    return Objectives(seconds(config.tpot_slo_ms), seconds(config.latency_slo_ms))
 
 
 def fetch_from(source: ExpertStore | HostTier) -> Fetch:
@@ -140,7 +131,9 @@ class Runtime:
         self.draft_bank = self._draft_bank()
         self._measure_records(progress)
         # What it learns outlives the arenas that are laid out anew.
-        self._governor = make_governor(config.draft_length, objectives_of(config), profile)
+        self._governor = make_governor(
+            config.draft_length, following.objectives_of(config), profile, self.course.longest
+        )
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
 

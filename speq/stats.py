@@ -60,11 +60,13 @@ class LayerStats:
 class Forecast:
     """What the governor expected of a cycle, in seconds, to compare with what it took.
 
+    draft_length            decided on: a draft may be stopped before
     serial_s, overlapped_s  by Eq. 3 of MoE-SpeQ, and with transfers hidden behind computation
     cycle_s                 what the decision was based on: the model corrected by measurements
     tokens                  1 + k_accept
     """
 
+    draft_length: int
     serial_s: float
     overlapped_s: float
     cycle_s: float

@@ -278,6 +278,36 @@ def test_a_draft_that_fetches_ahead_is_expected_to_be_faster(model: Path) -> Non
     assert token_ms[0] < 0.95 * token_ms[1]
 
 
+@pytest.mark.parametrize(
+    ("limits", "longest"),
+    [
+        ({}, 12),
+        ({"latency_slo_ms": 750}, 3),  # 0.1 s and some more, and 0.2 s for each drafted token
+        ({"latency_slo_ms": 250}, 0),
+        ({"latency_slo_ms": 50}, 12),  # none does, which is left to the run
+        ({"tpot_slo_ms": 195}, 2),  # 0.3 / 1.9, 0.5 / 2.71, 0.7 / 3.44 s and some more
+        ({"tpot_slo_ms": 195, "latency_slo_ms": 350}, 1),
+    ],
+)
+def test_no_draft_is_longer_than_objectives_allow_by_the_profile(
+    model: Path, limits: dict[str, int], longest: int
+) -> None:
+    made = profile(model, draft_token_s=0.2, link=((20480.0, 1e12),))
+    assert planned(model, made, codec="raw", draft="folder", **limits).longest == longest
+
+
+def test_the_governor_keeps_to_the_bound(model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, profile(model, draft_token_s=0.02))
+    with running(model, codec="raw", profile=file, latency_slo_ms=170) as generator:
+        governor = generator.runtime.engine.governor
+        assert isinstance(governor, AdaptiveDraftLength)
+        assert governor.longest == 3
+
+
+def test_a_length_that_is_fixed_is_not_bounded(model: Path) -> None:
+    assert planned(model, profile(model, draft_token_s=0.2), draft_length=8).longest == 12
+
+
 def test_without_a_profile_all_stays_open(model: Path) -> None:
     with running(model) as generator:
         given = RunConfig.of(BUDGET_BYTES, "auto", device="cpu", dtype="float32")

@@ -218,6 +218,13 @@ def test_a_latency_objective_bounds_every_cycle() -> None:
     assert {step.draft_length for step in steps[-50:] if step.ground == "best"} <= {3, 4}
 
 
+@pytest.mark.parametrize("longest", [0, 1, 5])
+def test_no_draft_is_longer_than_the_longest(longest: int) -> None:
+    steps = run(AdaptiveDraftLength(longest), Machine(0.05, 0.05, 0.95), 100)
+    # Of the lengths that are told apart, 4 comes before 6.
+    assert max(step.draft_length for step in steps) == min(longest, 4)
+
+
 def test_objectives_that_no_length_meets_are_missed_by_least() -> None:
     machine = Machine(0.05, 0.05, 0.95)
     steps = run(AdaptiveDraftLength(objectives=Objectives(latency_s=0.5)), machine, 50)
@@ -340,6 +347,29 @@ def test_stopped_drafts_do_not_make_their_length_look_cheap() -> None:
     assert sum(k == 0 for k in late) > 0.8 * len(late)
 
 
+def test_the_first_cycle_after_a_prompt_says_nothing_of_later_ones() -> None:
+    """It takes ten times as long, prompt after prompt; the governor neither probes in it nor learns
+    from it.
+    """
+    slow, usual = Machine(1.0, 0.5, 0.9, plain_s=10.0), Machine(0.1, 0.05, 0.9)
+    governor = AdaptiveDraftLength()
+    late = []
+    for prompt in range(30):
+        governor.begin()
+        for at in range(20):
+            decision = governor.decide()
+            if prompt and not at:
+                assert decision.ground == "best"
+            step = (usual if at else slow).step(decision)
+            governor.observe(step)
+            if prompt > 10 and step.ground == "best" and at:
+                late.append((step.draft_length, step.forecast, step.end_s - step.start_s))
+    best_s = min(usual.token_s(k) for k in range(13))
+    for length, forecast, time_s in late:
+        assert usual.token_s(length) < 1.03 * best_s
+        assert forecast is not None and forecast.cycle_s == pytest.approx(time_s, rel=0.1)
+
+
 def test_decisions_say_why() -> None:
     steps = run(AdaptiveDraftLength(), Machine(0.1, 0.05, 0.9), 300)
     assert steps[0].reason == "plain decoding is measured first"
@@ -362,7 +392,9 @@ def test_an_explanation_by_hand() -> None:
         StepStats("decode", draft_length=2, emitted=1, end_s=4.0, ground="probe", reason="b"),
         StepStats("decode", emitted=1, end_s=1.0, ground="fixed", reason="c"),
     ]
-    steps[0].forecast = Forecast(serial_s=3.0, overlapped_s=1.0, cycle_s=2.2, tokens=3)
+    steps[0].forecast = Forecast(
+        draft_length=2, serial_s=3.0, overlapped_s=1.0, cycle_s=2.2, tokens=3
+    )
     found = explain(steps)
     assert [choice.draft_length for choice in found.choices] == [0, 2]
     two = found.choices[1]
@@ -371,6 +403,9 @@ def test_an_explanation_by_hand() -> None:
     errors = (found.serial_error, found.overlapped_error, found.error)
     assert errors == pytest.approx((0.5, 0.5, 0.1))
     assert explain(steps[1:]).error is None
+    # A draft that was stopped is not what was forecast.
+    steps[1].forecast = Forecast(4, serial_s=30.0, overlapped_s=10.0, cycle_s=22.0, tokens=5)
+    assert explain(steps).error == pytest.approx(0.1)
 
 
 def test_fixed_lengths_stay_fixed() -> None:

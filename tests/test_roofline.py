@@ -142,15 +142,21 @@ def test_damaged_profiles_are_refused(text: str) -> None:
 
 def test_the_longest_draft_within_a_latency_by_hand() -> None:
     """Cycles without transfers: 2, 3.25, 4, 5.75 and 7.5 s."""
-    nothing = [0.0] * 5
-    for latency_s, longest in ((1.9, None), (2, 0), (3.3, 1), (4, 2), (7.4, 3), (100, 4)):
-        found = longest_within(Objectives(latency_s=latency_s), PROFILE, [0.5] * 4, nothing)
-        assert found == longest
-    # 20 bytes from the first drafted token on: k = 1 takes 3 + 3 + 2.5 s, k = 2 as much and 0.5.
-    moved = [0.0, 20.0, 20.0, 20.0, 20.0]
-    assert longest_within(Objectives(latency_s=8.6), PROFILE, [0.5] * 4, moved) == 1
+
+    def longest(objectives: Objectives, moved_bytes: float = 0.0) -> int | None:
+        link, lengths = PROFILE.slow_tier, range(5)
+        moved = [moved_bytes if k else 0.0 for k in lengths]
+        return longest_within(
+            objectives, (cycle(PROFILE.costs, link, [0.5] * 4, k, moved[k]) for k in lengths)
+        )
+
+    for latency_s, expected in ((1.9, None), (2, 0), (3.3, 1), (4, 2), (7.4, 3), (100, 4)):
+        assert longest(Objectives(latency_s=latency_s)) == expected
+    # 20 bytes from the first drafted token on: k = 1 takes 3 + 3 + 2.5 s, k = 2 as much and 0.5,
+    # though all of that might be hidden.
+    assert longest(Objectives(latency_s=8.6), 20.0) == 1
     # A token: 2, 2.17, 2.29, 3.07 and 3.87 s.
-    assert longest_within(Objectives(tpot_s=2.2), PROFILE, [0.5] * 4, nothing) == 1
+    assert longest(Objectives(tpot_s=2.2)) == 1
 
 
 def test_objectives_must_be_times() -> None:
