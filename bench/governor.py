@@ -130,16 +130,16 @@ def measure(
             generator.runtime.engine.governor = FixedDraftLength(0)
         if length not in (AUTO, TUNED):
             generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
-        steps = []
+        runs = []
         for prompt in prompts:
             generator.generate(prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True)
-            run = generator.last_run
-            assert run is not None, "a run has ended"
-            steps += run.decode
+            assert generator.last_run is not None, "a run has ended"
+            runs.append(generator.last_run)
     except SpeqError as error:
         raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
     finally:
         generator.close()
+    steps = [step for run in runs for step in run.decode]
     drafted = sum(step.draft_length for step in steps)
     explained = explain(steps)
     return {
@@ -153,7 +153,7 @@ def measure(
         "overlapped_error": explained.overlapped_error,
         "cycles": {str(choice.draft_length): choice.cycles for choice in explained.choices},
         "last_reason": steps[-1].reason,
-        "planned": run.planned,
+        "planned": runs[-1].planned,
     }
 
 

@@ -258,6 +258,9 @@ class Timed:
         self.time_s = 0.0
         self.decisions = 0
 
+    def begin(self) -> None:
+        self._governor.begin()
+
     def decide(self) -> Decision:
         start_s = time.thread_time()
         decision = self._governor.decide()
