@@ -22,10 +22,14 @@ from speq.stats import Forecast, StepStats
 # Neighbours among longer drafts differ by less than can be told.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
-# Of all time, what drafts may lose that are tried, and plain cycles in between better drafts. Plain
-# ones come in bursts: slots must fill again with what a single token needs.
+# Of all time, what drafts may lose that are tried, and plain cycles in between better drafts.
 DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
-BURST = 4
+# Plain cycles between drafts come in bursts, the first of which do not count: slots must fill again
+# with what a single token needs.
+BURST, SETTLE = 8, 3
+# The first plain cycles of all found slots that were not full yet. After so many cycles in favour
+# of drafts they are measured anew, unless they took so many times as long.
+SECOND_LOOK, HOPELESS = 12, 2.5
 # What a probe costs at least, in plain tokens' time: its outcome may be luck.
 LEAST_LOSS = 0.1
 # Lengths beyond the longest one measured that may be tried next; measured is one of which more than
@@ -108,6 +112,9 @@ class AdaptiveDraftLength:
     _plain_s: float = 0.0
     _burst: int = 0
     _first_plain: int = FIRST_PLAIN
+    # Plain cycles since the last draft, and cycles before which drafts were held to be better.
+    _plain_run: int = SETTLE
+    _in_favour: int = 0
     # By draft length: the tokens that a cycle is expected to emit; and what else it would.
     _yields: list[float] = field(default_factory=list)
     _options: list[Option] = field(default_factory=list)
@@ -185,10 +192,13 @@ class AdaptiveDraftLength:
             cycle = self._options[self._chosen].cycle
             length = cycle.draft_length
             like_s *= cycle.tokens / self._yields[step.draft_length]
-        self.measured.observe(length, like_s, step.emitted)
-        if not step.draft_length:
+        self._plain_run = 0 if step.draft_length else self._plain_run + 1
+        settled = step.draft_length > 0 or self._plain_run > SETTLE
+        self.measured.observe(length if settled else -1, like_s, step.emitted)
+        if not step.draft_length and settled:
             weight = max(self.measured.weight(0), 1.0)
             self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
+        if not step.draft_length:
             self._burst = max(self._burst - 1, 0)
             self._first_plain = max(self._first_plain - 1, 0)
         if self._options:
@@ -245,8 +255,12 @@ class AdaptiveDraftLength:
         if self._held == 0 or 0 not in allowed:
             self._burst = 0
             return None
-        token_s = self._options[self._held].token_s
-        loss_s = max(self._options[0].token_s - token_s, LEAST_LOSS * token_s)
+        token_s, plain_s = self._options[self._held].token_s, self._options[0].token_s
+        self._in_favour += 1
+        if self._in_favour == SECOND_LOOK and plain_s < HOPELESS * token_s:
+            self._burst = BURST
+            self.measured.doubt(0)
+        loss_s = max(plain_s - token_s, LEAST_LOSS * token_s)
         if not self._burst and self._plains.left_s > BURST * loss_s:
             self._burst = BURST
         return 0 if self._burst else None

@@ -14,6 +14,8 @@ FADING = 1 / 200
 LEVEL, WANDER = 0.05, 0.04
 # Deviation of a cycle's time from the mean of its kind, squared, before it was seen.
 NOISE, NOISE_CYCLES = 0.06, 4.0
+# Cycles that what is doubted counts for.
+DOUBTED = 0.5
 # Misses come in stretches: neighbouring cycles deviate alike, and so many say what one would alone.
 STRETCH = 2.0
 
@@ -64,6 +66,11 @@ class MeasuredCycles:
         weight = min(weight + 1, HORIZON)
         self._time_s[at] = mean_s + (cycle_s - mean_s) / weight
         self._weight[at] = weight
+
+    def doubt(self, draft_length: int) -> None:
+        """What was measured of that length may no longer hold: the next cycle of it counts more."""
+        at = self.lengths.index(draft_length)
+        self._weight[at] = min(self._weight[at], DOUBTED)
 
     def weight(self, draft_length: int) -> float:
         """How many cycles of that length are remembered."""

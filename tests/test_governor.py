@@ -370,6 +370,31 @@ def test_the_first_cycle_after_a_prompt_says_nothing_of_later_ones() -> None:
         assert forecast is not None and forecast.cycle_s == pytest.approx(time_s, rel=0.1)
 
 
+class Warming(Machine):
+    """Plain cycles are slow while slots fill: the first eight, and three after every draft."""
+
+    def __init__(self) -> None:
+        super().__init__(0.7, 0.3, 0.5)
+        self.cycles = self.plain_run = 0
+
+    def step(self, decision: Decision) -> StepStats:
+        self.cycles += 1
+        self.plain_run = 0 if decision.draft_length else self.plain_run + 1
+        cold = self.cycles <= 8 or self.plain_run <= 3
+        self.plain_s = 2.5 if cold and not decision.draft_length else 1.0
+        return super().step(decision)
+
+
+def test_plain_cycles_are_looked_at_again_once_slots_have_filled() -> None:
+    """At first a draft of one token, 1.33 s a token, beats plain cycles of 2.5 s; these then take a
+    second, but for those that follow drafts.
+    """
+    steps = run(AdaptiveDraftLength(), Warming(), 150)
+    assert any(step.draft_length and step.ground == "best" for step in steps[:30])
+    late = steps[50:]
+    assert sum(step.draft_length == 0 for step in late) > 0.9 * len(late)
+
+
 def test_decisions_say_why() -> None:
     steps = run(AdaptiveDraftLength(), Machine(0.1, 0.05, 0.9), 300)
     assert steps[0].reason == "plain decoding is measured first"
