@@ -13,7 +13,7 @@ from speq.bench.teacher_forced import ForcedPass
 from speq.config import SamplingParams
 from speq.errors import SpeqError
 from speq.runtime import Runtime
-from speq.sampling import distribution, noise
+from speq.sampling import distribution, draw
 from speq.sequence import Sequence
 from speq.stats import ratio
 
@@ -64,9 +64,7 @@ class NextTokens:
         for at, rows in enumerate(zip(exact, draft, strict=True), start=self.tokens):
             pair = distribution(torch.stack(rows), sampling)
             self.overlap += float(pair.amin(0).sum())
-            for seed in range(SEEDS):
-                ours, theirs = (pair / noise(seed, at, pair.shape[1])).argmax(-1).tolist()
-                self.alike += ours == theirs
+            self.alike += sum(draw(pair[0], s, at) == draw(pair[1], s, at) for s in range(SEEDS))
 
     def row(self) -> dict[str, Any]:
         exact = _perplexity(self.exact_nats, self.predicted)

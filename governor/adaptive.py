@@ -195,10 +195,10 @@ class AdaptiveDraftLength:
         self._plain_run = 0 if step.draft_length else self._plain_run + 1
         settled = step.draft_length > 0 or self._plain_run > SETTLE
         self.measured.observe(length if settled else -1, like_s, step.emitted)
-        if not step.draft_length and settled:
-            weight = max(self.measured.weight(0), 1.0)
-            self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
         if not step.draft_length:
+            if settled:
+                weight = max(self.measured.weight(0), 1.0)
+                self._plain_s += (cycle_s - self._plain_s) / min(weight, 20.0)
             self._burst = max(self._burst - 1, 0)
             self._first_plain = max(self._first_plain - 1, 0)
         if self._options:

@@ -195,11 +195,8 @@ class CycleModel:
         """What cycles of some draft lengths are expected to take, given what they will yield;
         T_pcie,init is part of what is exposed.
         """
-        draft_token_s, transfer_s, moved_bytes = (
-            self.draft_token_s,
-            self.link.value,
-            self.expert_bytes.value,
-        )
+        draft_token_s = self.draft_token_s
+        transfer_s, expert_bytes = self.link.value, self.expert_bytes.value
         plain, drafting = (
             (self._missed(traffic), self._exposed(traffic))
             for traffic in (self.plain, self.drafting)
@@ -216,7 +213,7 @@ class CycleModel:
                     draft_length * draft_token_s,
                     self.verify_s(experts),
                     moved * transfer_s,
-                    moved * moved_bytes,
+                    moved * expert_bytes,
                     0.0,
                     exposed,
                 )
