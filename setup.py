@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 OUTSIDE = ("scheduler", "governor", "bench")
+WITHIN = tuple(f"{name}.*" for name in OUTSIDE)
 
 
 class CMakeLibrary(Extension):
@@ -69,11 +70,11 @@ setup(
     version=version(),
     packages=[
         *find_packages(include=["speq", "speq.*"]),
-        *(f"speq.{name}" for name in OUTSIDE),
-        "speq.bench.prompts",
+        *(f"speq.{name}" for name in find_packages(include=[*OUTSIDE, *WITHIN])),
+        "speq.measure.prompts",
     ],
     package_dir={f"speq.{name}": name for name in OUTSIDE},
-    package_data={"speq": ["VERSION", "py.typed"], "speq.bench.prompts": ["*"]},
+    package_data={"speq": ["VERSION", "py.typed"], "speq.measure.prompts": ["*"]},
     ext_modules=[CMakeLibrary("speq.speq_cpu")],
     cmdclass={"build_ext": CMakeBuild},
 )

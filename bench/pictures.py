@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.store.atomic_file import check_target, replacing
+from speq.files.atomic_file import check_target, replacing
 
 
 def check(path: Path, force: bool) -> None:

@@ -10,7 +10,6 @@ Routing, acceptance and text are then a trained model's, while bytes and kernels
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speq.config import checked_choice, checked_int, format_bytes
-from speq.errors import SpeqError
-from speq.store.checkpoint import Checkpoint, locate
+from speq.errors import SpeqError, checked_choice, checked_int
+from speq.files.checkpoint import Checkpoint, locate
+from speq.units import Progress, format_bytes
 
 FAMILY = "qwen2_moe"
 HEADS = ("copy", "keep")
 # Passes that put what rounding took from a sum back into its finest copy.
 MENDING_PASSES = 3
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

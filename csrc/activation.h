@@ -8,7 +8,7 @@
 
 namespace speq {
 
-// In the order of ACTIVATIONS in speq/reference.py.
+// In the order of ACTIVATIONS in speq/kernels/reference.py.
 enum class Activation : std::int64_t { silu, swish, gelu, gelu_pytorch_tanh, relu };
 constexpr std::int64_t kActivations = 5;
 

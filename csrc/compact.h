@@ -1,6 +1,7 @@
 // How an exact BF16 expert is laid out in fewer bits: `lossless`, complete in itself, and
 // `residual`, what the draft's INT4 code of a weight does not say. Plain C++ without torch headers,
-// so that every backend and every test can include it. speq/compact.py has the same in Python.
+// so that every backend and every test can include it. speq/kernels/compact_layout.py has the same
+// in Python.
 //
 // An expert is three matrices: gate and up [expert_width, hidden_size], down [hidden_size,
 // expert_width]. Columns go in blocks of 64 and rows in quads of four; the last of either may be

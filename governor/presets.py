@@ -6,7 +6,7 @@ Bandwidths are those of data sheets; what kernels and copies reach of them is in
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from speq.config import checked_choice
+from speq.errors import checked_choice
 
 # Of a data sheet's memory bandwidth, what `speq bench kernels` shows exact experts to be read at.
 MEMORY_SHARE = 0.9

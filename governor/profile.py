@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from speq.config import checked_int
-from speq.errors import SpeqError
+from speq.errors import SpeqError, checked_int
 from speq.governor.roofline import Costs, Link, Points
 
 FORMAT = "speq-profile-1"

@@ -5,13 +5,14 @@ the readers are busy with what it still lacks, and then with the next layer's li
 the last layer comes the first one again, for the next chunk.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
+from speq.units import Done
 
 # Of the slots, one in so many is no layer's own while a prompt is run: there the next layer's
 # experts wait, while the others keep what the next chunk will want again.
@@ -21,7 +22,6 @@ LONG_CHUNK = 128
 # Experts computed at a time: their slots are then free for those still to come.
 WAVE = 4
 # Told (tokens done, tokens) of a prompt; tokens are done when all layers have passed.
-Progress = Callable[[int, int], None]
 
 
 class LayerStream:
@@ -39,10 +39,10 @@ class LayerStream:
         self._num_experts = num_layers * history.num_experts
         self._ahead = ahead
         self._tokens = self._chunk = self._done = self._rows = 0
-        self._progress: Progress | None = None
+        self._progress: Done | None = None
 
     @contextmanager
-    def prompt(self, tokens: int, chunk: int, progress: Progress | None) -> Iterator[None]:
+    def prompt(self, tokens: int, chunk: int, progress: Done | None) -> Iterator[None]:
         """A prompt of so many tokens is run inside the block, in chunks."""
         self._tokens, self._chunk, self._progress = tokens, chunk, progress
         self._done = self._rows = 0

@@ -1,5 +1,31 @@
 """The one exception users see: a sentence with what was given, what was wanted, what to do."""
 
+from typing import Any
+
 
 class SpeqError(ValueError):
     """Bad input, or a machine that cannot do what was asked. The message is for the user."""
+
+
+def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """`value` if it is a whole number within bounds, else a SpeqError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpeqError(f"{name} is {value!r}; it must be a whole number")
+    if value < minimum or (maximum is not None and value > maximum):
+        bounds = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise SpeqError(f"{name} is {value}; it must be {bounds}")
+    return value
+
+
+def checked_token_ids(name: str, value: Any) -> frozenset[int]:
+    """The token ids in a field that holds one or a list, else a SpeqError that names it."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise SpeqError(f"{name} is {value!r}; it must be a token id or a list of them")
+    return frozenset(ids)
+
+
+def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise SpeqError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    return str(value)

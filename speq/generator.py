@@ -9,16 +9,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from speq.config import RunConfig, SamplingParams
+from speq.decode.generation_config import options_of
+from speq.decode.sequence import Sequence as Request
 from speq.errors import SpeqError
-from speq.generation_config import options_of
-from speq.opened import open_model
-from speq.runtime import CONTEXT_STEP, Progress, Runtime
-from speq.sequence import Sequence as Request
+from speq.models.opened import open_model
+from speq.runtime import CONTEXT_STEP, Runtime
 from speq.stats import RunStats
-from speq.text import TextStream
+from speq.text import TextStream, load_tokenizer, tokens_of
+from speq.units import Progress
 
 Message = Mapping[str, str]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
@@ -26,8 +27,6 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 # Tokens as they come; at the end, the request and what was measured.
 Run = Coroutine["Token", None, tuple[Request, RunStats]]
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +49,6 @@ class Generation:
     token_ids: list[int]
     finish_reason: str
     stats: dict[str, Any]
-
-
-def load_tokenizer(path: Path) -> Any:
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise SpeqError(f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # tokenizers raise many kinds for a bad file
-        raise SpeqError(
-            f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
-
-
-def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text. Raises SpeqError where it is none, such as bytes that were not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise SpeqError(
-            f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
-            "Unicode text; give text that was decoded from UTF-8"
-        ) from error
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 class Generator:

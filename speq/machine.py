@@ -2,9 +2,12 @@
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from speq.errors import SpeqError
 
 
 def device_name(device: str) -> str:
@@ -37,3 +40,36 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor()
+
+
+# What Python, torch (its CPU build) and transformers take beside the budget; measured by a test.
+PROCESS_BYTES = 448 << 20
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, within the limit of a container if any."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+            free = min(free, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        pass  # not Linux, or no such limit
+    return free
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SpeqError(
+            "device cuda was asked for, but torch sees no CUDA device; use --device cpu, or "
+            "install a CUDA build of torch"
+        )
+    return torch.device(name)

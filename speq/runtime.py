@@ -13,31 +13,41 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from speq import following, memory, native, profiles, representation
-from speq.config import RunConfig, format_bytes
-from speq.demand import (
+from speq.config import RunConfig
+from speq.decode.drafter import Drafter, PlainDecoding
+from speq.decode.engine import Engine
+from speq.decode.offload import Offload, fetch_from, moved_from
+from speq.decode.self_draft import SelfDraft
+from speq.drafts.draft_source import RoundedDraft, open_draft
+from speq.errors import SpeqError
+from speq.experts.draft_codes import DraftSource
+from speq.experts.encoding_store import EncodingStore
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.experts.host_tier import HostTier
+from speq.experts.int4 import Int4Arena
+from speq.files.alignment import aligned_bytes
+from speq.governor.adaptive import make_governor
+from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.profile import Profile
+from speq.kernels import library
+from speq.layers.draft_experts import DraftExperts
+from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
+from speq.machine import available_bytes, resolve_device
+from speq.models import moe_model
+from speq.models.kv_cache import KVCache
+from speq.models.opened import Opened
+from speq.models.shape import DTYPES
+from speq.planning import follow_profile, memory, profiles, representation
+from speq.planning.demand import (
     demand_of,
     draft_length_of,
     encodes_residuals,
     needs_draft,
     wants_draft,
 )
-from speq.drafters.drafter import Drafter, PlainDecoding
-from speq.drafters.self_draft import SelfDraft
-from speq.engine import Engine, Offload
-from speq.errors import SpeqError
-from speq.governor.adaptive import make_governor
-from speq.governor.draft_length import FixedDraftLength, Governor
-from speq.governor.profile import Profile
-from speq.int4 import Int4Arena
-from speq.layers.draft_experts import DraftExperts
-from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
-from speq.models import moe_model
-from speq.models.kv_cache import KVCache
-from speq.models.shape import DTYPES
-from speq.opened import Opened
+from speq.planning.subject import Budget, Subject
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.policies import eviction_policy
@@ -45,50 +55,14 @@ from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Fetch, MovedBytes, SynchronousTransfer, TransferEngine
+from speq.scheduler.transfer import SynchronousTransfer, TransferEngine
 from speq.stats import Recorder, RunStats
-from speq.store.alignment import aligned_bytes
-from speq.store.draft_source import DraftSource, RoundedDraft, open_draft
-from speq.store.encoding_store import EncodingStore
-from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
-from speq.store.host_tier import HostTier, available_bytes
-from speq.subject import Budget, Subject
+from speq.units import Progress, format_bytes
 
 logger = logging.getLogger("speq")
 
 # Contexts grow in these steps, so that a chat does not lay its arenas out anew at every turn.
 CONTEXT_STEP = 64
-
-Progress = Callable[[str, int, int], None]
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SpeqError(
-            "device cuda was asked for, but torch sees no CUDA device; use --device cpu, or "
-            "install a CUDA build of torch"
-        )
-    return torch.device(name)
-
-
-def fetch_from(source: ExpertStore | HostTier) -> Fetch:
-    """Reads of one source, which holds on to nothing else."""
-
-    def fetch(key: ExpertKey, slot: Tensor) -> int:
-        return source.read(key.layer, key.expert, slot)
-
-    return fetch
-
-
-def moved_from(source: ExpertStore | HostTier) -> MovedBytes:
-    """What such reads move."""
-
-    def moved_bytes(key: ExpertKey) -> int:
-        return source.moved_bytes(key.layer, key.expert)
-
-    return moved_bytes
 
 
 class Runtime:
@@ -123,7 +97,7 @@ class Runtime:
             self.demand = self._demand_of(self.config)
             self.plan = self._first_plan(first_context)
             self._check_room()
-            native.report_backends(self.device.type)
+            library.report_backends(self.device.type)
             self.model = moe_model.load(
                 self.opened.family, self.opened.checkpoint, self.dtype, self.device
             )
@@ -132,7 +106,7 @@ class Runtime:
         self._measure_records(progress)
         # What it learns outlives the arenas that are laid out anew.
         self._governor = make_governor(
-            config.draft_length, following.objectives_of(config), profile, self.course.longest
+            config.draft_length, follow_profile.objectives_of(config), profile, self.course.longest
         )
         self._host_tier = HostTier(self.opened.store) if self.device.type == "cuda" else None
         self.engine = self._build(self.plan)
@@ -179,11 +153,11 @@ class Runtime:
             self.plan = plan
         return self.engine
 
-    def _course(self, profile: Profile | None, first_context: int) -> following.Course:
+    def _course(self, profile: Profile | None, first_context: int) -> follow_profile.Course:
         """What the profile's planner makes of the options, in the budget for the first request."""
         config, opened = self.config, self.opened
         if profile is None:
-            return following.Course(config)
+            return follow_profile.Course(config)
         name = str(opened.checkpoint.path)
         subject = Subject.of_draft(name, opened, config.dtype, self._draft_layout)
         budget = Budget(
@@ -193,7 +167,7 @@ class Runtime:
             config.reader_threads,
             draft_length_of(config),
         )
-        return following.course_of(config, profile, subject, budget)
+        return follow_profile.course_of(config, profile, subject, budget)
 
     def _first_plan(self, first_context: int) -> memory.MemoryPlan:
         """The plan to load by. Raises SpeqError where the options or the budget cannot be met."""

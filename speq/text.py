@@ -1,6 +1,11 @@
 """Token ids in, text out, piece by piece, up to a stop string."""
 
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
+
+from speq.errors import SpeqError
 
 # What decoding makes of bytes that do not yet form a character.
 REPLACEMENT = "\ufffd"
@@ -75,3 +80,29 @@ class TextStream:
             if text.endswith(stop[:n])
         ]
         return max(lengths, default=0)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def load_tokenizer(path: Path) -> Any:
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise SpeqError(f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers raise many kinds for a bad file
+        raise SpeqError(
+            f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. Raises SpeqError where it is none, such as bytes that were not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpeqError(
+            f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
+            "Unicode text; give text that was decoded from UTF-8"
+        ) from error
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

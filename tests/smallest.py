@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from speq import SpeqError, memory
+from speq import SpeqError
 from speq.config import RunConfig
-from speq.opened import open_model
+from speq.models.opened import open_model
+from speq.planning import memory
 from speq.runtime import Runtime
 
 

@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from speq.accept import accept, walk
 from speq.config import SamplingParams
-from speq.sampling import chosen, noise
-from speq.sequence import Draft, Outcome, Sequence
+from speq.decode.accept import accept, walk
+from speq.decode.sampling import chosen, noise
+from speq.decode.sequence import Draft, Outcome, Sequence
 
 V = 12
 DRAWS = 10_000

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speq import Generator, SpeqError
-from speq.int4 import Int4Arena
-from speq.store.checkpoint import Checkpoint
+from speq.experts.int4 import Int4Arena
+from speq.files.checkpoint import Checkpoint
 from tests.test_cli import PATIENCE_S, ROOT, Command, Ended, arguments_of, command_in_process
 from tests.tiny_models import greedy_tokens, load_plain, write_model
 

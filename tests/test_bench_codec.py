@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.bench import codec as bench_codec
-from speq.bench.codec import WordCounts
+from speq.bench.machine import codec as bench_codec
+from speq.bench.machine.codec import WordCounts
 from speq.errors import SpeqError
-from speq.ops import quantize_int4
+from speq.kernels.ops import quantize_int4
 from tests.test_pack import pack_to
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from speq import SpeqError, profiles
-from speq.bench import governor, governor_sim
+from speq import SpeqError
+from speq.bench.replay import governor_sim
+from speq.bench.runs import governor
 from speq.generator import Generator
 from speq.governor.profile import Profile
-from speq.opened import open_model
+from speq.models.opened import open_model
+from speq.planning import profiles
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from speq import native, ops
-from speq.bench import bandwidth
-from speq.bench import kernels as bench
-from speq.bench.bandwidth import MemoryRead, step_times
-from speq.bench.expert_layer import Layer, LayerShape
-from speq.bench.kernels import Settings
-from speq.bench.report import parse_numbers
+from speq.bench.machine import kernels as bench
+from speq.bench.machine.expert_layer import Layer, LayerShape
+from speq.bench.machine.kernels import Settings
 from speq.errors import SpeqError
+from speq.kernels import library, ops
+from speq.measure import memory_read
+from speq.measure.memory_read import MemoryRead, step_times
+from speq.measure.report import parse_numbers
 from tests.test_cli import Command, command_in_process
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ SETTINGS = Settings(
     reference=True,
 )
 
-native_cpu = pytest.mark.skipif(native.MISSING["cpu"] is not None, reason="no native CPU kernels")
+native_cpu = pytest.mark.skipif(library.MISSING["cpu"] is not None, reason="no native CPU kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_row_for_each_shape_rows_and_kernel() -> None:
         assert row["dtype"] == "bfloat16"
         assert min(row["time_s"], row["gb_per_s"], row["bandwidth_share"]) > 0
         op = bench.KERNELS[row["kernel"]]
-        assert row["backend"] == (native.backend_of(op, "cpu").name if op else "torch")
+        assert row["backend"] == (library.backend_of(op, "cpu").name if op else "torch")
         # Three rows of two experts name from two to six.
         assert row["distinct_experts"] == 2 if row["T"] == 1 else 2 < row["distinct_experts"] < 6
 
@@ -252,15 +252,15 @@ def test_settings_say_how_it_was_measured() -> None:
     assert found["threads"] == torch.get_num_threads()
     assert found["read_bytes"] == READ_BYTES
     assert found["rounds"] == 3
-    assert found["isa"] == (native.isa() if native.MISSING["cpu"] is None else None)
+    assert found["isa"] == (library.isa() if library.MISSING["cpu"] is None else None)
 
 
 @native_cpu
 def test_isa_is_limited_for_the_run_alone() -> None:
-    before = native.isa()
+    before = library.isa()
     report = bench.run(replace(SETTINGS, rows=[1], isa="portable"), None, False)
     assert report.settings["isa"] == "portable"
-    assert native.isa() == before
+    assert library.isa() == before
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -287,16 +287,16 @@ def test_bad_settings(wrong: dict[str, Any], sentence: str) -> None:
 
 @native_cpu
 def test_an_unknown_isa() -> None:
-    before = native.isa()
+    before = library.isa()
     with pytest.raises(SpeqError, match=r"isa is 'mmx'; it must be one of .*portable"):
         run(replace(SETTINGS, isa="mmx"))
-    assert native.isa() == before
+    assert library.isa() == before
 
 
 def test_isa_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(native.MISSING, "cpu", "nobody built them")
-    backend = native.Backend("reference", "nobody built them")
-    monkeypatch.setattr(native, "backend_of", lambda op, device: backend)
+    monkeypatch.setitem(library.MISSING, "cpu", "nobody built them")
+    backend = library.Backend("reference", "nobody built them")
+    monkeypatch.setattr(library, "backend_of", lambda op, device: backend)
     with pytest.raises(SpeqError, match="no native kernels: nobody built them"):
         run(replace(SETTINGS, isa="avx2"))
 
@@ -313,11 +313,11 @@ def test_more_than_is_left_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("op", ["linear_int4", "moe_int4", "moe_grouped", "read_sum"])
 def test_the_reference_is_not_timed_unasked(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend_of(asked: str, device: str) -> native.Backend:
+    def backend_of(asked: str, device: str) -> library.Backend:
         assert device == "cpu"
-        return native.Backend(*(("reference", "it rained") if asked == op else ("cpu", "avx2")))
+        return library.Backend(*(("reference", "it rained") if asked == op else ("cpu", "avx2")))
 
-    monkeypatch.setattr(native, "backend_of", backend_of)
+    monkeypatch.setattr(library, "backend_of", backend_of)
     settings = replace(SETTINGS, rows=[1])
     with pytest.raises(SpeqError, match=f"{op} would run on the slow reference on cpu: it rained"):
         run(replace(settings, reference=False))
@@ -360,7 +360,9 @@ def test_steps_are_timed_one_behind_the_other() -> None:
 
 def test_a_read_reads_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     read_words: list[torch.Tensor] = []
-    monkeypatch.setattr(bandwidth.native, "call", lambda op, words, out: read_words.append(words))
+    monkeypatch.setattr(
+        memory_read.library, "call", lambda op, words, out: read_words.append(words)
+    )
     read = MemoryRead(4096, CPU)
     read()
     assert read.nbytes == 4096 == read_words[0].nbytes

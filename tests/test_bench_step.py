@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.bench import step
-from speq.bench.step import PartClock, Settings, summarise
+from speq.bench.machine import step
+from speq.bench.machine.step import PartClock, Settings, summarise
 from speq.errors import SpeqError
 from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
-from speq.opened import open_model
+from speq.models.opened import open_model
 from tests.tiny_models import FAMILIES
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from speq import Generator, SpeqError
-from speq.bench import prefill, transfer
-from speq.bench.page_cache import cached_bytes
-from speq.bench.report import parse_numbers
-from speq.opened import open_model
-from speq.store.alignment import ALIGNMENT
-from speq.store.expert_store import SafetensorsExpertStore
-from speq.store.pack import pack
+from speq.bench.machine import prefill, transfer
+from speq.bench.machine.page_cache import cached_bytes
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.pack import pack
+from speq.files.alignment import ALIGNMENT
+from speq.measure.report import parse_numbers
+from speq.models.opened import open_model
 
 Folder = Callable[[str], Path]
 

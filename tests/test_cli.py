@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import speq
 from speq import cli
-from speq.bench import check as bench_check
 from speq.generator import Generator
+from speq.measure import check as bench_check
 from speq.models.moe_model import MoEModel
 from tests.tiny_models import greedy_tokens, load_plain, write_model
 

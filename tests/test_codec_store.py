@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 
 from speq import Generator, SpeqError
 from speq.cli import app
-from speq.int4 import Int4Arena, Int4Expert
-from speq.opened import Opened, open_model
-from speq.representation import Trial, automatic, encoding
-from speq.store import pack as pack_module
-from speq.store import record_writer
-from speq.store.codec import ExpertShape, codec_of
-from speq.store.draft_source import open_draft
-from speq.store.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
-from speq.store.host_tier import HostTier
-from speq.store.packed_store import PackedExpertStore
+from speq.drafts.draft_source import open_draft
+from speq.experts import pack as pack_module
+from speq.experts import record_writer
+from speq.experts.codec import ExpertShape, codec_of
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
+from speq.experts.host_tier import HostTier
+from speq.experts.int4 import Int4Arena, Int4Expert
+from speq.experts.packed_store import PackedExpertStore
+from speq.models.opened import Opened, open_model
+from speq.planning.representation import Trial, automatic, encoding
 from tests.gptq_files import Packing, Written, write_gptq
 from tests.killed import killed_at
 from tests.test_pack import pack_to
@@ -406,7 +406,7 @@ def test_the_rule_of_auto(
     assert isinstance(opened.store, SafetensorsExpertStore)
     monkeypatch.setattr(Trial, "of", lambda *_: trial)
     monkeypatch.setattr(
-        "speq.native.backend_of", lambda op, device: type("Fast", (), {"name": "cpu"})()
+        "speq.kernels.library.backend_of", lambda op, device: type("Fast", (), {"name": "cpu"})()
     )
     assert automatic(opened.store, all_fit, readers, "cpu") == chosen
     if not all_fit:
@@ -421,7 +421,7 @@ def test_auto_says_where_only_the_reference_runs(
     opened = open_model(source)
     assert isinstance(opened.store, SafetensorsExpertStore)
     slow = type("Slow", (), {"name": "reference", "reason": "nothing was built"})
-    monkeypatch.setattr("speq.native.backend_of", lambda op, device: slow())
+    monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: slow())
     assert automatic(opened.store, False, 4, "cpu") == "raw"
     assert "lossless has no fast kernel here (nothing was built)" in caplog.text
     opened.close()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import compact_ops, native, ops, reference_compact
-from speq.compact import CompactLayout
 from speq.errors import SpeqError
-from speq.ops import Int4Bank, quantize_int4
+from speq.kernels import compact_ops, library, ops, reference_compact
+from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.ops import Int4Bank, quantize_int4
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
 SHAPES = [(64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6)]
@@ -19,14 +19,14 @@ SEED = 11
 Pair = tuple[Tensor, Tensor]
 
 
-@pytest.fixture(params=native.ISAS)
+@pytest.fixture(params=library.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in native.supported_isas():
+    if request.param not in library.supported_isas():
         pytest.skip(f"this processor has no {request.param}")
-    before = native.isa()
-    native.limit_isa(request.param)
+    before = library.isa()
+    library.limit_isa(request.param)
     yield request.param
-    native.limit_isa(before)
+    library.limit_isa(before)
 
 
 def normal(rows: int, columns: int, seed: int = SEED) -> Tensor:
@@ -60,11 +60,11 @@ def of_reference(encode: Any, layout: CompactLayout, *parts: Tensor) -> Tensor:
 
 def on_every_isa() -> Iterator[str]:
     """The instruction sets of this processor, each in use in turn."""
-    best = native.isa()
-    for name in native.supported_isas():
-        native.limit_isa(name)
+    best = library.isa()
+    for name in library.supported_isas():
+        library.limit_isa(name)
         yield name
-    native.limit_isa(best)
+    library.limit_isa(best)
 
 
 def check_decodes(decode: Any, gate_up_proj: Tensor, down_proj: Tensor) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import compact_ops, native, reference, reference_compact
-from speq.compact import CompactLayout
+from speq.kernels import compact_ops, library, reference, reference_compact
+from speq.kernels.compact_layout import CompactLayout
 from tests.test_kernels import Backend, backend_named
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -110,7 +110,7 @@ class Problem:
     def raw(self, backend: Backend) -> Tensor:
         out, words = self.blank(), (self.gate_up_proj, self.down_proj)
         head = (self.hidden_states, self.topk_ids, self.slot_table)
-        backend.run("moe_grouped", *head, *words, native.ACTIVATION_CODES[self.activation], out)
+        backend.run("moe_grouped", *head, *words, library.ACTIVATION_CODES[self.activation], out)
         return out
 
     def by(self, backend: Backend, codec: str, out: Tensor | None = None) -> Tensor:
@@ -121,7 +121,7 @@ class Problem:
             head += (self.down_proj.shape[2],)
         else:
             head += (self.base_slots, *self.codes, self.input_perm)
-        backend.run(f"moe_grouped_{codec}", *head, native.ACTIVATION_CODES[self.activation], out)
+        backend.run(f"moe_grouped_{codec}", *head, library.ACTIVATION_CODES[self.activation], out)
         return out
 
 

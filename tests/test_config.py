@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from speq.config import RunConfig, SamplingParams, format_bytes, parse_bytes
+from speq.config import RunConfig, SamplingParams
+from speq.decode.generation_config import options_of
 from speq.errors import SpeqError
-from speq.generation_config import options_of
+from speq.units import format_bytes, parse_bytes
 from tests.conftest import BUNDLED
 
 

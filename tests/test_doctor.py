@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq import native, reference
+from speq.kernels import library, reference
 from tests.test_cli import Command, command_in_process
 
 # As an attribute of `speq.cli`, the name is the command's.
@@ -35,7 +35,7 @@ def line_of(out: str, title: str) -> str:
 def take_away_native(monkeypatch: pytest.MonkeyPatch, device: str, reason: str) -> None:
     """As on a machine where the library of `device` is not there."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    monkeypatch.setitem(native.MISSING, device, reason)
+    monkeypatch.setitem(library.MISSING, device, reason)
     monkeypatch.setattr(
         torch._C,
         "_dispatch_has_kernel_for_dispatch_key",
@@ -46,17 +46,18 @@ def take_away_native(monkeypatch: pytest.MonkeyPatch, device: str, reason: str) 
         assert op == "read_sum"
         reference.read_sum_out(*arguments)
 
-    monkeypatch.setattr(native, "call", call)
+    monkeypatch.setattr(library, "call", call)
 
 
-@pytest.mark.skipif(native.MISSING["cpu"] is not None, reason="no native CPU kernels")
+@pytest.mark.skipif(library.MISSING["cpu"] is not None, reason="no native CPU kernels")
 def test_native_kernels(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(native.MISSING, "cuda", "this torch is built without CUDA")
+    monkeypatch.setitem(library.MISSING, "cuda", "this torch is built without CUDA")
     ended = command("doctor", "--device", "cpu")
     assert ended.code == 0, ended.err
-    assert table_of(ended.out) == {op: ("cpu", native.isa()) for op in native.OPS}
+    assert table_of(ended.out) == {op: ("cpu", library.isa()) for op in library.OPS}
     assert line_of(ended.out, "instructions") == (
-        f"{native.isa()} in use; this processor and build run {', '.join(native.supported_isas())}"
+        f"{library.isa()} in use; this processor and build run "
+        f"{', '.join(library.supported_isas())}"
     )
     assert line_of(ended.out, "CPU library") == "built, and loads"
     assert line_of(ended.out, "CUDA library") == "not in use: this torch is built without CUDA"
@@ -73,24 +74,24 @@ def test_the_reference(command: Command, monkeypatch: pytest.MonkeyPatch) -> Non
     take_away_native(monkeypatch, "cpu", reason)
     ended = command("doctor", "--device", "cpu")
     assert ended.code == 0, ended.err
-    assert table_of(ended.out) == {op: ("slower reference", reason) for op in native.OPS}
+    assert table_of(ended.out) == {op: ("slower reference", reason) for op in library.OPS}
     assert line_of(ended.out, "CPU library") == f"not in use: {reason}"
     assert line_of(ended.out, "instructions") == "torch's own, without our CPU library"
     assert line_of(ended.out, "memory speed").endswith("median of 5, by the slower reference")
     last = ended.out.splitlines()[-1]
-    assert last.startswith(f"{', '.join(native.OPS)} on cpu: the slower reference")
+    assert last.startswith(f"{', '.join(library.OPS)} on cpu: the slower reference")
     assert last.endswith("install a C++ compiler and run `make setup`, which builds them.")
 
 
 def test_an_op_that_a_library_lacks(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is to be built then."""
-    backend_of = native.backend_of
-    lacking = native.Backend("reference", "there is no native moe_int4 for cpu")
-    monkeypatch.setitem(native.MISSING, "cpu", None)
-    monkeypatch.setattr(native, "isa", lambda: "portable")
-    monkeypatch.setattr(native, "supported_isas", lambda: ("portable",))
+    backend_of = library.backend_of
+    lacking = library.Backend("reference", "there is no native moe_int4 for cpu")
+    monkeypatch.setitem(library.MISSING, "cpu", None)
+    monkeypatch.setattr(library, "isa", lambda: "portable")
+    monkeypatch.setattr(library, "supported_isas", lambda: ("portable",))
     monkeypatch.setattr(
-        native,
+        library,
         "backend_of",
         lambda op, device: lacking if op == "moe_int4" else backend_of(op, device),
     )
@@ -104,7 +105,7 @@ def test_an_op_that_a_library_lacks(command: Command, monkeypatch: pytest.Monkey
 
 
 def test_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(native.MISSING, "cuda", None)
+    monkeypatch.setitem(library.MISSING, "cuda", None)
     monkeypatch.setattr(doctor, "READ_BYTES", READ_BYTES)
     report = doctor.examine(torch.device("cpu"), clock=iter(range(100)).__next__)
     assert "CUDA library:  built, and loads" in doctor.findings(report)
@@ -120,7 +121,7 @@ def test_memory_speed_is_the_median_of_five(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_little_memory_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speq.store.host_tier.available_bytes", lambda: 400_004)
+    monkeypatch.setattr("speq.machine.available_bytes", lambda: 400_004)
     report = doctor.examine(torch.device("cpu"), clock=iter(range(100)).__next__)
     assert report.settings["read_bytes"] == 100_000
 
@@ -130,10 +131,10 @@ def test_findings_are_written(command: Command, tmp_path: Path) -> None:
     assert command("doctor", "--device", "cpu", "--json", target).code == 0
     report = json.loads(target.read_text())
     assert report["bench"] == "doctor"
-    assert [row["op"] for row in report["rows"]] == list(native.OPS)
+    assert [row["op"] for row in report["rows"]] == list(library.OPS)
     assert set(report["rows"][0]) == {"op", "runs_on", "why"}
     assert report["settings"]["read_bytes"] == READ_BYTES
-    assert report["settings"]["missing"] == native.MISSING
+    assert report["settings"]["missing"] == library.MISSING
     assert report["machine"]["torch"] == torch.__version__
     again = command("doctor", "--device", "cpu", "--json", target)
     assert (again.code, again.out) == (1, "")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from speq import SpeqError
-from speq.bench import equal_memory_picture
-from speq.bench.candidates import (
+from speq.bench.paper import equal_memory_picture
+from speq.bench.paper.candidates import (
     Candidate,
     CodecCost,
     ExpertMemory,
@@ -18,10 +18,10 @@ from speq.bench.candidates import (
     candidates_of,
     choose,
 )
-from speq.bench.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
-from speq.bench.recording import COUNTED, TRIAL, Recording, first_step, outcome_of
-from speq.bench.replay import Times
-from speq.bench.route_trace import RouteTrace, TraceStep
+from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
+from speq.bench.replay.recording import COUNTED, TRIAL, Recording, first_step, outcome_of
+from speq.bench.replay.replay import Times
+from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.stats import StepStats
 from tests.test_replay import RECORDED
 

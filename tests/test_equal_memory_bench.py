@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from speq import SpeqError
-from speq.bench import codec_costs
-from speq.bench.candidates import Candidate, Outcome, candidates_of
-from speq.bench.equal_memory_engine import EngineRuns
-from speq.bench.recording import Recording
-from speq.bench.schedule import budget_for
+from speq.bench.paper import codec_costs
+from speq.bench.paper.candidates import Candidate, Outcome, candidates_of
+from speq.bench.paper.equal_memory_engine import EngineRuns
+from speq.bench.replay.recording import Recording
+from speq.bench.runs.schedule import budget_for
 from speq.cli.pack import packing_of
-from speq.opened import open_model
-from speq.store.pack import pack
+from speq.experts.pack import pack
+from speq.models.opened import open_model
 from tests.tiny_models import write_model
 
 Folder = Callable[[str], Path]

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from speq import Generator
-from speq.bench.report import read_prompts
 from speq.cli.pack import packing_of
 from speq.config import CACHE_POLICIES, PREFETCH_MODES, SamplingParams
-from speq.opened import open_model
-from speq.runtime import fetch_from
+from speq.decode.offload import fetch_from
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.experts.pack import pack
+from speq.measure.report import read_prompts
+from speq.models.opened import open_model
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
-from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
-from speq.store.pack import pack
 from tests.fake_transfer import Reordering
 from tests.gptq_files import Packing, write_gptq
 from tests.pairwise import pairwise

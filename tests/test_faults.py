@@ -14,13 +14,13 @@ import pytest
 from torch import Tensor
 
 from speq import Generator, SpeqError
-from speq.bench.page_cache import cached_bytes, drop
-from speq.opened import open_model
-from speq.runtime import fetch_from
+from speq.bench.machine.page_cache import cached_bytes, drop
+from speq.decode.offload import fetch_from
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.experts.pack import pack
+from speq.models.opened import open_model
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.transfer import Fetch, Priority
-from speq.store.expert_store import ExpertStore, SafetensorsExpertStore
-from speq.store.pack import pack
 from tests.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]

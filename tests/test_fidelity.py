@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from speq.bench import check
+from speq.measure import check
 from tests.tiny_models import write_perturbed
 
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.bench import fidelity, fidelity_pictures
-from speq.bench.fidelity import Settings
-from speq.bench.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
-from speq.bench.route_match import RouteMatch, entropy_bits, ranked, total
-from speq.drafters.self_draft import SelfDraft
-from speq.engine import Engine
+from speq.bench.runs import fidelity, fidelity_pictures
+from speq.bench.runs.fidelity import Settings
+from speq.bench.runs.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
+from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
+from speq.decode.engine import Engine
+from speq.decode.self_draft import SelfDraft
+from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.layers.draft_experts import OnRoute
 from speq.routing import Route
 from speq.runtime import Runtime
-from speq.sequence import Sequence
 from speq.stats import StepStats
 from tests.tiny_models import FAMILIES, load_plain, write_model
 

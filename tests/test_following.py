@@ -13,22 +13,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from speq import Generator, SpeqError, memory, profiles
-from speq.bench import tune
+from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig
-from speq.following import Course, course_of
-from speq.generator import load_tokenizer, tokens_of
+from speq.experts.codec import ExpertShape, codec_of
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.int4 import Int4Layout
+from speq.experts.pack import Packing, pack
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
-from speq.int4 import Int4Layout
-from speq.opened import open_model
-from speq.planning import Assumptions
-from speq.store.codec import ExpertShape, codec_of
-from speq.store.expert_store import SafetensorsExpertStore
-from speq.store.pack import Packing, pack
-from speq.subject import Budget, Subject
+from speq.measure import tune
+from speq.models.opened import open_model
+from speq.planning import memory, profiles
+from speq.planning.budget_plan import Assumptions
+from speq.planning.follow_profile import Course, course_of
+from speq.planning.subject import Budget, Subject
+from speq.text import load_tokenizer, tokens_of
 from tests.tiny_models import greedy_tokens, load_plain, write_model
 
 BUDGET_BYTES = 5 << 19

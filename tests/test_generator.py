@@ -17,12 +17,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from speq import Generator, SpeqError, Token, ops
+from speq import Generator, SpeqError, Token
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.kernels import ops
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.scheduler.expert_cache import ExpertCache
-from speq.store.expert_store import SafetensorsExpertStore
 from tests.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]

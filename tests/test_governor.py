@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speq.bench.governor_sim import Setting, Text, judge
-from speq.bench.route_trace import RouteTrace
+from speq.bench.replay.governor_sim import Setting, Text, judge
 from speq.governor.acceptance import HORIZON, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.cycle_model import CycleModel
@@ -18,6 +17,7 @@ from speq.governor.explanation import explain
 from speq.governor.measured_cycles import FADING, MeasuredCycles
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.slo import Objectives
+from speq.measure.route_trace import RouteTrace
 from speq.stats import Forecast, StepStats
 
 ROUTES = Path(__file__).parent / "data" / "routes-tiny-moe.json"

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.ops import quantize_int4
-from speq.quantize.gptq import (
+from speq.kernels.ops import quantize_int4
+from speq.kernels.windows import escapes, words_of
+from speq.quantizing.gptq import (
     QuantisedMatrix,
     blocks,
     factored,
@@ -15,7 +16,6 @@ from speq.quantize.gptq import (
     rounded,
     scale_of,
 )
-from speq.windows import escapes, words_of
 from tests.window_words import codes_left
 
 INPUTS = 256

@@ -14,15 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speq import Generator, SpeqError, ops, reference
+from speq import Generator, SpeqError
 from speq.config import RunConfig
-from speq.int4 import Int4Arena
-from speq.opened import open_model
+from speq.drafts import draft_source
+from speq.drafts.gptq_folder import GptqFolder
+from speq.experts.expert_store import ExpertLayout
+from speq.experts.int4 import Int4Arena
+from speq.files.checkpoint import Checkpoint
+from speq.kernels import ops, reference
+from speq.models.opened import open_model
 from speq.runtime import Runtime
-from speq.store import draft_source
-from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import ExpertLayout
-from speq.store.gptq_folder import GptqFolder
 from tests import gptq_files
 from tests.gptq_files import Packing, Written, write_gptq
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import reference
-from speq.store.gptq_format import (
+from speq.drafts.gptq_format import (
     FORMATS,
     GptqMatrix,
     check_zeros,
@@ -23,6 +22,7 @@ from speq.store.gptq_format import (
     unpack_codes,
     unpack_zeros,
 )
+from speq.kernels import reference
 from tests import gptq_files
 from tests.gptq_files import Packing
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import Generator, compact_ops, native, ops
+from speq import Generator
+from speq.kernels import compact_ops, library, ops
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 pytestmark = [
@@ -51,7 +52,7 @@ def test_bundled_model_stays_within_its_budget(bundled: Path) -> None:
 )
 def test_kernels_are_captured_in_a_graph(op: str) -> None:
     """Replayed with other inputs and other ids than were there when it was captured."""
-    assert native.backend_of(op, "cuda").name == "cuda"
+    assert library.backend_of(op, "cuda").name == "cuda"
     generator = torch.Generator().manual_seed(1)
     arena = torch.randn(6, 3 * 64 * 256, generator=generator).mul(0.1).bfloat16()
     gate_up = arena[:, : 2 * 64 * 256].unflatten(1, (128, 256))

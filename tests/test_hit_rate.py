@@ -10,14 +10,15 @@ import pytest
 from safetensors.torch import load_file
 
 from speq import SpeqError
-from speq.bench import hit_rate, schedule
-from speq.bench.replay import Times
-from speq.bench.report import parse_shares
-from speq.bench.route_trace import RouteTrace
-from speq.bench.schedule import Sample
-from speq.opened import open_model
+from speq.bench.replay import hit_rate
+from speq.bench.replay.replay import Times
+from speq.bench.runs import schedule
+from speq.bench.runs.schedule import Sample
+from speq.experts.pack import pack
+from speq.measure.report import parse_shares
+from speq.measure.route_trace import RouteTrace
+from speq.models.opened import open_model
 from speq.stats import Event, RunStats, StepStats
-from speq.store.pack import pack
 from tests.test_replay import DRAFTED, RECORDED
 
 Folder = Callable[[str], Path]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.opened import open_model
-from speq.store.host_tier import HostTier
+from speq.experts.host_tier import HostTier
+from speq.models.opened import open_model
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -29,93 +29,79 @@ class Layer:
     never: tuple[str, ...] = ()
 
 
-BELOW_ENGINE = (
-    "leaves",
-    "reference",
-    "ops",
-    "store",
-    "scheduler",
-    "governor",
-    "layers",
-    "models",
-    "sampling",
-    "drafters",
+LEAVES = (
+    "speq.config",
+    "speq.errors",
+    "speq.machine",
+    "speq.routing",
+    "speq.stats",
+    "speq.units",
+    "speq.version",
 )
+BELOW_MODELS = ("leaves", "reference", "kernels", "files", "experts", "layers")
+BELOW_DECODE = (*BELOW_MODELS, "models", "scheduler", "governor")
+BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
 TABLE = {
-    "leaves": Layer(
-        (
-            "speq.compact",
-            "speq.config",
-            "speq.errors",
-            "speq.machine",
-            "speq.routing",
-            "speq.sequence",
-            "speq.stats",
-            "speq.version",
-            "speq.windows",
-        ),
-        ("leaves",),
-        never=("transformers",),
-    ),
+    "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
     "reference": Layer(
-        ("speq.reference", "speq.reference_compact"),
-        ("leaves", "reference"),
+        ("speq.kernels.reference", "speq.kernels.reference_compact"),
+        ("leaves", "reference", "kernels"),
         never=("transformers",),
     ),
-    "ops": Layer(
-        (
-            "speq.ops",
-            "speq.arguments",
-            "speq.compact_ops",
-            "speq.int4",
-            "speq.native",
-            "speq.slots",
-        ),
-        ("leaves", "reference", "ops"),
+    "kernels": Layer(
+        ("speq.kernels",), ("leaves", "reference", "kernels"), never=("transformers",)
+    ),
+    "files": Layer(("speq.files",), ("leaves", "files"), never=("transformers",)),
+    "experts": Layer(
+        ("speq.experts",), ("leaves", "kernels", "files", "experts"), never=("transformers",)
+    ),
+    "drafts": Layer(
+        ("speq.drafts",),
+        ("leaves", "kernels", "files", "experts", "drafts"),
         never=("transformers",),
     ),
-    "store": Layer(("speq.store",), ("leaves", "ops", "store"), never=("transformers",)),
+    "layers": Layer(
+        ("speq.layers",), ("leaves", "kernels", "experts", "layers"), never=("transformers",)
+    ),
+    "models": Layer(("speq.models",), (*BELOW_MODELS, "models")),
     "scheduler": Layer(("speq.scheduler",), ("leaves", "scheduler"), never=("transformers",)),
     "governor": Layer(
         ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
     ),
-    "layers": Layer(("speq.layers",), ("leaves", "ops", "layers"), never=("transformers",)),
-    "models": Layer(("speq.models",), ("leaves", "reference", "ops", "layers", "store", "models")),
-    "quantize": Layer(
-        ("speq.quantize",), ("leaves", "ops", "store", "layers", "models", "quantize")
+    "decode": Layer(("speq.decode",), (*BELOW_DECODE, "decode")),
+    "planning": Layer(
+        ("speq.planning",), (*BELOW_MODELS, "models", "governor", "drafts", "planning")
     ),
-    "sampling": Layer(("speq.sampling",), ("leaves",)),
-    "drafters": Layer(("speq.drafters",), ("leaves", "layers", "models", "sampling", "drafters")),
-    "engine": Layer(
-        (
-            "speq.accept",
-            "speq.engine",
-            "speq.following",
-            "speq.generation_config",
-            "speq.generator",
-            "speq.demand",
-            "speq.memory",
-            "speq.opened",
-            "speq.planning",
-            "speq.profiles",
-            "speq.representation",
-            "speq.runtime",
-            "speq.subject",
-            "speq.text",
-            "speq.timeline",
-        ),
-        (*BELOW_ENGINE, "engine"),
+    "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
+    "runtime": Layer(("speq.runtime",), (*BELOW_LOAD, "runtime")),
+    "generator": Layer(
+        ("speq.generator", "speq.text"), ("leaves", "models", "decode", "runtime", "generator")
     ),
-    "package": Layer(("speq",), ("leaves", "engine")),
-    "bench": Layer(("speq.bench",), (*BELOW_ENGINE, "engine", "package", "bench")),
+    "package": Layer(("speq",), ("leaves", "generator")),
+    "measure": Layer(
+        ("speq.measure",), (*BELOW_LOAD, "runtime", "generator", "package", "measure")
+    ),
+    "bench": Layer(
+        ("speq.bench",), (*BELOW_LOAD, "runtime", "generator", "package", "measure", "bench")
+    ),
     "cli": Layer(
         ("speq.cli", "speq.__main__"),
-        (*BELOW_ENGINE, "engine", "quantize", "package", "bench", "cli"),
+        (
+            *BELOW_LOAD,
+            *("runtime", "generator", "package", "quantizing", "measure"),
+            *("cli", "bench commands"),
+        ),
+    ),
+    "bench commands": Layer(
+        ("speq.cli.bench",), ("leaves", "measure", "bench", "cli", "bench commands")
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
-OPS = frozenset({"speq.ops", "speq.compact_ops", "speq.arguments", "speq.native"})
-ONLY_BY = {"speq.reference": OPS | {"speq.reference_compact"}, "speq.reference_compact": OPS}
+OPS = frozenset(f"speq.kernels.{name}" for name in ("ops", "compact_ops", "checks", "library"))
+ONLY_BY = {
+    "speq.kernels.reference": OPS | {"speq.kernels.reference_compact"},
+    "speq.kernels.reference_compact": OPS,
+}
 # Imports and attributes that execute what they read, or let the environment steer a run.
 FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})
 FORBIDDEN = frozenset(
@@ -208,7 +194,7 @@ def _dangers(tree: ast.AST) -> Iterator[str]:
 
 def test_all_folders_are_read() -> None:
     modules = library()
-    for name in ("speq", "speq.engine", "speq.store.codec", "speq.cli.generate"):
+    for name in ("speq", "speq.decode.engine", "speq.experts.codec", "speq.cli.generate"):
         assert name in modules
     for folder in ("speq.scheduler", "speq.governor", "speq.bench"):
         assert sum(name.startswith(f"{folder}.") for name in modules) >= 1
@@ -221,26 +207,33 @@ def test_library_keeps_to_the_table() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "sentence"),
     [
-        ("speq.stats", "import speq.ops", "leaves may not import ops"),
-        ("speq.errors", "from speq import engine", "leaves may not import engine"),
-        ("speq.int4", "from speq.reference import ACTIVATIONS", "which is not for it"),
-        ("speq.runtime", "from speq import reference", "which is not for it"),
-        ("speq.store.codec", "from speq.models import shape", "store may not import models"),
-        ("speq.store.codec", "from ..models.shape import DTYPES", "store may not import models"),
+        ("speq.stats", "import speq.kernels.ops", "leaves may not import kernels"),
+        ("speq.errors", "from speq.decode import engine", "leaves may not import decode"),
+        ("speq.experts.int4", "from speq.kernels.reference import ACTIVATIONS", "not for it"),
+        ("speq.runtime", "from speq.kernels import reference", "which is not for it"),
+        ("speq.kernels.ops", "from speq.experts import codec", "kernels may not import experts"),
+        ("speq.files.shards", "from speq.experts import codec", "files may not import experts"),
+        ("speq.experts.codec", "from speq.models import shape", "may not import models"),
+        ("speq.experts.codec", "from ..models.shape import DTYPES", "may not import models"),
+        ("speq.experts.codec", "from speq.drafts import kinship", "may not import drafts"),
         ("speq.scheduler.prefetch", "import speq.layers.x", "scheduler may not import layers"),
         ("speq.scheduler.prefetch", "import transformers", "foreign to scheduler"),
         ("speq.governor.draft_length", "from torch import Tensor", "foreign to governor"),
         ("speq.governor.draft_length", "import speq.scheduler", "may not import scheduler"),
-        ("speq.layers.draft_experts", "from speq.store import codec", "may not import store"),
-        ("speq.models.shape", "from speq.drafters import drafter", "may not import drafters"),
-        ("speq.drafters.drafter", "from speq.accept import accept", "may not import engine"),
-        ("speq.quantize.gptq", "from speq.opened import open_model", "may not import engine"),
-        ("speq.runtime", "from speq.quantize import gptq", "engine may not import quantize"),
-        ("speq.sampling", "def f() -> None:\n    import speq.text", "may not import engine"),
-        ("speq.generator", "from speq.bench import report", "engine may not import bench"),
-        ("speq.generator", "from speq.cli import options", "engine may not import cli"),
-        ("speq.bench.tpot", "from speq.cli import options", "bench may not import cli"),
-        ("speq.profiles", "from speq import __version__", "engine may not import package"),
+        ("speq.layers.draft_experts", "from speq.files import shards", "may not import files"),
+        ("speq.models.shape", "from speq.decode import drafter", "may not import decode"),
+        ("speq.decode.drafter", "from speq.planning import memory", "may not import planning"),
+        ("speq.planning.memory", "from speq.decode import engine", "may not import decode"),
+        ("speq.planning.memory", "from speq.runtime import Runtime", "may not import runtime"),
+        ("speq.quantizing.gptq", "from speq.runtime import Runtime", "may not import runtime"),
+        ("speq.runtime", "from speq.quantizing import gptq", "runtime may not import quantizing"),
+        ("speq.decode.sampling", "def f():\n    import speq.text", "may not import generator"),
+        ("speq.generator", "from speq.measure import report", "may not import measure"),
+        ("speq.generator", "from speq.cli import options", "generator may not import cli"),
+        ("speq.measure.tune", "from speq.bench import widen", "measure may not import bench"),
+        ("speq.cli.tune", "from speq.bench import widen", "cli may not import bench"),
+        ("speq.bench.runs.tpot", "from speq.cli import options", "bench may not import cli"),
+        ("speq.planning.profiles", "from speq import __version__", "may not import package"),
         ("speq.runtime", "from scheduler.lookahead import x", "bare name scheduler.lookahead"),
         ("speq.runtime", "import bench", "bare name bench"),
         ("speq.novelty", "import math", "belongs to no layer"),
@@ -259,10 +252,11 @@ def test_checker_catches(module: str, source: str, sentence: str) -> None:
 
 def test_checker_leaves_good_code_alone() -> None:
     good = {
-        "speq.models.shape": "from speq.ops import ACTIVATIONS",
+        "speq.models.shape": "from speq.kernels.ops import ACTIVATIONS",
         "speq.models.moe_model": "load(trust_remote_code=False)",
-        "speq.cli.options": "from speq.bench import report\nimport speq.generator",
-        "speq.store.codec": "from speq import int4\nfrom . import safetensors_file",
+        "speq.cli.options": "from speq.measure import report\nimport speq.generator",
+        "speq.cli.bench.runs": "from speq.bench.runs import tpot",
+        "speq.experts.codec": "from speq.experts import int4\nfrom . import packed_store",
     }
     assert violations(good) == []
 
@@ -275,7 +269,7 @@ def test_checker_leaves_good_code_alone() -> None:
         "speq.governor.planner",
         "speq.stats",
         "speq.config",
-        "speq.memory",
+        "speq.planning.memory",
         "speq.scheduler.expert_cache",
         "speq.cli",
     ],

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import native, reference
+from speq.kernels import library, reference
 
-ON_HOST = Path(native.__file__).parent / "libspeq_cuda_on_host.so"
+ON_HOST = Path(library.__file__).parent / "libspeq_cuda_on_host.so"
 POISON = float("nan")
 
 
@@ -38,7 +38,7 @@ class Backend:
 
 
 BACKENDS = [
-    *(f"cpu-{isa}" for isa in native.ISAS),
+    *(f"cpu-{isa}" for isa in library.ISAS),
     "cuda_on_host",
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
@@ -58,10 +58,10 @@ def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
             pytest.fail(absent)
         pytest.skip(absent)
     if kind == "cpu":
-        before = native.isa()
-        native.limit_isa(isa)
+        before = library.isa()
+        library.limit_isa(isa)
         yield Backend(request.param)
-        native.limit_isa(before)
+        library.limit_isa(before)
     elif kind == "cuda":
         yield Backend("cuda", device="cuda")
     else:
@@ -71,14 +71,14 @@ def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 def reason_absent(kind: str, isa: str) -> str | None:
     if kind == "cpu":
-        return None if isa in native.supported_isas() else f"this processor has no {isa}"
+        return None if isa in library.supported_isas() else f"this processor has no {isa}"
     if kind == "cuda":
-        reason = native.MISSING["cuda"]
+        reason = library.MISSING["cuda"]
         return reason or (None if torch.cuda.is_available() else "torch sees no CUDA device")
     return None if ON_HOST.exists() else "CUDA kernels for the host are built by `make sanitize`"
 
 
-@pytest.fixture(params=[f"cpu-{isa}" for isa in native.ISAS])
+@pytest.fixture(params=[f"cpu-{isa}" for isa in library.ISAS])
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
 
@@ -110,7 +110,7 @@ class Int4Problem:
 
     def by(self, backend: Backend) -> Tensor:
         out = torch.full_like(self.hidden_states, POISON)
-        code = native.ACTIVATION_CODES[self.activation]
+        code = library.ACTIVATION_CODES[self.activation]
         backend.run("moe_int4", *self.inputs, code, out)
         return out
 
@@ -232,7 +232,7 @@ def test_moe_int4_dtypes(backend: Backend, dtype: torch.dtype) -> None:
     assert_close(problem.by(backend), problem.wanted())
 
 
-@pytest.mark.parametrize("activation", sorted(native.ACTIVATION_CODES))
+@pytest.mark.parametrize("activation", sorted(library.ACTIVATION_CODES))
 def test_moe_int4_activations(backend: Backend, activation: str) -> None:
     """Off the grid: where a value lies on the edge between two INT8 codes, sums in another order
     may round it the other way, which moves outputs by one step of one input."""
@@ -340,7 +340,7 @@ class GroupedProblem:
 
     def by(self, backend: Backend, out: Tensor | None = None) -> Tensor:
         out = self.blank() if out is None else out
-        code = native.ACTIVATION_CODES[self.activation]
+        code = library.ACTIVATION_CODES[self.activation]
         backend.run("moe_grouped", *self.inputs, code, out)
         return out
 
@@ -436,7 +436,7 @@ def test_moe_grouped_leaves_absent_experts_alone(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("words", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", sorted(native.ACTIVATION_CODES))
+@pytest.mark.parametrize("activation", sorted(library.ACTIVATION_CODES))
 def test_moe_grouped_off_the_grid(backend: Backend, activation: str, words: torch.dtype) -> None:
     """Against the reference in double precision."""
     generator = torch.Generator().manual_seed(8)
@@ -579,7 +579,7 @@ def test_nothing_beside_the_output_is_written(backend: Backend, op: str) -> None
         wanted = replace(problem, activation="silu").wanted()
     elif op == "moe_grouped":
         problem = replace(grouped_problem(3, 2), activation="relu")
-        arguments = (*problem.inputs, native.ACTIVATION_CODES["relu"])
+        arguments = (*problem.inputs, library.ACTIVATION_CODES["relu"])
         wanted = problem.wanted()
     elif op == "linear_int4":
         problem = int4_problem(3, 2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from speq.decode.sequence import Draft
 from speq.models.kv_cache import KVCache, attention_mask
-from speq.sequence import Draft
 
 SHAPES = ((2, 6), (3, 4))
 LAYERS = 3

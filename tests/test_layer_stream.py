@@ -10,12 +10,13 @@ import torch
 
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
-from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream, Progress
+from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream
 from speq.scheduler.policies import LruPolicy
 from speq.scheduler.route_history import LIKELY, PRIOR_ROWS, RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
+from speq.units import Done
 from tests.fake_transfer import Clock, FakeTransfer
 
 Choices = list[list[int]]
@@ -252,7 +253,7 @@ def test_nothing_is_loaded_ahead_where_that_is_not_wanted() -> None:
 def test_progress(tokens: int, chunk: int) -> None:
     layers = 4
     told: list[tuple[int, int]] = []
-    progress: Progress = lambda done, total: told.append((done, total))  # noqa: E731
+    progress: Done = lambda done, total: told.append((done, total))  # noqa: E731
     made = Stream(8, layers, 4)
     passed = Counter[int]()
     with made.stream.prompt(tokens, chunk, progress):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from speq.errors import SpeqError
-from speq.memory import Demand, MemoryPlan, Representation, plan, slots_of
+from speq.planning.memory import Demand, MemoryPlan, Representation, plan, slots_of
 
 ITEMS = ("non_expert_weights", "draft", "kv_cache", "read_buffers", "workspace", "slots")
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

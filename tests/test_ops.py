@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import compact_ops, native, ops, reference
-from speq.arguments import FLOAT_DTYPES
-from speq.int4 import Int4Arena, Int4Layout, group_size_of
+from speq.experts.int4 import Int4Arena, Int4Layout, group_size_of
+from speq.kernels import compact_ops, library, ops, reference
+from speq.kernels.checks import FLOAT_DTYPES
+from speq.kernels.library import Backend
+from speq.kernels.ops import Int4Bank
 from speq.layers.streamed_linear import StreamedLinear, stream_linears
-from speq.native import Backend
-from speq.ops import Int4Bank
 
 POISON = 12345.0
 
@@ -41,18 +41,18 @@ def unpacked(qweight: Tensor, scales: Tensor) -> np.ndarray:
 
 
 def test_native_library_is_in_use() -> None:
-    assert native.MISSING["cpu"] is None
-    assert native.CPU_LIBRARY.exists()
-    for op in native.OPS:
-        assert native.backend_of(op, "cpu") == Backend("cpu", native.isa())
+    assert library.MISSING["cpu"] is None
+    assert library.CPU_LIBRARY.exists()
+    for op in library.OPS:
+        assert library.backend_of(op, "cpu") == Backend("cpu", library.isa())
 
 
 def test_missing_library_is_a_reason_and_no_error(tmp_path: Path) -> None:
     absent = tmp_path / "libabsent.so"
-    assert native.load(absent) == f"{absent} was not built"
+    assert library.load(absent) == f"{absent} was not built"
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"no library")
-    assert str(native.load(broken)).startswith(f"{broken} does not load: ")
+    assert str(library.load(broken)).startswith(f"{broken} does not load: ")
 
 
 def test_op_without_a_native_kernel_is_the_reference(
@@ -61,30 +61,30 @@ def test_op_without_a_native_kernel_is_the_reference(
     with torch.library._scoped_library("speq", "FRAGMENT") as library:
         library.define("only_tested_out(Tensor x) -> ()")
         library.impl("only_tested_out", lambda x: None, "CompositeExplicitAutograd")
-        slow = native.backend_of("only_tested", "cpu")
+        slow = library.backend_of("only_tested", "cpu")
         assert slow == Backend("reference", "there is no native only_tested for cpu")
-        monkeypatch.setitem(native.OPS, "only_tested", ("", lambda x: None))
-        native.report_backends("cpu")
+        monkeypatch.setitem(library.OPS, "only_tested", ("", lambda x: None))
+        library.report_backends("cpu")
         assert caplog.messages == [
             "slow reference kernels in use for only_tested (there is no native only_tested for cpu)"
         ]
         library.impl("only_tested_out", lambda x: None, "CPU")
-        assert native.backend_of("only_tested", "cpu").name == "cpu"
-        assert native.backend_of("only_tested", "cuda").name == "reference"
+        assert library.backend_of("only_tested", "cpu").name == "cpu"
+        assert library.backend_of("only_tested", "cuda").name == "reference"
 
 
 def test_the_best_instruction_set_can_be_limited() -> None:
-    best, *lesser = native.supported_isas()
-    assert native.isa() == best
-    assert native.supported_isas()[-1] == "portable"
+    best, *lesser = library.supported_isas()
+    assert library.isa() == best
+    assert library.supported_isas()[-1] == "portable"
     try:
         for name in lesser:
-            native.limit_isa(name)
-            assert native.isa() == name
+            library.limit_isa(name)
+            assert library.isa() == name
     finally:
-        native.limit_isa(best)
+        library.limit_isa(best)
     with pytest.raises(ValueError, match=r"isa 'sse9' cannot run here; choose from .*portable"):
-        native.limit_isa("sse9")
+        library.limit_isa("sse9")
 
 
 def test_processor_says_the_same() -> None:
@@ -106,7 +106,7 @@ def test_processor_says_the_same() -> None:
                 if not needed <= flags:
                     break
                 wanted = name
-    assert native.supported_isas()[0] == wanted
+    assert library.supported_isas()[0] == wanted
 
 
 @pytest.mark.parametrize(("rows", "columns", "group"), [(1, 2, 2), (5, 64, 32), (7, 96, 6)])
@@ -418,13 +418,13 @@ def raw_arguments(op: str) -> list[Any]:
 def test_native_kernels_guard_their_memory(op: str, at: int, value: Any) -> None:
     """Called around the checks of the wrappers."""
     arguments = raw_arguments(op)
-    native.call(op, *arguments)
+    library.call(op, *arguments)
     arguments[at] = value
     with pytest.raises(RuntimeError):
-        native.call(op, *arguments)
+        library.call(op, *arguments)
 
 
-@pytest.mark.parametrize("op", sorted(native.OPS))
+@pytest.mark.parametrize("op", sorted(library.OPS))
 def test_ops_are_registered_as_torch_wants(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.speq, f"{op}_out").default, tuple(raw_arguments(op)))
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from speq import Generator, SpeqError
-from speq.bench import check
 from speq.cli import app
 from speq.cli.pack import packing_of
-from speq.opened import Opened, open_model
-from speq.store import pack as pack_module
-from speq.store import record_writer
-from speq.store.expert_store import SafetensorsExpertStore, expert_slot
-from speq.store.pack import pack
-from speq.store.packed_store import PackedExpertStore
+from speq.experts import pack as pack_module
+from speq.experts import record_writer
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
+from speq.experts.pack import pack
+from speq.experts.packed_store import PackedExpertStore
+from speq.measure import check
+from speq.models.opened import Opened, open_model
 from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.config import PROCESS_BYTES, parse_bytes
+from speq.machine import PROCESS_BYTES
+from speq.units import parse_bytes
 from tests.tiny_models import write_model
 
 ROOT = Path(__file__).parent.parent

@@ -12,24 +12,25 @@ import pytest
 from typer.testing import CliRunner
 
 from speq import SpeqError
-from speq.bench import locality as bench_locality
-from speq.bench import paper_systems
-from speq.bench.route_trace import RouteTrace
+from speq.bench.paper import paper_systems
+from speq.bench.replay import locality as bench_locality
 from speq.cli import app
-from speq.config import RunConfig, format_rate, parse_bytes, parse_rate
+from speq.config import RunConfig
+from speq.drafts.draft_source import RoundedDraft
+from speq.experts.codec import codec_of
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.pack import Packing, pack
 from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve
 from speq.governor.planner import Holding, Outlook, PassBytes, Speeds, choose
 from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.roofline import Link
-from speq.opened import open_model
-from speq.planning import Assumptions, BudgetPlan, plan
+from speq.measure.route_trace import RouteTrace
+from speq.models.opened import open_model
+from speq.planning.budget_plan import Assumptions, BudgetPlan, plan
+from speq.planning.subject import Budget, Subject
 from speq.runtime import Runtime
-from speq.store.codec import codec_of
-from speq.store.draft_source import RoundedDraft
-from speq.store.expert_store import SafetensorsExpertStore
-from speq.store.pack import Packing, pack
-from speq.subject import Budget, Subject
+from speq.units import format_rate, parse_bytes, parse_rate
 from tests.test_replay import RECORDED
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

@@ -21,19 +21,20 @@ from typer.testing import CliRunner
 
 from speq import SpeqError
 from speq.cli import app
-from speq.config import PROCESS_BYTES, parse_bytes
-from speq.opened import open_model
-from speq.ops import quantize_int4
-from speq.quantize import activations, checkpoint_folder, quantizer
-from speq.quantize.activations import FileRows, MemoryRows
-from speq.quantize.calibration import Calibration, calibration_of, read_texts, tokenised
-from speq.quantize.lanes import Lanes
-from speq.quantize.quantizer import Source, quantize
-from speq.quantize.report import QuantizeReport
-from speq.quantize.settings import QuantizeSettings, check_sizes, codes_for
-from speq.store.expert_store import SafetensorsExpertStore
-from speq.store.pack import pack
-from speq.windows import words_of
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.pack import pack
+from speq.kernels.ops import quantize_int4
+from speq.kernels.windows import words_of
+from speq.machine import PROCESS_BYTES
+from speq.models.opened import open_model
+from speq.quantizing import activations, checkpoint_folder, quantizer
+from speq.quantizing.activations import FileRows, MemoryRows
+from speq.quantizing.calibration import Calibration, calibration_of, read_texts, tokenised
+from speq.quantizing.lanes import Lanes
+from speq.quantizing.quantizer import Source, quantize
+from speq.quantizing.report import QuantizeReport
+from speq.quantizing.settings import QuantizeSettings, check_sizes, codes_for
+from speq.units import parse_bytes
 from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, load_plain, write_model
 from tests.window_words import told
@@ -786,7 +787,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tests.test_quantize import quantise_to
-from speq.quantize.settings import QuantizeSettings
+from speq.quantizing.settings import QuantizeSettings
 model, out, budget = sys.argv[1:]
 # Few tokens for most experts, which are then rounded: what they take is less, and sooner done.
 tokens = torch.arange(3 * 256) * 17 % 250

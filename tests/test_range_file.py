@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from speq import SpeqError
-from speq.bench.page_cache import cached_bytes, drop
-from speq.store import range_file
-from speq.store.alignment import ALIGNMENT, aligned, aligned_bytes
-from speq.store.range_file import ENDS_BYTES, RangeFile
+from speq.bench.machine.page_cache import cached_bytes, drop
+from speq.files import range_file
+from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.range_file import ENDS_BYTES, RangeFile
 
 SIZE = 13 * ALIGNMENT + 77
 

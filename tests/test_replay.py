@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from speq import SpeqError
-from speq.bench.replay import Replay, Replayed, Scheduling, Times, drafted_route, verified_route
-from speq.bench.route_trace import Choice, RouteTrace, TraceStep, record
+from speq.bench.replay.replay import (
+    Replay,
+    Replayed,
+    Scheduling,
+    Times,
+    drafted_route,
+    verified_route,
+)
 from speq.config import CACHE_POLICIES, PREFETCH_MODES
+from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]

@@ -15,16 +15,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speq import reference
+from speq.drafts import draft_file
 from speq.errors import SpeqError
-from speq.int4 import Int4Arena, Int4Layout
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot, is_expert_tensor
+from speq.experts.int4 import Int4Arena, Int4Layout
+from speq.files.atomic_file import replacing
+from speq.files.checkpoint import Checkpoint
+from speq.files.safetensors_file import DTYPES, SafetensorsFile
+from speq.kernels import reference
 from speq.models.families import family_of
 from speq.models.shape import hf_config, shape_of
-from speq.store import draft_file
-from speq.store.atomic_file import replacing
-from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import SafetensorsExpertStore, expert_slot, is_expert_tensor
-from speq.store.safetensors_file import DTYPES, SafetensorsFile
 from tests.tiny_models import FAMILIES, load_plain, write_model
 
 Folder = Callable[[str], Path]

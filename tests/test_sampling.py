@@ -9,8 +9,8 @@ import torch
 from scipy import stats
 
 from speq.config import SamplingParams
+from speq.decode.sampling import distribution, draw, greedy, noise
 from speq.errors import SpeqError
-from speq.sampling import distribution, draw, greedy, noise
 
 ROWS, V = 48, 40
 # Rows where a sum of probabilities comes this close to top_p are left out: rounding decides them.

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from speq.bench.simulated_link import SimulatedClock, SimulatedLink
+from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.transfer import Priority, State, Ticket
 from speq.stats import Event, Recorder

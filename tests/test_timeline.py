@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from speq import Generator, SpeqError
+from speq.measure.timeline import trace_events, write_trace
 from speq.stats import Event, RunStats, StepStats
-from speq.timeline import trace_events, write_trace
 
 Row = dict[str, Any]
 

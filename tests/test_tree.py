@@ -8,9 +8,9 @@ import torch
 
 from speq import Generator
 from speq.config import SamplingParams
-from speq.drafters.drafter import GoOn
+from speq.decode.drafter import GoOn
+from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
-from speq.sequence import Draft, Sequence
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 PROMPT = [*range(30, 75)]  # longer than the smallest sliding window

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from speq import SpeqError, __version__, profiles
-from speq.bench import tune
-from speq.bench.locality import distinct_points
+from speq import SpeqError, __version__
 from speq.cli import app
 from speq.governor.profile import Profile, ProfileKey
-from speq.opened import open_model
+from speq.measure import tune
+from speq.measure.routes import distinct_points
+from speq.models.opened import open_model
+from speq.planning import profiles
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]

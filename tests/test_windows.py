@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.ops import quantize_int4
-from speq.quantize.expert import FloatExpert, QuantisedExpert
-from speq.quantize.gptq import QuantisedMatrix, nearest_decodable
-from speq.quantize.residual import residual_of
-from speq.windows import (
+from speq.kernels.ops import quantize_int4
+from speq.kernels.windows import (
     ESCAPE_CLASS,
     escapes,
     high_bytes,
@@ -20,6 +17,9 @@ from speq.windows import (
     zero_classes,
     zero_high_bytes,
 )
+from speq.quantizing.expert import FloatExpert, QuantisedExpert
+from speq.quantizing.gptq import QuantisedMatrix, nearest_decodable
+from speq.quantizing.residual import residual_of
 from tests.window_words import codes_left, high_bytes_of_zero, told, window_of
 
 WORDS = torch.arange(65536, dtype=torch.int32)

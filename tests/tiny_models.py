@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from speq.config import SamplingParams
-from speq.sampling import noise
+from speq.decode.sampling import noise
 
 VOCAB = 264
 EOS = 256

@@ -1,6 +1,6 @@
-// Binds the CPU kernels to the schemas that speq/native.py declares, through torch's stable ABI.
-// Arguments are checked once, in the public wrappers of speq/ops.py; the checks here only guard
-// against memory errors when an op is called around them.
+// Binds the CPU kernels to the schemas that speq/kernels/library.py declares, through torch's
+// stable ABI. Arguments are checked once, in the public wrappers of speq/kernels/ops.py; the checks
+// here only guard against memory errors when an op is called around them.
 
 #include <atomic>
 #include <optional>

@@ -67,7 +67,7 @@ DotInt4 dot_int4_for(const Int4Matrix &matrix) {
 
 } // namespace speq::cpu
 
-// Called by speq/native.py through ctypes.
+// Called by speq/kernels/library.py through ctypes.
 extern "C" {
 __attribute__((visibility("default"))) int speq_best_isa() { return int(speq::cpu::best_isa()); }
 __attribute__((visibility("default"))) int speq_isa() { return int(speq::cpu::current_isa()); }

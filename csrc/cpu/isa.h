@@ -6,7 +6,7 @@
 
 namespace speq::cpu {
 
-// In the order of ISAS in speq/native.py, best first.
+// In the order of ISAS in speq/kernels/library.py, best first.
 enum class Isa : int { avx512_bf16, avx512_vbmi2, avx512_vnni, avx512, avx2, portable };
 
 Isa best_isa();

@@ -1,6 +1,7 @@
-// Binds the CUDA kernels to the schemas of speq/native.py, through torch's stable ABI. Arguments
-// are checked once, in speq/ops.py; the checks here only guard against memory errors when an op is
-// called around it. Compiled for the host too, where kernels run without a GPU, for tests.
+// Binds the CUDA kernels to the schemas of speq/kernels/library.py, through torch's stable ABI.
+// Arguments are checked once, in speq/kernels/ops.py; the checks here only guard against memory
+// errors when an op is called around it. Compiled for the host too, where kernels run without a
+// GPU, for tests.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,6 +1,6 @@
 // Host functions that launch the kernels, with plain pointers. Bindings check shapes before.
-// What arguments mean is said in speq/reference.py. Workspaces are device memory of the size that
-// the function beside says; each returns what went wrong, or null.
+// What arguments mean is said in speq/kernels/reference.py. Workspaces are device memory of the
+// size that the function beside says; each returns what went wrong, or null.
 #pragma once
 
 #include <cstddef>

@@ -28,7 +28,7 @@ def check(
 
     Needs memory for the whole model. Fails where the two disagree by more than rounding.
     """
-    from speq.bench import check as bench_check
+    from speq.measure import check as bench_check
 
     report, verdict = bench_check.run(
         model,

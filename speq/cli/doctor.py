@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speq.cli import options as opt
-from speq.config import DEVICES, checked_choice, format_bytes
+from speq.config import DEVICES
+from speq.errors import checked_choice
+from speq.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from speq.bench.report import Column, Report
+    from speq.measure.report import Column, Report
 
 # Read to measure the memory; less where a quarter of what is free is less.
 READ_BYTES = 1 << 30
@@ -38,8 +40,8 @@ def doctor(
     force: opt.Force = False,
 ) -> None:
     """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
-    from speq.runtime import resolve_device
-    from speq.store.atomic_file import check_target
+    from speq.files.atomic_file import check_target
+    from speq.machine import resolve_device
 
     check_target(json_file, force)
     checked_choice("device", device, DEVICES)
@@ -53,11 +55,11 @@ def doctor(
 
 def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
     """What runs each op on `device`, with the speed of its memory among the settings."""
-    from speq import native
-    from speq.bench.bandwidth import MemoryRead, read_gb_per_s
-    from speq.bench.report import Report
+    from speq.kernels import library
+    from speq.measure.memory_read import MemoryRead, read_gb_per_s
+    from speq.measure.report import Report
 
-    backends = {op: native.backend_of(op, device.type) for op in native.ops_of(device.type)}
+    backends = {op: library.backend_of(op, device.type) for op in library.ops_of(device.type)}
     rows = [
         {
             "op": op,
@@ -66,13 +68,13 @@ def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
         }
         for op, backend in backends.items()
     ]
-    built = native.MISSING["cpu"] is None
+    built = library.MISSING["cpu"] is None
     read = MemoryRead(min(READ_BYTES, free_bytes(device) // 4) // 8 * 8, device)
     settings = {
         "device": device.type,
-        "isa": native.isa() if built else None,
-        "supported_isas": list(native.supported_isas()) if built else [],
-        "missing": dict(native.MISSING),
+        "isa": library.isa() if built else None,
+        "supported_isas": list(library.supported_isas()) if built else [],
+        "missing": dict(library.MISSING),
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
     }
@@ -83,7 +85,7 @@ def free_bytes(device: "torch.device") -> int:
     """Memory that is left where `device` has its tensors."""
     import torch
 
-    from speq.store.host_tier import available_bytes
+    from speq.machine import available_bytes
 
     return available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info()[0]
 

@@ -59,8 +59,8 @@ def generate(
 ) -> None:
     """Generate text from a prompt."""
     from speq.config import SamplingParams
-    from speq.store.atomic_file import check_target
-    from speq.timeline import write_trace
+    from speq.files.atomic_file import check_target
+    from speq.measure.timeline import write_trace
 
     # Options are checked before a model takes minutes to load.
     sampling: dict[str, Any] = {

@@ -18,7 +18,7 @@ from speq.config import (
 
 if TYPE_CHECKING:
     from speq.generator import Generator
-    from speq.runtime import Progress
+    from speq.units import Progress
 
 Model = Annotated[str, typer.Option("--model", help="Model folder or hub id.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub id.")]

@@ -8,8 +8,8 @@ import typer
 from speq.cli import options as opt
 
 if TYPE_CHECKING:
-    from speq.opened import Opened
-    from speq.store.record_writer import Packing
+    from speq.experts.record_writer import Packing
+    from speq.models.opened import Opened
 
 
 def pack(
@@ -34,11 +34,11 @@ def pack(
 
     Interrupted, it leaves a folder that no run opens; the same command goes on from there.
     """
-    from speq.config import format_bytes
     from speq.errors import SpeqError
-    from speq.opened import open_model
-    from speq.store.expert_store import SafetensorsExpertStore
-    from speq.store.pack import pack as write
+    from speq.experts.expert_store import SafetensorsExpertStore
+    from speq.experts.pack import pack as write
+    from speq.models.opened import open_model
+    from speq.units import format_bytes
 
     opened = open_model(model)
     try:
@@ -67,11 +67,10 @@ def pack(
 
 def packing_of(opened: "Opened", codec: str, draft: str) -> "Packing":
     """What the options ask for. Raises SpeqError where the model or the draft forbids it."""
-    from speq.config import checked_choice
-    from speq.errors import SpeqError
-    from speq.store.codec import CODECS, codec_of
-    from speq.store.draft_source import open_draft
-    from speq.store.record_writer import Packing
+    from speq.drafts.draft_source import open_draft
+    from speq.errors import SpeqError, checked_choice
+    from speq.experts.codec import CODECS, codec_of
+    from speq.experts.record_writer import Packing
 
     checked_choice("codec", codec, tuple(CODECS))
     made = codec_of(codec, opened.store.codec.shape)

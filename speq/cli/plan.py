@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from speq.cli import options as opt
-from speq.config import checked_choice, format_bytes, format_rate
+from speq.errors import checked_choice
 from speq.governor.locality import CURVES
+from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from speq.governor.presets import Rates
     from speq.governor.profile import Profile
-    from speq.opened import Opened
-    from speq.planning import Assumptions, BudgetPlan
-    from speq.subject import Subject
+    from speq.models.opened import Opened
+    from speq.planning.budget_plan import Assumptions, BudgetPlan
+    from speq.planning.subject import Subject
 
 # Read to measure this machine's memory and disk: seconds, not minutes.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
@@ -63,11 +64,12 @@ def plan(
     """
     import contextlib
 
-    from speq.config import DEVICES, DTYPES, parse_bytes, parse_rate
+    from speq.config import DEVICES, DTYPES
     from speq.errors import SpeqError
     from speq.governor.presets import PRESETS
-    from speq.planning import plan as make_plan
-    from speq.subject import Budget
+    from speq.planning.budget_plan import plan as make_plan
+    from speq.planning.subject import Budget
+    from speq.units import parse_bytes, parse_rate
 
     if preset == "?":
         show_presets(PRESETS)
@@ -107,9 +109,9 @@ def plan(
 
 def subject_of(model: str, dtype: str) -> "tuple[Subject, Opened | None]":
     """The model to plan for, opened where its weights are at hand; they are not read."""
-    from speq.opened import open_model
-    from speq.store.checkpoint import has_weights, locate_config
-    from speq.subject import Subject
+    from speq.files.checkpoint import has_weights, locate_config
+    from speq.models.opened import open_model
+    from speq.planning.subject import Subject
 
     path = locate_config(model)
     if not has_weights(path):
@@ -135,9 +137,9 @@ def machine_of(
 
     This machine stands for itself only with the model's files on it, on whose disk it depends.
     """
-    from speq import profiles
     from speq.governor import presets
-    from speq.runtime import resolve_device
+    from speq.machine import resolve_device
+    from speq.planning import profiles
 
     if profile is not None:
         return profiles.read(profile)
@@ -161,10 +163,10 @@ def measured(opened: "Opened") -> "Rates":
 
     import torch
 
-    from speq.bench.bandwidth import MemoryRead, read_gb_per_s
-    from speq.bench.transfer import link_bytes_per_s
     from speq.config import DEFAULT_READER_THREADS
     from speq.governor.presets import MEMORY_SHARE, Rates
+    from speq.measure.link import link_bytes_per_s
+    from speq.measure.memory_read import MemoryRead, read_gb_per_s
 
     device = torch.device("cpu")
     read = MemoryRead(MEMORY_BYTES, device)
@@ -191,11 +193,11 @@ def assumptions(
     acceptance: float | None,
     link: float | None,
 ) -> "Assumptions":
-    from speq.bench.locality import acceptance_of, curve_of
-    from speq.bench.route_trace import RouteTrace
     from speq.governor.locality import Locality
     from speq.governor.profile import Profile
-    from speq.planning import DEFAULT_ACCEPTANCE, Assumptions, routes_of
+    from speq.measure.route_trace import RouteTrace
+    from speq.measure.routes import acceptance_of, curve_of
+    from speq.planning.budget_plan import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 
     experts, top_k = subject.shape.experts, subject.shape.top_k
     curve = CURVES[locality or "published"]

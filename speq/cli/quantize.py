@@ -9,7 +9,7 @@ import typer
 from speq.cli import options as opt
 
 if TYPE_CHECKING:
-    from speq.quantize.report import QuantizeReport
+    from speq.quantizing.report import QuantizeReport
 
 # Of the machine's free memory, where no budget is given.
 DEFAULT_SHARE = 3 / 4
@@ -77,16 +77,16 @@ def quantize(
     leaves a folder that no run opens; the same command goes on from there.
     """
     from speq import __version__
-    from speq.config import format_bytes, parse_bytes
+    from speq.drafts.draft_source import gptq_beside
     from speq.errors import SpeqError
-    from speq.generator import load_tokenizer, tokens_of
-    from speq.opened import open_model
-    from speq.quantize.calibration import calibration_of, read_texts, tokenised
-    from speq.quantize.quantizer import Source
-    from speq.quantize.quantizer import quantize as write
-    from speq.quantize.settings import QuantizeSettings, codes_for
-    from speq.store.draft_source import gptq_beside
-    from speq.store.host_tier import available_bytes
+    from speq.machine import available_bytes
+    from speq.models.opened import open_model
+    from speq.quantizing.calibration import calibration_of, read_texts, tokenised
+    from speq.quantizing.quantizer import Source
+    from speq.quantizing.quantizer import quantize as write
+    from speq.quantizing.settings import QuantizeSettings, codes_for
+    from speq.text import load_tokenizer, tokens_of
+    from speq.units import format_bytes, parse_bytes
 
     settings = QuantizeSettings(
         bits=bits,
@@ -140,9 +140,9 @@ def quantize(
 
 def default_texts() -> list[Path]:
     """The prompts of the benches."""
-    from speq import bench
+    from speq.measure import report
 
-    folder = Path(bench.__file__).parent / "prompts"
+    folder = Path(report.__file__).parent / "prompts"
     return [folder / "mixed.jsonl", folder / "long.jsonl"]
 
 

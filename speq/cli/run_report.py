@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from speq.config import format_bytes
 from speq.governor.explanation import Explanation
+from speq.units import format_bytes
 
 Show = Callable[[Any], str]
 

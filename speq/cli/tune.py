@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from speq.cli import options as opt
-from speq.config import format_bytes, format_rate
+from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from speq.governor.profile import Profile
@@ -32,10 +32,10 @@ def tune(
     same budget go by it. Nothing else should use the machine meanwhile. Beside the budget it takes
     memory for a layer of experts.
     """
-    from speq import profiles
-    from speq.bench import tune as bench_tune
     from speq.errors import SpeqError
-    from speq.store.atomic_file import check_target
+    from speq.files.atomic_file import check_target
+    from speq.measure import tune as bench_tune
+    from speq.planning import profiles
 
     check_target(out, force)
     settings = bench_tune.Settings(

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from speq import ops
-from speq.int4 import Int4Arena
+from speq.experts.int4 import Int4Arena
+from speq.kernels import ops
 from speq.routing import Route
 
 # How INT4 experts run: all of a route in one call, or one call for each expert and projection.

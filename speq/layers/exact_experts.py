@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speq import ops
+from speq.experts.slots import SlotExperts
+from speq.kernels import ops
 from speq.routing import Route
-from speq.slots import SlotExperts
 from speq.stats import Recorder
 
 

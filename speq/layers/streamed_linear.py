@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from speq import ops
+from speq.kernels import ops
 
 
 class StreamedLinear(nn.Linear):

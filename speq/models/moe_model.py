@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from speq.config import checked_token_ids
-from speq.errors import SpeqError
+from speq.errors import SpeqError, checked_token_ids
+from speq.experts.expert_store import is_expert_tensor
+from speq.files.checkpoint import Checkpoint
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank, OffloadedExperts
 from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask
 from speq.models.resident import make_resident
-from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import is_expert_tensor
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
 EXPERTS = "routed experts"

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speq.store.alignment import aligned_bytes
-from speq.store.checkpoint import Checkpoint
-from speq.store.range_file import ENDS_BYTES, RangeFile
+from speq.files.alignment import aligned_bytes
+from speq.files.checkpoint import Checkpoint
+from speq.files.range_file import ENDS_BYTES, RangeFile
 
 MAPS = Path("/proc/self/maps")
 

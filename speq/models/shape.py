@@ -9,10 +9,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speq.errors import SpeqError
+from speq.experts.expert_store import ExpertLayout
+from speq.files.checkpoint import Checkpoint
+from speq.kernels.ops import ACTIVATIONS
 from speq.models.families import Family
-from speq.ops import ACTIVATIONS
-from speq.store.checkpoint import Checkpoint
-from speq.store.expert_store import ExpertLayout
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -1,5 +1,5 @@
 // Declares the ops that csrc/cuda/bindings.cpp binds, under a name of their own and beside those of
-// speq/native.py, whose schemas these repeat.
+// speq/kernels/library.py, whose schemas these repeat.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(speq_cuda_on_host, m) {

@@ -29,7 +29,7 @@ def hit_rate(
     force: opt.Force = False,
 ) -> None:
     """Experts in slots when they are needed: recorded routes through the scheduler."""
-    from speq.bench import hit_rate as bench_hit_rate
+    from speq.bench.replay import hit_rate as bench_hit_rate
 
     bench_hit_rate.run(
         model,
@@ -63,8 +63,8 @@ def locality(
     force: opt.Force = False,
 ) -> None:
     """Distinct experts by tokens, which plans count by, beside what policies really miss."""
-    from speq.bench import locality as bench_locality
-    from speq.bench.report import parse_numbers
+    from speq.bench.replay import locality as bench_locality
+    from speq.measure.report import parse_numbers
 
     report = bench_locality.run(
         trace,
@@ -93,7 +93,7 @@ def schedule(
     force: opt.Force = False,
 ) -> None:
     """The scheduler on a model larger than memory, beside LRU, and both beside their floors."""
-    from speq.bench import schedule as bench_schedule
+    from speq.bench.runs import schedule as bench_schedule
 
     bench_schedule.run(
         model,
@@ -130,7 +130,7 @@ def fidelity(
     force: opt.Force = False,
 ) -> None:
     """Experts the draft chooses beside those of the exact model, by layer and along a draft."""
-    from speq.bench import fidelity as bench_fidelity
+    from speq.bench.runs import fidelity as bench_fidelity
 
     settings = bench_fidelity.Settings(
         memory_budget=memory_budget,

@@ -35,8 +35,8 @@ def kernels(
     force: opt.Force = False,
 ) -> None:
     """Expert kernels on layers of real shapes, beside a plain read of memory."""
-    from speq.bench import kernels as bench_kernels
-    from speq.bench.report import parse_numbers
+    from speq.bench.machine import kernels as bench_kernels
+    from speq.measure.report import parse_numbers
 
     names = [part.strip() for part in shapes.split(",")]
     report = bench_kernels.run(
@@ -79,7 +79,7 @@ def step(
     force: opt.Force = False,
 ) -> None:
     """Where the time of a draft token and of a verification goes, part by part."""
-    from speq.bench import step as bench_step
+    from speq.bench.machine import step as bench_step
 
     bench_step.run(
         model,
@@ -115,8 +115,8 @@ def transfer(
     force: opt.Force = False,
 ) -> None:
     """Experts from disk into slots, beside plain reads of the same files past the page cache."""
-    from speq.bench import transfer as bench_transfer
-    from speq.bench.report import parse_numbers
+    from speq.bench.machine import transfer as bench_transfer
+    from speq.measure.report import parse_numbers
 
     bench_transfer.run(
         models,
@@ -144,7 +144,7 @@ def prefill(
     force: opt.Force = False,
 ) -> None:
     """Time to first token of a long prompt, beside the floor that link and arithmetic set."""
-    from speq.bench import prefill as bench_prefill
+    from speq.bench.machine import prefill as bench_prefill
 
     bench_prefill.run(
         model,
@@ -169,7 +169,7 @@ def codec(
     force: opt.Force = False,
 ) -> None:
     """What each codec makes of the model's experts: bits a weight, and how fast."""
-    from speq.bench import codec as bench_codec
+    from speq.bench.machine import codec as bench_codec
 
     with opt.progress_bar() as progress:
         report = bench_codec.run(model, draft, json_file=json_file, force=force, progress=progress)

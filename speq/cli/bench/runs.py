@@ -33,7 +33,7 @@ def tpot(
     force: opt.Force = False,
 ) -> None:
     """Time per output token over memory budgets and draft lengths, settings in rotation."""
-    from speq.bench import tpot as bench_tpot
+    from speq.bench.runs import tpot as bench_tpot
 
     bench_tpot.run(
         model,
@@ -96,7 +96,7 @@ def equal_memory(
     force: opt.Force = False,
 ) -> None:
     """LRU, drafts and compact experts at equal device memory: bytes moved and time per token."""
-    from speq.bench import equal_memory as bench_equal_memory
+    from speq.bench.paper import equal_memory as bench_equal_memory
 
     settings = bench_equal_memory.Settings(
         memory_budget=memory_budget,
@@ -150,7 +150,7 @@ def governor(
     force: opt.Force = False,
 ) -> None:
     """Time per output token with fixed draft lengths and with auto, settings in rotation."""
-    from speq.bench import governor as bench_governor
+    from speq.bench.runs import governor as bench_governor
 
     bench_governor.run(
         model,
@@ -188,8 +188,8 @@ def governor_sim(
     force: opt.Force = False,
 ) -> None:
     """The governor against every fixed draft length, on simulated machines."""
-    from speq.bench import governor_sim as bench_governor_sim
-    from speq.bench.report import print_table
+    from speq.bench.replay import governor_sim as bench_governor_sim
+    from speq.measure.report import print_table
 
     report, summary = bench_governor_sim.run(
         bench_governor_sim.Settings(trace, settings, tokens, layers, seed, processes),
@@ -211,7 +211,7 @@ def paper_systems(
     force: opt.Force = False,
 ) -> None:
     """The systems of MoE-SpeQ's Figure 13 as plans expect them, beside the paper's order."""
-    from speq.bench import paper_systems as bench_systems
+    from speq.bench.paper import paper_systems as bench_systems
 
     report = bench_systems.run(
         models,
@@ -238,7 +238,7 @@ def widen(
 ) -> None:
     """Write a model of real size that computes what a small trained one does, to measure on."""
     from speq.bench import widen as bench_widen
-    from speq.config import format_bytes
+    from speq.units import format_bytes
 
     with opt.progress_bar() as progress:
         made = bench_widen.run(

@@ -1,0 +1,1 @@
+"""What the machine gives: kernels, passes, transfers, prompts, codecs."""

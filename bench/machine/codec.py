@@ -1,0 +1,151 @@
+"""What each codec makes of a model's own experts: bits a weight, and how fast.
+
+Every expert is encoded, decoded and compared, word for word. Speeds are of the BF16 words of an
+expert, medians over all of them; a copy is that of the same words from memory to memory.
+
+entropy_bits is what a weight cannot take less than, were its neighbours no help: for words on their
+own, of the word; over a draft's codes, of where in the code's window the word lies. Of all experts
+together, by the counts of their words.
+"""
+
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.bench.paper.codec_costs import rooms_of
+from speq.drafts.draft_source import open_draft
+from speq.errors import SpeqError
+from speq.experts.codec import ExpertCodec, Matrices, codec_of, codecs_for
+from speq.experts.expert_store import expert_slot, read_matrices
+from speq.experts.int4 import Int4Expert
+from speq.files.atomic_file import check_target
+from speq.kernels import windows
+from speq.measure.report import Column, Report
+from speq.models.opened import open_model
+from speq.units import Clock, Progress
+
+COLUMNS: dict[str, Column] = {
+    "codec": ("codec", "{}"),
+    "bits a weight": ("bits_per_weight", "{:.2f}"),
+    "of a slot": ("slot_bits_per_weight", "{:.2f}"),
+    "entropy": ("entropy_bits", "{:.2f}"),
+    "encode GB/s": ("encode_gb_per_s", "{:.2f}"),
+    "decode GB/s": ("decode_gb_per_s", "{:.2f}"),
+    "copy GB/s": ("copy_gb_per_s", "{:.2f}"),
+}
+
+
+def run(
+    model: str,
+    draft: str = "auto",
+    json_file: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    clock: Clock = time.perf_counter,
+) -> Report:
+    """Encode every expert of an unpacked model with every codec that takes its words.
+
+    draft  what residuals are over, as `--draft` has it
+
+    Raises SpeqError where the model is packed, or what was decoded is not what was encoded.
+    """
+    check_target(json_file, force)
+    with closing(open_model(model)) as opened:
+        store, shape = opened.store, opened.store.codec.shape
+        if store.codec.name != "raw":
+            raise SpeqError(
+                f"model {model!r} is packed with codec {store.codec.name}; give one of plain words"
+            )
+        measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape.dtype)]
+        count, slot = store.num_layers * store.num_experts, expert_slot(store)
+        with closing(open_draft(draft, opened.checkpoint, store, opened.shape.experts)) as source:
+            for at in range(count):
+                exact = read_matrices(store, *divmod(at, store.num_experts), slot)
+                base = source.expert(at)
+                for each in measured:
+                    each.take(exact, base, clock)
+                if progress is not None:
+                    progress("encoding experts", at + 1, count)
+    settings = {"draft": draft, "experts": count, "threads": torch.get_num_threads()}
+    report = Report("codec", model, settings, [each.row() for each in measured])
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+class Measured:
+    """One codec over a model's experts."""
+
+    def __init__(self, codec: ExpertCodec) -> None:
+        self._codec = codec
+        self._room = rooms_of({codec.name: codec})[codec.name]
+        self._copy = codec.shape.empty()
+        self._sizes: list[int] = []
+        self._times_s: dict[str, list[float]] = {"encode": [], "decode": [], "copy": []}
+        self._entropy = WordCounts()
+
+    def take(self, exact: Matrices, base: Int4Expert, clock: Clock) -> None:
+        codec = self._codec
+        marks = [clock()]
+        self._sizes.append(codec.encode(exact, base, self._room))
+        marks.append(clock())
+        found = codec.decode(self._room, base)
+        marks.append(clock())
+        for matrix, copy in zip(exact, self._copy, strict=True):
+            copy.copy_(matrix)
+        marks.append(clock())
+        for name, start_s, end_s in zip(self._times_s, marks, marks[1:], strict=False):
+            self._times_s[name].append(end_s - start_s)
+        ordered = base.in_order(*exact) if codec.needs_draft else exact
+        codes = (base.gate_up, base.down) if codec.needs_draft else (None, None)
+        for matrix, back, pair in zip(ordered, found, codes, strict=True):
+            if not torch.equal(matrix.view(torch.uint8), back.view(torch.uint8)):
+                raise SpeqError(f"codec {codec.name} did not give back the words it was given")
+            self._entropy.add(matrix, pair)
+
+    def row(self) -> dict[str, Any]:
+        shape = self._codec.shape
+        slot_bytes = self._codec.holding(max(self._sizes)).slot_bytes
+        return {
+            "codec": self._codec.name,
+            "bits_per_weight": 8 * sum(self._sizes) / len(self._sizes) / shape.weights,
+            "slot_bits_per_weight": 8 * slot_bytes / shape.weights,
+            "entropy_bits": self._entropy.bits(),
+            **{
+                f"{name}_gb_per_s": shape.nbytes / median(times_s) / 1e9
+                for name, times_s in self._times_s.items()
+            },
+        }
+
+
+class WordCounts:
+    """How often each word of 16 bits occurs; over codes, each place in a code's window."""
+
+    # By magnitude of the code: words before and behind the start of its window.
+    PLACES = 1 << 17
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(9, self.PLACES, dtype=torch.int64)
+
+    def add(self, matrix: Tensor, codes: tuple[Tensor, Tensor] | None) -> None:
+        bits = matrix.view(torch.int16).int() & 0xFFFF
+        keys = bits
+        if codes is not None:
+            values, scales = windows.codes_and_scales(*codes)
+            starts = windows.window_starts(values, scales)
+            # A code of 0 has no sign, and a word of it has: places on both sides of the middle.
+            offsets = torch.where(values != 0, bits - starts, bits - (starts & 0x7FFF))
+            keys = values.abs() * self.PLACES + offsets + self.PLACES // 2
+        self._counts += torch.bincount(keys.flatten(), minlength=9 * self.PLACES).view(9, -1)
+
+    def bits(self) -> float:
+        """Entropy of a word, its code known."""
+        counts = self._counts.double()
+        of_code = counts.sum(1, keepdim=True)
+        shares = torch.where(counts > 0, counts / of_code.clamp(min=1), 1.0)
+        return float(-(counts * shares.log2()).sum() / counts.sum())

@@ -1,0 +1,176 @@
+"""Layers of experts with random weights, of the shapes that published models have."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from speq.files.alignment import aligned
+from speq.kernels import compact_ops
+from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.ops import ACTIVATIONS, Int4Bank, quantize_int4
+
+ACTIVATION = "silu"
+# Weights repeat after so many; caches go by address and do not notice.
+BLOCK_WEIGHTS = 1 << 20
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The experts of one layer, as a published model has them."""
+
+    name: str
+    hidden_size: int
+    expert_width: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def weights(self) -> int:
+        """Weights of one expert: gate, up and down."""
+        return 3 * self.hidden_size * self.expert_width
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of one expert in bfloat16."""
+        return 2 * self.weights
+
+    def int4_bytes(self, group_size: int) -> int:
+        """Bytes of one expert's codes and scales."""
+        return self.weights // 2 + 2 * self.weights // group_size
+
+    def most_bytes(self, form: str, group_size: int) -> int:
+        """Bytes of one expert in a form of `Layer`, at the most: records of random weights take
+        less than a tenth more than their fixed parts."""
+        if form == "exact":
+            return self.exact_bytes
+        if form == "int4":
+            return self.int4_bytes(group_size)
+        layout = CompactLayout(self.hidden_size, self.expert_width, form == "lossless")
+        return aligned(int(1.1 * layout.fixed_bytes))
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        LayerShape("qwen1.5-moe", 2048, 1408, 4, 60),
+        LayerShape("deepseek-v2-lite", 2048, 1408, 6, 64),
+        LayerShape("phi-3.5-moe", 4096, 6400, 2, 16),
+        LayerShape("olmoe", 2048, 1024, 8, 64),
+        LayerShape("qwen3-30b-a3b", 2048, 768, 8, 128),
+        LayerShape("mixtral-8x7b", 4096, 14336, 2, 8),
+    )
+}
+
+
+class Layer:
+    """The experts that are held, with random weights, in the forms that kernels need.
+
+    forms     of "exact", "int4", "lossless", "residual"; what is not needed is of no experts
+    places    [N]: expert n lies in slot n
+    exact     gate_up_proj [N, 2F, H] and down_proj [N, H, F]
+    bank      INT4
+    lossless  [N, slot_bytes] records, as is residual, over the bank: all of the same expert, which
+              caches do not notice
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        held: int,
+        forms: frozenset[str],
+        group_size: int,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self.places = torch.arange(held, device=device)
+        self._records: dict[str, Tensor] = {}
+        hidden, width = shape.hidden_size, shape.expert_width
+        generator = torch.Generator().manual_seed(SEED)
+        weights = torch.randn(BLOCK_WEIGHTS, generator=generator).mul_(0.02).bfloat16()
+        exact, int4 = (held if form in forms else 0 for form in ("exact", "int4"))
+        one = (
+            repeated(weights, (2 * width, hidden), torch.device("cpu")),
+            repeated(weights, (hidden, width), torch.device("cpu")),
+        )
+        codes = [pair_of(matrix, group_size, "residual" in forms) for matrix in one]
+        self.bank = Int4Bank(
+            (copies(codes[0][0], int4, device), copies(codes[0][1], int4, device)),
+            (copies(codes[1][0], int4, device), copies(codes[1][1], int4, device)),
+        )
+        self.exact = (
+            repeated(weights, (exact, 2 * width, hidden), device),
+            repeated(weights, (exact, hidden, width), device),
+        )
+        if "lossless" in forms:
+            self._records["lossless"] = compact_ops.encode_lossless(*one)
+        if "residual" in forms:
+            self._records["residual"] = compact_ops.encode_residual(*one, *codes)
+        self.lossless, self.residual = (
+            self._slots(form, held, device) for form in ("lossless", "residual")
+        )
+
+    def expert_bytes(self, form: str, group_size: int) -> int:
+        """Bytes of one expert in a form that is held."""
+        if form in self._records:
+            return len(self._records[form])
+        return self.shape.most_bytes(form, group_size)
+
+    def _slots(self, form: str, held: int, device: torch.device) -> Tensor:
+        if form not in self._records:
+            return torch.empty(0, 0, dtype=torch.uint8, device=device)
+        record = self._records[form]
+        slots = torch.zeros(held, aligned(len(record)), dtype=torch.uint8, device=device)
+        slots[:, : len(record)] = record.to(device)
+        return slots
+
+
+def pair_of(matrix: Tensor, group_size: int, rounded: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix: rounded, which takes its time, or else random."""
+    if rounded:
+        return quantize_int4(matrix, group_size)
+    rows, columns = matrix.shape
+    generator = torch.Generator().manual_seed(SEED)
+    codes = torch.randint(256, (BLOCK_WEIGHTS,), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(BLOCK_WEIGHTS, generator=generator).mul_(0.01).half()
+    cpu = torch.device("cpu")
+    return (
+        repeated(codes, (rows, columns // 2), cpu),
+        repeated(scales, (rows, columns // group_size), cpu),
+    )
+
+
+def copies(part: Tensor, count: int, device: torch.device) -> Tensor:
+    """[count, ...] of the same."""
+    return part.to(device).unsqueeze(0).repeat(count, *(1 for _ in part.shape))
+
+
+def repeated(block: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor filled with copies of `block`: random numbers for all of it would take minutes."""
+    out = torch.empty(shape, dtype=block.dtype, device=device)
+    block = block.to(device)
+    for part in out.view(-1).split(len(block)):
+        part.copy_(block[: len(part)])
+    return out
+
+
+def torch_experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+) -> Tensor:
+    """The loop over experts of transformers' eager MoE, in the dtype of the weights."""
+    inputs = hidden_states.to(gate_up_proj.dtype)
+    out = torch.zeros_like(inputs)
+    mask = F.one_hot(topk_ids, len(gate_up_proj)).permute(2, 1, 0)
+    for expert in mask.sum(dim=(1, 2)).nonzero().flatten().tolist():
+        ranks, rows = torch.where(mask[expert])
+        gate, up = F.linear(inputs[rows], gate_up_proj[expert]).chunk(2, dim=-1)
+        outputs = F.linear(ACTIVATIONS[ACTIVATION](gate) * up, down_proj[expert])
+        outputs = outputs * topk_weights[rows, ranks, None]
+        out.index_add_(0, rows, outputs.to(out.dtype))
+    return out.to(hidden_states.dtype)

@@ -1,0 +1,429 @@
+"""Expert kernels on layers of real shapes, as time and as a share of what memory can do.
+
+Run in rounds: in each, every kernel in turn makes some calls right behind a plain read of memory,
+about as many as read as much, and their share is of that read. A machine that slows down meanwhile
+slows both, and the read leaves no experts in the caches. A round's time is the mean of its calls;
+shares and times are medians over the rounds.
+
+The bytes of a call are the weights of its distinct experts (INT4: codes and scales), each once.
+Experts rotate: calls of one row walk through all experts in turn; each call of more rows draws
+top_k distinct experts for every row, uniformly and with a fixed seed. Real routes share more.
+
+    moe_int4          the draft's experts in one call
+    moe_int4_unfused  the baseline: a call for each expert and projection
+    moe_grouped       the exact experts, without the weighted sum (`ops.combine`)
+    moe_grouped_lossless, moe_grouped_residual
+                      the same out of compact records; a residual's bytes include its codes
+    torch             the exact experts as transformers' eager loop runs them, in bfloat16
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.bench.machine.expert_layer import (
+    ACTIVATION,
+    SEED,
+    SHAPES,
+    Layer,
+    LayerShape,
+    torch_experts,
+)
+from speq.config import DEVICES
+from speq.errors import SpeqError, checked_choice, checked_int
+from speq.files.atomic_file import check_target
+from speq.kernels import compact_ops, library, ops
+from speq.machine import available_bytes, resolve_device
+from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
+from speq.measure.report import Column, Report
+from speq.units import format_bytes, parse_bytes
+
+# The op that each kernel runs on; torch's own has none of ours.
+KERNELS: dict[str, str | None] = {
+    "moe_int4": "moe_int4",
+    "moe_int4_unfused": "linear_int4",
+    "moe_grouped": "moe_grouped",
+    "moe_grouped_lossless": "moe_grouped_lossless",
+    "moe_grouped_residual": "moe_grouped_residual",
+    "torch": None,
+}
+# What each reads of a layer.
+FORMS: dict[str, frozenset[str]] = {
+    "moe_int4": frozenset({"int4"}),
+    "moe_int4_unfused": frozenset({"int4"}),
+    "moe_grouped": frozenset({"exact"}),
+    "moe_grouped_lossless": frozenset({"lossless"}),
+    "moe_grouped_residual": frozenset({"residual", "int4"}),
+    "torch": frozenset({"exact"}),
+}
+# Those whose calls a CUDA graph can hold.
+CAPTURED = frozenset({"moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"})
+DTYPES = ("bfloat16", "float16", "float32")
+# Calls of a kernel in one round.
+MIN_CALLS, MAX_CALLS = 2, 32
+
+COLUMNS: dict[str, Column] = {
+    "shape": ("shape", "{}"),
+    "kernel": ("kernel", "{}"),
+    "T": ("T", "{}"),
+    "experts": ("distinct_experts", "{:.1f}"),
+    "time ms": ("time_s", lambda time_s: f"{time_s * 1e3:.4g}"),
+    "GB/s": ("gb_per_s", "{:.1f}"),
+    "share": ("bandwidth_share", "{:.0%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured.
+
+    shapes     names in SHAPES
+    rows       rows of a call, each in turn
+    isa        best instructions that CPU kernels may use; None: all there are
+    memory     for the experts of a layer, exact and INT4 together; a larger layer is held in part
+    reference  whether to time the slow reference where there is no native kernel
+    """
+
+    shapes: list[str]
+    rows: list[int]
+    kernels: list[str]
+    group_size: int = 128
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    rounds: int = 15
+    isa: str | None = None
+    memory: str = "6GiB"
+    reference: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A kernel's calls of one round: means of a call, and the read right before them."""
+
+    time_s: float
+    expert_bytes: float
+    distinct_experts: float
+    read_bytes_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.expert_bytes / self.time_s / self.read_bytes_per_s
+
+
+def run(
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    clock: Clock = time.perf_counter,
+) -> Report:
+    """Measure every shape, rows and kernel. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    held = check(settings)
+    device = resolve_device(settings.device)
+    backends = backends_of(settings, device)
+    check_memory(settings, held, device)
+    with limited_isa(settings.isa, device):
+        isa = library.isa() if device.type == "cpu" and library.MISSING["cpu"] is None else None
+        read = MemoryRead(READ_BYTES[device.type], device)
+        read()
+        rows = []
+        for name in dict.fromkeys(settings.shapes):
+            rows += measure_shape(SHAPES[name], held[name], settings, backends, read, clock)
+    found = {
+        "device": device.type,
+        "isa": isa,
+        "threads": torch.get_num_threads(),
+        "read_bytes": read.nbytes,
+    }
+    report = Report("kernels", "synthetic layers", asdict(settings) | found, rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def notes(report: Report) -> list[str]:
+    """What readers of the table need to know besides."""
+    rates = [row["gb_per_s"] / row["bandwidth_share"] for row in report.rows]
+    backends = dict.fromkeys(f"{row['kernel']}: {row['backend']}" for row in report.rows)
+    isa, threads = report.settings["isa"], report.settings["threads"]
+    sentences = [
+        f"share: of a plain read of {format_bytes(report.settings['read_bytes'])}, which ran at "
+        f"{median(rates):.1f} GB/s beside them.",
+        f"{threads} threads{f', {isa}' if isa else ''}; " + ", ".join(backends),
+    ]
+    held = {row["shape"]: (row["experts_held"], row["E"]) for row in report.rows}
+    return sentences + [
+        f"{name}: {count} of {experts} experts held, all that --memory "
+        f"{report.settings['memory']} has room for; routes name only those."
+        for name, (count, experts) in held.items()
+        if count < experts
+    ]
+
+
+def check(settings: Settings) -> dict[str, int]:
+    """Experts held of each shape. Raises SpeqError for settings that name nothing to measure."""
+    for name in settings.shapes:
+        checked_choice("shapes", name, tuple(SHAPES))
+    for name in settings.kernels:
+        checked_choice("kernels", name, tuple(KERNELS))
+    for count in settings.rows:
+        checked_int("rows", count, 1)
+    checked_int("rounds", settings.rounds, 1)
+    checked_choice("dtype", settings.dtype, DTYPES)
+    checked_choice("device", settings.device, DEVICES)
+    size = checked_int("group_size", settings.group_size, 2)
+    memory_bytes = parse_bytes(settings.memory)
+    held = {}
+    for name in settings.shapes:
+        shape = SHAPES[name]
+        if size % 2 or shape.hidden_size % size or shape.expert_width % size:
+            raise SpeqError(
+                f"group_size is {size}; it must be even and divide the {shape.hidden_size} and "
+                f"{shape.expert_width} columns of {name}"
+            )
+        held[name] = experts_held(shape, memory_bytes, size)
+    return held
+
+
+def experts_held(shape: LayerShape, memory_bytes: int, group_size: int) -> int:
+    """Experts that memory has room for, exact and INT4 together, whatever kernels are asked for:
+    figures of different runs are of the same layers."""
+    one = shape.exact_bytes + shape.int4_bytes(group_size)
+    # With fewer than two routes' worth, calls of one row would find their experts in the caches.
+    wanted = min(2 * shape.top_k, shape.num_experts)
+    held = min(memory_bytes // one, shape.num_experts)
+    if held < wanted:
+        raise SpeqError(
+            f"memory is {format_bytes(memory_bytes)}, which holds {held} experts of {shape.name}; "
+            f"at least {wanted} are needed: give {format_bytes(wanted * one)} or more"
+        )
+    return held
+
+
+def backends_of(settings: Settings, device: torch.device) -> dict[str, str]:
+    """What runs each kernel. Raises SpeqError for the reference, unless it is asked for."""
+    backends = {}
+    needed = [(kernel, KERNELS[kernel]) for kernel in settings.kernels] + [("read", "read_sum")]
+    for kernel, op in needed:
+        backend = (
+            library.Backend("torch", "") if op is None else library.backend_of(op, device.type)
+        )
+        if backend.name == "reference" and not settings.reference:
+            raise SpeqError(
+                f"{op} would run on the slow reference on {device.type}: {backend.reason}; build "
+                "the native kernels with `make setup`, or add --reference to time it anyway"
+            )
+        backends[kernel] = backend.name
+    return backends
+
+
+def check_memory(settings: Settings, held: dict[str, int], device: torch.device) -> None:
+    """Raise SpeqError where a layer does not fit beside the buffer that is read."""
+    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info()[0]
+    needed_forms = forms(settings.kernels)
+    for name, count in held.items():
+        shape = SHAPES[name]
+        one = sum(shape.most_bytes(form, settings.group_size) for form in needed_forms)
+        needed = count * one + READ_BYTES[device.type]
+        if needed > free:
+            raise SpeqError(
+                f"{name} needs {format_bytes(needed)} and {format_bytes(free)} of memory are left; "
+                f"give less --memory than {settings.memory}, or other shapes"
+            )
+
+
+def forms(kernels: list[str]) -> frozenset[str]:
+    """The forms of experts that kernels need."""
+    return frozenset().union(*(FORMS[kernel] for kernel in kernels))
+
+
+@contextmanager
+def limited_isa(name: str | None, device: torch.device) -> Iterator[None]:
+    """CPU kernels use no better instructions than `name` for a while. Raises SpeqError."""
+    if name is None:
+        yield
+        return
+    if device.type != "cpu":
+        raise SpeqError(f"isa is {name!r}, which is for kernels on cpu; leave it out on cuda")
+    if library.MISSING["cpu"] is not None:
+        raise SpeqError(
+            f"isa is {name!r}, but there are no native kernels: {library.MISSING['cpu']}"
+        )
+    before = library.isa()
+    checked_choice("isa", name, library.supported_isas())
+    library.limit_isa(name)
+    try:
+        yield
+    finally:
+        library.limit_isa(before)
+
+
+def calls_of(kernel: str, layer: Layer, rows: int, group_size: int, read_bytes: int) -> int:
+    """Calls that read about `read_bytes` of experts: short ones say little about either."""
+    experts = min(rows * layer.shape.top_k, len(layer.places))
+    one = experts * expert_bytes(kernel, layer, group_size)
+    return min(max(read_bytes // one, MIN_CALLS), MAX_CALLS)
+
+
+def draw_routes(calls: int, rows: int, top_k: int, held: int) -> Tensor:
+    """Experts [calls, rows, top_k] of `held`: see the top of this file."""
+    if rows == 1:
+        return torch.arange(calls * top_k).remainder(held).view(calls, 1, top_k)
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.rand(calls, rows, held, generator=generator).argsort(dim=2)[..., :top_k]
+
+
+class Calls:
+    """Calls of one kernel, each with a route of its own.
+
+    routes    [calls, T, K] on the device; written to between runs
+    captured  whether they run as one CUDA graph
+    """
+
+    def __init__(
+        self, kernel: str, layer: Layer, routes: Tensor, dtype: torch.dtype, captured: bool
+    ) -> None:
+        device = layer.places.device
+        _, rows, top_k = routes.shape
+        self._kernel, self._layer = kernel, layer
+        generator = torch.Generator().manual_seed(SEED)
+        hidden_states = torch.randn(rows, layer.shape.hidden_size, generator=generator)
+        self._hidden_states = hidden_states.to(device, dtype)
+        self._topk_weights = torch.full((rows, top_k), 1 / top_k, device=device)
+        self.routes = routes.to(device, copy=True)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.run()  # what is made once is made before anything is timed
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.run()
+            self._graph = graph
+            self.run()
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for topk_ids in self.routes:
+            call(self._kernel, self._layer, self._hidden_states, topk_ids, self._topk_weights)
+
+
+def call(
+    kernel: str, layer: Layer, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> Tensor:
+    """One call, through the wrapper that the engine calls."""
+    if kernel == "torch":
+        return torch_experts(hidden_states, topk_ids, topk_weights, *layer.exact)
+    rows = hidden_states, topk_ids, layer.places
+    out = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1])
+    if kernel == "moe_grouped":
+        ops.moe_grouped(*rows, *layer.exact, ACTIVATION, out)
+        return out
+    if kernel == "moe_grouped_lossless":
+        width = layer.shape.expert_width
+        compact_ops.moe_grouped_lossless(*rows, layer.lossless, width, ACTIVATION, out)
+        return out
+    if kernel == "moe_grouped_residual":
+        places = layer.places
+        compact_ops.moe_grouped_residual(*rows, layer.residual, places, layer.bank, ACTIVATION, out)
+        return out
+    run_int4 = {"moe_int4": ops.moe_int4, "moe_int4_unfused": ops.moe_int4_unfused}[kernel]
+    return run_int4(hidden_states, topk_ids, topk_weights, layer.places, layer.bank, ACTIVATION)
+
+
+def measure_shape(
+    shape: LayerShape,
+    held: int,
+    settings: Settings,
+    backends: dict[str, str],
+    read: MemoryRead,
+    clock: Clock,
+) -> list[dict[str, Any]]:
+    """Rows of the report for one shape; its experts are gone on return."""
+    device = resolve_device(settings.device)
+    layer = Layer(shape, held, forms(settings.kernels), settings.group_size, device)
+    rows = []
+    for count in dict.fromkeys(settings.rows):
+        rounds = measure(layer, count, settings, backends, read, clock)
+        for kernel, samples in rounds.items():
+            row = {
+                "kernel": kernel,
+                "shape": shape.name,
+                "T": count,
+                "K": shape.top_k,
+                "E": shape.num_experts,
+                "experts_held": held,
+                "dtype": settings.dtype,
+                "backend": runs_on(backends[kernel], kernel, count),
+            }
+            rows.append(row | summarise(samples))
+    return rows
+
+
+@torch.inference_mode()
+def measure(
+    layer: Layer,
+    rows: int,
+    settings: Settings,
+    backends: dict[str, str],
+    read: MemoryRead,
+    clock: Clock,
+) -> dict[str, list[Round]]:
+    """The rounds of each kernel, kernels in rotation."""
+    device, dtype = layer.places.device, getattr(torch, settings.dtype)
+    top_k, held, size = layer.shape.top_k, len(layer.places), settings.group_size
+    kernels = list(dict.fromkeys(settings.kernels))
+    routes, works = {}, {}
+    for kernel in kernels:
+        calls = calls_of(kernel, layer, rows, size, read.nbytes)
+        drawn = draw_routes(settings.rounds * calls, rows, top_k, held)
+        routes[kernel] = drawn.unflatten(0, (settings.rounds, calls))
+        # The others look at their routes on the host.
+        captured = runs_on(backends[kernel], kernel, rows) == "cuda" and kernel in CAPTURED
+        works[kernel] = Calls(kernel, layer, routes[kernel][0], dtype, captured)
+    found: dict[str, list[Round]] = {kernel: [] for kernel in kernels}
+    for turn in range(settings.rounds):
+        start = turn % len(kernels)
+        for kernel in kernels[start:] + kernels[:start]:
+            work, ids = works[kernel], routes[kernel][turn]
+            work.routes.copy_(ids)
+            read_s, work_s = step_times([read, work.run], device, clock)
+            distinct = fmean(len(route.unique()) for route in ids)
+            found[kernel].append(
+                Round(
+                    time_s=work_s / len(ids),
+                    expert_bytes=distinct * expert_bytes(kernel, layer, size),
+                    distinct_experts=distinct,
+                    read_bytes_per_s=read.nbytes / read_s,
+                )
+            )
+    return found
+
+
+def runs_on(backend: str, kernel: str, rows: int) -> str:
+    """What runs `kernel` with so many rows: on a GPU, `ops.moe_grouped` leaves many to torch."""
+    many = kernel.startswith("moe_grouped") and rows > ops.MAX_CUDA_ROWS
+    return "torch" if backend == "cuda" and many else backend
+
+
+def expert_bytes(kernel: str, layer: Layer, group_size: int) -> int:
+    """Bytes of one expert's weights as `kernel` reads them."""
+    return sum(layer.expert_bytes(form, group_size) for form in FORMS[kernel])
+
+
+def summarise(rounds: list[Round]) -> dict[str, float]:
+    """Medians over the rounds; GB/s of the mean call at the median time."""
+    time_s = median(each.time_s for each in rounds)
+    return {
+        "distinct_experts": fmean(each.distinct_experts for each in rounds),
+        "time_s": time_s,
+        "gb_per_s": fmean(each.expert_bytes for each in rounds) / time_s / 1e9,
+        "bandwidth_share": median(each.share for each in rounds),
+    }

@@ -1,0 +1,185 @@
+"""Time to first token of a long prompt, beside the floor that the machine sets.
+
+A prompt cannot be read faster than the experts it needs come over the link, each of them once, nor
+faster than it is computed with all of them in memory. The floor is the larger of the two, both
+measured in the same run; every round loads the model anew, so that no expert is there yet.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speq.bench.machine.page_cache import drop
+from speq.config import DEFAULT_READER_THREADS
+from speq.errors import SpeqError, checked_int
+from speq.experts.expert_store import mean_moved_bytes
+from speq.files.atomic_file import check_target
+from speq.generator import Generator
+from speq.machine import available_bytes
+from speq.measure.link import expert_files, link_bytes_per_s
+from speq.measure.report import Column, Report, read_prompts
+from speq.runtime import Runtime
+from speq.units import format_bytes
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "tokens": ("prompt_tokens", "{}"),
+    "chunk": ("chunk", "{}"),
+    "slots": ("slots_bytes", format_bytes),
+    "TTFT s": ("ttft_s", "{:.2f}"),
+    "link s": ("link_s", "{:.2f}"),
+    "in memory s": ("resident_s", "{:.2f}"),
+    "of floor": ("floor_ratio", "{:.2f}"),
+    "moved": ("moved_bytes", format_bytes),
+    "distinct": ("distinct_bytes", format_bytes),
+    "stall s": ("stall_s", "{:.2f}"),
+}
+# Read to measure the link, each time.
+LINK_BYTES = 1 << 30
+# Of the memory there is, for the run with every expert in it.
+RESIDENT_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    budgets: list[str]
+    prompt_tokens: int
+    prompts: Path | None
+    rounds: int
+    dtype: str
+    reader_threads: int = DEFAULT_READER_THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One cold prompt. resident_s is None where memory does not hold every expert."""
+
+    ttft_s: float
+    link_s: float
+    resident_s: float | None
+    stats: dict[str, Any]
+    distinct_bytes: int
+    chunk: int
+
+    @property
+    def floor_s(self) -> float:
+        return max(self.link_s, self.resident_s or 0.0)
+
+
+def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+    """Measure every budget. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    checked_int("rounds", settings.rounds, 1)
+    checked_int("prompt_tokens", settings.prompt_tokens, 1)
+    samples: dict[str, list[Sample]] = {budget: [] for budget in settings.budgets}
+    resident = resident_generator(model, settings)
+    try:
+        for _ in range(settings.rounds):
+            for budget in settings.budgets:
+                samples[budget].append(measure(model, settings, budget, resident))
+    finally:
+        if resident is not None:
+            resident.close()
+    rows = [summarise(budget, settings, samples[budget]) for budget in settings.budgets]
+    given = asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)}
+    report = Report("prefill", model, given, rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def load(model: str, settings: Settings, budget: str | int) -> Generator:
+    """A generator with memory laid out for the prompt."""
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        draft_length=0,
+        profile="none",
+        device="cpu",
+        dtype=settings.dtype,
+        reader_threads=settings.reader_threads,
+    )
+    try:
+        generator.reserve(settings.prompt_tokens + 1)
+    except BaseException:
+        generator.close()
+        raise
+    return generator
+
+
+def resident_generator(model: str, settings: Settings) -> Generator | None:
+    """One whose every expert is in memory, or None where the machine has too little."""
+    try:
+        generator = load(model, settings, int(available_bytes() * RESIDENT_SHARE))
+    except SpeqError:
+        return None
+    runtime = generator.runtime
+    if runtime.plan.slots < runtime.opened.store.num_layers * runtime.opened.store.num_experts:
+        generator.close()
+        return None
+    first_token(generator, prompt_of(generator, settings))  # brings them there
+    return generator
+
+
+def prompt_of(generator: Generator, settings: Settings) -> list[int]:
+    """So many tokens of the prompts, one behind the other, again and again if need be."""
+    text = "\n\n".join(read_prompts(settings.prompts, 1 if settings.prompts else 16))
+    ids: list[int] = []
+    while len(ids) < settings.prompt_tokens:
+        ids += generator.encode(text)
+    return ids[: settings.prompt_tokens]
+
+
+def first_token(generator: Generator, prompt: list[int]) -> dict[str, Any]:
+    return generator.generate(prompt, max_new_tokens=1, ignore_eos=True).stats
+
+
+def measure(model: str, settings: Settings, budget: str, resident: Generator | None) -> Sample:
+    """The first prompt of a newly loaded model, then the link, then the same with all in memory."""
+    generator = load(model, settings, budget)
+    try:
+        prompt = prompt_of(generator, settings)
+        runtime = generator.runtime
+        for path in expert_files(runtime.opened):
+            drop(path)
+        stats = first_token(generator, prompt)
+        distinct = distinct_bytes(runtime)
+        link = link_bytes_per_s(runtime.opened, settings.reader_threads, LINK_BYTES)
+        chunk = runtime.plan.chunk
+    finally:
+        generator.close()
+    return Sample(
+        ttft_s=stats["ttft_ms"] / 1e3,
+        link_s=distinct / link,
+        resident_s=first_token(resident, prompt)["ttft_ms"] / 1e3 if resident else None,
+        stats=stats,
+        distinct_bytes=distinct,
+        chunk=chunk,
+    )
+
+
+def distinct_bytes(runtime: Runtime) -> int:
+    """Bytes of the experts that the one prompt run so far wanted, each counted once."""
+    wanted = runtime.engine.offload.stream.history.chosen
+    return round(wanted * mean_moved_bytes(runtime.opened.store))
+
+
+def summarise(budget: str, settings: Settings, samples: list[Sample]) -> dict[str, Any]:
+    """One row: medians, and the median of each round's own ratio."""
+    resident = [s.resident_s for s in samples if s.resident_s is not None]
+    return {
+        "budget": budget,
+        "prompt_tokens": settings.prompt_tokens,
+        "chunk": samples[0].chunk,
+        "slots_bytes": samples[0].stats["memory"]["slots"],
+        "ttft_s": median(s.ttft_s for s in samples),
+        "link_s": median(s.link_s for s in samples),
+        "resident_s": median(resident) if resident else None,
+        "floor_ratio": median(s.ttft_s / s.floor_s for s in samples),
+        "moved_bytes": median(s.stats["prefill_moved_bytes"] for s in samples),
+        "read_bytes": median(s.stats["prefill_read_bytes"] for s in samples),
+        "distinct_bytes": samples[0].distinct_bytes,
+        "stall_s": median(s.stats["prefill_stall_s"] for s in samples),
+        "samples": len(samples),
+    }

@@ -1,0 +1,166 @@
+"""What competes at equal device memory: how exact experts are held, and how far is drafted."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from speq.bench.replay.replay import Times
+from speq.planning.memory import MIN_SLOTS
+
+# Eviction and prefetching of the baseline, and of what follows the draft or the routers.
+ON_DEMAND = ("lru", "none")
+AHEAD = ("lookahead", "three-phase")
+
+
+@dataclass(frozen=True, slots=True)
+class CodecCost:
+    """What an exact expert takes with a codec.
+
+    weights      of an expert
+    slot_bytes   of a slot: the largest record, in whole blocks
+    moved_bytes  of a record, in the mean
+    compute      time of experts' arithmetic out of such slots, of that out of raw ones
+    """
+
+    codec: str
+    weights: int
+    slot_bytes: int
+    moved_bytes: int
+    compute: float = 1.0
+
+    def times(self, raw: Times) -> Times:
+        """What a machine takes with such experts, where it takes `raw` with plain words."""
+        return replace(
+            raw,
+            expert_s=raw.expert_s * self.compute,
+            transfer_s=raw.transfer_s * self.moved_bytes / raw.moved_bytes,
+            moved_bytes=self.moved_bytes,
+        )
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "codec": self.codec,
+            "bits_per_weight": 8 * self.moved_bytes / self.weights,
+            "moved_bytes": self.moved_bytes,
+            "slot_bytes": self.slot_bytes,
+            "compute": self.compute,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to spend a share of memory. cache_policy, prefetch: as on the command line."""
+
+    codec: str
+    draft_length: int
+    cache_policy: str
+    prefetch: str
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the INT4 copy is held: residual experts are decoded with it."""
+        return self.draft_length > 0 or self.codec == "residual"
+
+    def __str__(self) -> str:
+        return f"{self.codec}, k = {self.draft_length}, {self.cache_policy}, {self.prefetch}"
+
+
+def candidates_of(draft_lengths: list[int]) -> dict[str, list[Candidate]]:
+    """The systems by name, and what each may be."""
+    named = {
+        "LRU raw": [Candidate("raw", 0, *ON_DEMAND)],
+        "LRU lossless": [Candidate("lossless", 0, *ON_DEMAND)],
+        "draft + raw": [Candidate("raw", length, *AHEAD) for length in draft_lengths],
+        "draft + residual": [Candidate("residual", length, *AHEAD) for length in draft_lengths],
+    }
+    every = [candidate for candidates in named.values() for candidate in candidates]
+    return named | {"auto": [*every, Candidate("lossless", 0, *AHEAD)]}
+
+
+def choose(token_ms: Mapping[Candidate, float]) -> Candidate:
+    """Of the least predicted time per token, the first named where several are equal.
+
+    Predictions come from a short trial; a planner's would take their place here.
+    """
+    return min(token_ms, key=lambda candidate: token_ms[candidate])
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMemory:
+    """num_experts: of all layers; expert_bytes: one's, in plain words; draft_bytes: of the INT4
+    copy of all.
+    """
+
+    num_experts: int
+    expert_bytes: int
+    draft_bytes: int
+
+    def slots(self, fraction: float, slot_bytes: int, has_draft: bool) -> int:
+        """Slots in this fraction of the plain words' bytes, a draft's taken off: no more than there
+        are experts, and 0 where that leaves fewer than any run needs.
+        """
+        room = int(fraction * self.num_experts * self.expert_bytes) - has_draft * self.draft_bytes
+        slots = min(room // slot_bytes, self.num_experts)
+        return slots if slots >= min(MIN_SLOTS, self.num_experts) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one candidate did, on average over the tokens it emitted.
+
+    compute_ms  of tpot_ms, without waiting for experts; link_ms: while any was being moved
+    """
+
+    slots: int
+    tpot_ms: float
+    moved_bytes: float
+    rejected_bytes: float
+    compute_ms: float
+    link_ms: float
+    acceptance_rate: float | None
+
+    @classmethod
+    def of(cls, slots: int, runs: list[dict[str, Any]]) -> "Outcome":
+        """From the figures of runs (`RunStats.summary`) that each decoded at least one step."""
+        tokens = sum(_emitted(run) for run in runs)
+        decode_s = sum(run["tpot_ms"] * _emitted(run) for run in runs) / 1e3
+        drafting = [run for run in runs if run["acceptance_rate"] is not None]
+        drafted = sum(_drafted(run) for run in drafting)
+        accepted = sum(_drafted(run) * run["acceptance_rate"] for run in drafting)
+        return cls(
+            slots=slots,
+            tpot_ms=decode_s / tokens * 1e3,
+            moved_bytes=sum(run["moved_bytes"] for run in runs) / tokens,
+            rejected_bytes=sum(run["rejected_bytes"] for run in runs) / tokens,
+            compute_ms=(decode_s - sum(run["stall_s"] for run in runs)) / tokens * 1e3,
+            link_ms=sum(run["link_s"] for run in runs) / tokens * 1e3,
+            acceptance_rate=accepted / drafted if drafted else None,
+        )
+
+
+def _emitted(run: dict[str, Any]) -> float:
+    """Tokens of decode steps: the first of all is the prompt's."""
+    return float(run["steps"] * run["accept_length_mean"])
+
+
+def _drafted(run: dict[str, Any]) -> float:
+    return float(run["steps"] * run["draft_length_mean"])
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one system is and did: measured once, or in rounds. candidate None: none fits."""
+
+    candidate: Candidate | None = None
+    outcomes: Sequence[Outcome] = ()
+
+    def median(self, name: str) -> float:
+        """Of a figure of the outcomes, over rounds."""
+        return float(median(getattr(outcome, name) for outcome in self.outcomes))
+
+    @property
+    def tpot_spread(self) -> float:
+        """From the fastest to the slowest round, in parts of the median."""
+        times = [outcome.tpot_ms for outcome in self.outcomes]
+        return (max(times) - min(times)) / self.median("tpot_ms")

@@ -1,0 +1,149 @@
+"""Systems at equal device memory: everything outside the experts, the KV cache, and a share f of
+the experts' bytes in plain words, out of which each system pays for its draft and its slots.
+
+Two parts with rows alike. `replay`: recorded routes and drafts through the real scheduler, on a
+simulated clock with this machine's times. `engine`: the real engine on packed models from disk. Of
+a system with several draft lengths the best is its row; `auto` may be any candidate of any system,
+chosen by a short trial on text that no row counts.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speq.bench import pictures
+from speq.bench.paper import codec_costs, equal_memory_picture
+from speq.bench.paper.candidates import candidates_of
+from speq.bench.paper.equal_memory_engine import EngineRuns
+from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
+from speq.bench.replay.recording import Recording
+from speq.config import MAX_DRAFT_LENGTH
+from speq.errors import SpeqError, checked_int
+from speq.files.atomic_file import check_target
+from speq.measure.report import Report, parse_numbers, parse_shares, print_table, read_prompts
+from speq.units import Progress, parse_bytes
+
+NOTE = (
+    "Systems with a draft are shown at their best draft length: in the replay as known afterwards, "
+    "in the engine by a trial. auto is chosen by a short trial of every candidate, on text that no "
+    "row counts; nothing is predicted yet."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """memory_budget    room for all experts and the draft, to record routes in
+    fractions, engine_fractions  shares f; None: no engine, which needs both packed models
+    link                bytes per second; None: as measured
+    lossless, residual  the model packed with these codecs; None: sizes are its own experts',
+                        encoded
+    """
+
+    memory_budget: str
+    fractions: str
+    draft_lengths: str
+    prompts: Path | None
+    num_prompts: int
+    max_new_tokens: int
+    rounds: int
+    reader_threads: int
+    link: str | None = None
+    lossless: Path | None = None
+    residual: Path | None = None
+    engine_fractions: str | None = None
+
+    def stores(self, model: str) -> dict[str, str]:
+        """The model by codec."""
+        packed = {"lossless": self.lossless, "residual": self.residual}
+        return {"raw": model} | {name: str(path) for name, path in packed.items() if path}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self).items()
+        }
+
+
+@dataclass(slots=True)
+class EqualMemoryReport(Report):
+    """rows: systems by part and f; codecs: what an expert takes with each; aims: what was aimed at,
+    and found.
+    """
+
+    codecs: list[Row] = field(default_factory=list)
+    aims: list[Row] = field(default_factory=list)
+
+    def print_all(self) -> None:
+        """Three tables on stdout."""
+        print_table("an expert", codec_costs.COLUMNS, self.codecs)
+        self.print(COLUMNS)
+        print_table("aims", AIM_COLUMNS, self.aims)
+
+
+def run(
+    model: str,
+    settings: Settings,
+    *,
+    json_file: Path | None,
+    picture: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> EqualMemoryReport:
+    """Measure both parts. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    if picture is not None:
+        pictures.check(picture, force)
+    fractions = parse_shares("fractions", settings.fractions)
+    engine_fractions = _engine_fractions(settings)
+    checked_int("rounds", settings.rounds, 1)
+    checked_int("max_new_tokens", settings.max_new_tokens, 2)
+    lengths = parse_numbers("draft_lengths", settings.draft_lengths)
+    for length in lengths:
+        checked_int("draft_lengths", length, 1, MAX_DRAFT_LENGTH)
+    link_bytes_per_s = None if settings.link is None else parse_bytes(settings.link)
+    # The last one is what the engine's candidates are tried on.
+    *texts, trial = read_prompts(settings.prompts, settings.num_prompts + 1)
+
+    systems, stores = candidates_of(lengths), settings.stores(model)
+    costs = codec_costs.measure(stores, progress)
+    tokens = settings.max_new_tokens
+    recording = Recording.of(
+        model, settings.memory_budget, [0, *lengths], texts, tokens, link_bytes_per_s, progress
+    )
+    engine = EngineRuns(stores, texts, trial, tokens, settings.rounds, settings.reader_threads)
+    rows, aims = [], []
+    for part, fraction in [
+        *(("replay", fraction) for fraction in fractions),
+        *(("engine", fraction) for fraction in engine_fractions),
+    ]:
+        if part == "replay":
+            standings = recording.compete(systems, costs, fraction, progress)
+        else:
+            standings = engine.compete(systems, fraction, progress)
+        found = rows_of(part, fraction, standings)
+        rows += found
+        aims += aims_of(found)
+    report = EqualMemoryReport(
+        "equal-memory",
+        model,
+        settings.as_json() | recording.as_json() | {"note": NOTE},
+        rows,
+        codecs=[cost.row() for cost in costs.values()],
+        aims=aims,
+    )
+    if json_file is not None:
+        report.write(json_file)
+    if picture is not None:
+        pictures.write(picture, equal_memory_picture.figure(model, rows))
+    return report
+
+
+def _engine_fractions(settings: Settings) -> list[float]:
+    if settings.engine_fractions is None:
+        return []
+    if settings.lossless is None or settings.residual is None:
+        raise SpeqError(
+            "engine_fractions is given, and the engine reads packed models; give the folders that "
+            "`speq pack --codec lossless` and `speq pack --codec residual` wrote as well"
+        )
+    return parse_shares("engine_fractions", settings.engine_fractions)

@@ -1,0 +1,1 @@
+"""What a policy would have done: recorded routes through the real scheduler."""

@@ -1,0 +1,1 @@
+"""How fast runs are, and how faithful drafts: whole generations, measured."""

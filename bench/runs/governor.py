@@ -1,0 +1,171 @@
+"""The governor on the engine itself: every fixed draft length beside `auto`.
+
+A fixed length of 0 runs without a draft, whose memory goes to slots: what no governor can do once
+the draft is there, and the planner does before, by a profile. So there are two more settings: 0
+with the draft held, and, where `speq tune` has measured the budget, `auto` by its profile.
+
+Settings take turns, prompt kind by prompt kind and budget by budget, so that a machine that slows
+down or speeds up meanwhile favours none of them. Each run goes on from a warm one of its own that
+does not count, but for `auto`, whose calibration is part of what is measured.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speq.errors import SpeqError, checked_int
+from speq.files.atomic_file import check_target
+from speq.generator import Generator
+from speq.governor.draft_length import FixedDraftLength
+from speq.governor.explanation import explain
+from speq.machine import resolve_device
+from speq.measure.report import Column, Report, parse_numbers, read_prompts
+from speq.models.opened import open_model
+from speq.planning import profiles
+from speq.units import parse_bytes
+
+AUTO, TUNED, HELD = "auto", "tuned", "0, held"
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "prompts": ("kind", "{}"),
+    "k": ("draft_length", "{}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "least": ("tpot_least_ms", "{:.1f}"),
+    "most": ("tpot_most_ms", "{:.1f}"),
+    "of the best": ("of_best", "{:.3f}"),
+    "with a draft": ("of_drafting", "{:.3f}"),
+    "mean k": ("draft_length_mean", "{:.2f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "forecast off by": ("forecast_error", "{:.1%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """prompts: files of prompts, each a kind; run: options of `RunConfig` that all runs share."""
+
+    budgets: list[str]
+    draft_lengths: str
+    prompts: list[Path]
+    num_prompts: int
+    max_new_tokens: int
+    rounds: int
+    run: dict[str, Any]
+
+
+def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+    """Measure every cell with every draft length. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    checked_int("rounds", settings.rounds, 1)
+    checked_int("max_new_tokens", settings.max_new_tokens, 2)
+    fixed = [*map(str, parse_numbers("draft_lengths", settings.draft_lengths)), HELD]
+    kinds = {"mixed": read_prompts(None, settings.num_prompts)}
+    if settings.prompts:
+        kinds = {path.stem: read_prompts(path, settings.num_prompts) for path in settings.prompts}
+    tuned = tuned_budgets(model, settings)
+    cells = [(budget, kind) for budget in settings.budgets for kind in kinds]
+    samples: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for turn in range(settings.rounds):
+        for budget, kind in cells:
+            lengths = [*fixed, AUTO, *([TUNED] if budget in tuned else [])]
+            at = turn % len(lengths)
+            for length in lengths[at:] + lengths[:at]:
+                measured = measure(model, settings, budget, length, kinds[kind])
+                samples.setdefault((budget, kind, length), []).append(measured)
+    rows = []
+    for budget, kind in cells:
+        found = {
+            length: medians(samples[budget, kind, length])
+            for length in (*fixed, AUTO, TUNED)
+            if (budget, kind, length) in samples
+        }
+        best = min(found[length]["tpot_ms"] for length in fixed)
+        drafting = min(found[length]["tpot_ms"] for length in fixed if length != "0")
+        for length, row in found.items():
+            head = {"budget": budget, "kind": kind, "draft_length": length}
+            of = {"of_best": row["tpot_ms"] / best, "of_drafting": row["tpot_ms"] / drafting}
+            rows.append(head | row | of)
+    given = asdict(settings) | {"prompts": [str(path) for path in settings.prompts]}
+    report = Report("governor", model, given, rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def tuned_budgets(model: str, settings: Settings) -> set[str]:
+    """Those that a profile is there for. Raises SpeqError where a budget is no size."""
+    opened, option = open_model(model), settings.run["profile"]
+    device = resolve_device(settings.run["device"]).type
+    try:
+        return {
+            budget
+            for budget in settings.budgets
+            if profiles.wanted(option, opened, device, parse_bytes(budget)) is not None
+        }
+    finally:
+        opened.close()
+
+
+def measure(
+    model: str, settings: Settings, budget: str, length: str, prompts: list[str]
+) -> dict[str, Any]:
+    """All prompts, one after the other, as one stretch of time."""
+    given = dict(settings.run)
+    if length != TUNED:
+        given["profile"] = "none"
+    fixed = length not in (AUTO, TUNED, HELD)
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        draft="none" if length == "0" else "auto",
+        draft_length=length if fixed else "auto",
+        **given,
+    )
+    try:
+        longest = max(len(generator.encode(prompt)) for prompt in prompts)
+        generator.reserve(longest + settings.max_new_tokens)
+        if length == HELD:
+            generator.runtime.engine.governor = FixedDraftLength(0)
+        if length not in (AUTO, TUNED):
+            generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
+        runs = []
+        for prompt in prompts:
+            generator.generate(prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True)
+            assert generator.last_run is not None, "a run has ended"
+            runs.append(generator.last_run)
+    except SpeqError as error:
+        raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
+    finally:
+        generator.close()
+    steps = [step for run in runs for step in run.decode]
+    drafted = sum(step.draft_length for step in steps)
+    explained = explain(steps)
+    return {
+        "tpot_ms": sum(step.end_s - step.start_s for step in steps)
+        / sum(step.emitted for step in steps)
+        * 1e3,
+        "draft_length_mean": drafted / len(steps),
+        "acceptance_rate": sum(step.accepted for step in steps) / drafted if drafted else None,
+        "forecast_error": explained.error,
+        "serial_error": explained.serial_error,
+        "overlapped_error": explained.overlapped_error,
+        "cycles": {str(choice.draft_length): choice.cycles for choice in explained.choices},
+        "last_reason": steps[-1].reason,
+        "planned": runs[-1].planned,
+    }
+
+
+def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over rounds, with the spread of the times; what is no number is the last round's."""
+    row: dict[str, Any] = dict(samples[-1])
+    for name, last in samples[-1].items():
+        if isinstance(last, float):
+            row[name] = median(sample[name] for sample in samples)
+    times = [sample["tpot_ms"] for sample in samples]
+    return row | {
+        "tpot_least_ms": min(times),
+        "tpot_most_ms": max(times),
+        "samples": len(samples),
+    }

@@ -1,0 +1,219 @@
+"""The scheduler on a model larger than memory: time and bytes per token, beside their floors.
+
+At a share f of the experts' memory, above what everything else takes, the same draft length runs
+with all experts in memory, with fetching on demand and LRU eviction, and with the draft's routes
+prefetched and eviction by the next use. The floor is the longer of the time with everything in
+memory and of the link's time for the useful bytes: those loaded and used before they were evicted.
+Systems are rotated within a round, and the link is measured in each.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speq.errors import checked_int
+from speq.experts.expert_store import mean_moved_bytes
+from speq.files.atomic_file import check_target
+from speq.files.checkpoint import locate
+from speq.generator import Generator
+from speq.measure.link import arena_for, expert_reads
+from speq.measure.report import Column, Report, parse_shares, read_prompts
+from speq.models.opened import open_model
+from speq.stats import ratio
+from speq.text import load_tokenizer, tokens_of
+from speq.units import format_bytes
+
+# Name in the table: eviction, prefetching.
+SYSTEMS = {
+    "resident": ("lookahead", "none"),
+    "lru": ("lru", "none"),
+    "lookahead": ("lookahead", "none"),
+    "three-phase": ("lookahead", "three-phase"),
+}
+LINK_BYTES = 512 << 20
+# Share of the experts' memory that holds all of them, and the draft.
+ALL = 2.0
+
+COLUMNS: dict[str, Column] = {
+    "f": ("fraction", "{}"),
+    "system": ("system", "{}"),
+    "slots": ("slots", "{}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "floor ms": ("floor_ms", "{:.1f}"),
+    "of floor": ("of_floor", "{:.2f}"),
+    "of LRU": ("of_lru", "{:.2f}"),
+    "moved/token": ("moved_bytes_per_token", format_bytes),
+    "of LRU's": ("moved_of_lru", "{:.2f}"),
+    "stall": ("stall_share", "{:.1%}"),
+    "hidden": ("hidden_share", "{:.1%}"),
+    "in time": ("hit_rate", "{:.1%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    fractions: str
+    draft_length: int
+    prompts: Path | None
+    num_prompts: int
+    max_new_tokens: int
+    rounds: int
+    reader_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One system's texts in one round. link_s: the link's time for a byte in that round."""
+
+    slots: int
+    moved_bytes_each: float
+    link_s: float
+    runs: list[dict[str, Any]]
+
+    def total(self, name: str) -> float:
+        return float(sum(run[name] for run in self.runs))
+
+    @property
+    def tokens(self) -> float:
+        return self.total("new_tokens") - len(self.runs)
+
+    @property
+    def decode_s(self) -> float:
+        return sum(run["tpot_ms"] * (run["new_tokens"] - 1) for run in self.runs) / 1e3
+
+    @property
+    def tpot_ms(self) -> float:
+        return self.decode_s / self.tokens * 1e3
+
+    @property
+    def moved_bytes(self) -> float:
+        """Per token."""
+        return self.total("moved_bytes") / self.tokens
+
+    @property
+    def useful_bytes(self) -> float:
+        """Per token: without experts that were evicted before they were used."""
+        return self.moved_bytes - self.total("wasted") * self.moved_bytes_each / self.tokens
+
+    @property
+    def useful_ms(self) -> float:
+        return self.useful_bytes * self.link_s * 1e3
+
+    @property
+    def hidden_share(self) -> float:
+        link_s = self.total("link_s")
+        hidden = sum((run["hidden_share"] or 0.0) * run["link_s"] for run in self.runs)
+        return hidden / link_s if link_s else 1.0
+
+
+def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+    """Measure all systems at all shares. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    checked_int("rounds", settings.rounds, 1)
+    checked_int("draft_length", settings.draft_length, 0)
+    checked_int("max_new_tokens", settings.max_new_tokens, 2)
+    fractions = parse_shares("fractions", settings.fractions)
+    prompts = read_prompts(settings.prompts, settings.num_prompts)
+    tokenizer = load_tokenizer(locate(model))
+    longest = max(len(tokens_of(tokenizer, prompt)) for prompt in prompts)
+    context = longest + settings.max_new_tokens
+    cells = [(ALL, "resident")] + [(f, s) for f in fractions for s in SYSTEMS if s != "resident"]
+    samples: dict[tuple[float, str], list[Sample]] = {cell: [] for cell in cells}
+    for turn in range(settings.rounds):
+        at = turn % len(cells)
+        for cell in cells[at:] + cells[:at]:
+            samples[cell].append(measure(model, settings, *cell, prompts, context))
+    rows = []
+    for fraction, system in cells:
+        lru = samples[fraction, "lru"] if system != "resident" else samples[ALL, "resident"]
+        rows.append(
+            summarise(fraction, system, samples[fraction, system], samples[ALL, "resident"], lru)
+        )
+    given = asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)}
+    report = Report("schedule", model, given, rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def budget_for(model: str, fraction: float, context: int) -> int:
+    """Bytes for the weights outside the experts, the KV cache and so much of the experts' plain
+    words: slots, the draft and what a pass needs come out of that share.
+    """
+    opened = open_model(model)
+    try:
+        shape, store = opened.shape, opened.store
+        dtype = store.codec.shape.dtype
+        kv_bytes = context * shape.kv_elements_per_token * dtype.itemsize
+        experts = store.num_layers * store.num_experts * store.codec.shape.nbytes
+        return shape.resident_bytes(dtype) + kv_bytes + int(fraction * experts)
+    finally:
+        opened.close()
+
+
+def measure(
+    model: str,
+    settings: Settings,
+    fraction: float,
+    system: str,
+    prompts: list[str],
+    context: int,
+) -> Sample:
+    """All prompts, the slots warm from one before that does not count."""
+    policy, prefetch = SYSTEMS[system]
+    generator = Generator.from_pretrained(
+        model,
+        budget_for(model, fraction, context),
+        context_length=context,
+        draft_length=settings.draft_length,
+        profile="none",
+        cache_policy=policy,
+        prefetch=prefetch,
+        reader_threads=settings.reader_threads,
+        device="cpu",
+    )
+    try:
+        generator.generate(prompts[-1], max_new_tokens=min(16, settings.max_new_tokens))
+        runs = [
+            generator.generate(
+                prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True
+            ).stats
+            for prompt in prompts
+        ]
+        plan, opened = generator.runtime.plan, generator.runtime.opened
+        readers = settings.reader_threads
+        arena = arena_for(2 * readers, opened.store.codec.slot_bytes)
+        link = expert_reads(opened, arena, readers, LINK_BYTES, seed=0)
+        each = mean_moved_bytes(opened.store)
+        return Sample(plan.slots, each, link.seconds / link.payload_bytes, runs)
+    finally:
+        generator.close()
+
+
+def summarise(
+    fraction: float, system: str, samples: list[Sample], resident: list[Sample], lru: list[Sample]
+) -> dict[str, Any]:
+    """One row: medians over rounds; ratios are taken within a round."""
+    resident_ms = median(sample.tpot_ms for sample in resident)
+    floors = [max(resident_ms, sample.useful_ms) for sample in samples]
+    of_lru = median(s.tpot_ms / other.tpot_ms for s, other in zip(samples, lru, strict=True))
+    moved = median(sample.moved_bytes for sample in samples)
+    return {
+        "fraction": fraction,
+        "system": system,
+        "slots": samples[0].slots,
+        "tpot_ms": median(sample.tpot_ms for sample in samples),
+        "floor_ms": median(floors),
+        "of_floor": median(s.tpot_ms / floor for s, floor in zip(samples, floors, strict=True)),
+        "of_lru": of_lru,
+        "moved_bytes_per_token": moved,
+        "moved_of_lru": ratio(moved, median(sample.moved_bytes for sample in lru)),
+        "useful_bytes_per_token": median(sample.useful_bytes for sample in samples),
+        "link_bytes_per_s": median(1 / sample.link_s for sample in samples),
+        "stall_share": median(s.total("stall_s") / s.decode_s for s in samples),
+        "hidden_share": median(sample.hidden_share for sample in samples),
+        "hit_rate": median(run["hit_rate"] for sample in samples for run in sample.runs),
+        "acceptance_rate": samples[0].runs[0]["acceptance_rate"],
+        "samples": len(samples),
+    }

@@ -1,0 +1,129 @@
+"""Time per output token over memory budgets and draft lengths.
+
+Settings are rotated within a run, so that a machine that slows down or speeds up meanwhile favours
+none of them; each figure is the median over its measurements.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speq.config import RunConfig
+from speq.errors import SpeqError, checked_int
+from speq.files.atomic_file import check_target
+from speq.generator import Generator
+from speq.measure.report import Column, Report, read_prompts
+from speq.units import format_bytes, parse_bytes
+
+MEDIANS = (
+    "tpot_ms",
+    "ttft_ms",
+    "acceptance_rate",
+    "accept_length_mean",
+    "route_recall",
+    "hit_rate",
+    "coverage",
+    "moved_bytes_per_token",
+    "prefill_moved_bytes",
+    "stall_s",
+    "draft_s",
+    "verify_s",
+)
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "k": ("draft_length", "{}"),
+    "codec": ("codec", "{}"),
+    "slots": ("slots_bytes", format_bytes),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "TTFT ms": ("ttft_ms", "{:.0f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "hits": ("hit_rate", "{:.1%}"),
+    "moved/token": ("moved_bytes_per_token", format_bytes),
+    "stall s": ("stall_s", "{:.2f}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """run: options of `RunConfig` that all runs share."""
+
+    budgets: list[str]
+    draft_lengths: list[str]
+    prompts: Path | None
+    num_prompts: int
+    max_new_tokens: int
+    rounds: int
+    run: dict[str, Any]
+
+
+def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+    """Measure every budget with every draft length. Raises SpeqError for nonsense settings."""
+    check_target(json_file, force)
+    checked_int("rounds", settings.rounds, 1)
+    checked_int("max_new_tokens", settings.max_new_tokens, 1)
+    prompts = read_prompts(settings.prompts, settings.num_prompts)
+    pairs = [(budget, length) for budget in settings.budgets for length in settings.draft_lengths]
+    for budget, length in pairs:
+        RunConfig.of(budget, length, **settings.run)
+
+    samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
+    for turn in range(settings.rounds):
+        rotated = pairs[turn % len(pairs) :] + pairs[: turn % len(pairs)]
+        for pair in rotated:
+            samples[pair] += measure(model, settings, *pair, prompts)
+    rows = [summarise(budget, length, samples[budget, length]) for budget, length in pairs]
+    report = Report(
+        "tpot",
+        model,
+        asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)},
+        rows,
+    )
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def measure(
+    model: str, settings: Settings, budget: str, length: str, prompts: list[str]
+) -> list[dict[str, Any]]:
+    """The stats of each prompt, the caches warm from a prompt before that does not count."""
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        draft_length=length,
+        **settings.run,
+    )
+    try:
+        longest = max(len(generator.encode(prompt)) for prompt in prompts)
+        generator.reserve(longest + settings.max_new_tokens)
+        generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
+        return [
+            generator.generate(
+                prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True
+            ).stats
+            for prompt in prompts
+        ]
+    except SpeqError as error:
+        raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
+    finally:
+        generator.close()
+
+
+def summarise(budget: str, length: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row: medians over all samples, and what the budget bought."""
+    memory = samples[0]["memory"]
+    row: dict[str, Any] = {
+        "budget": budget,
+        "budget_bytes": parse_bytes(budget),
+        "draft_length": length,
+        "codec": samples[0]["codec"],
+        "draft_bytes": memory["draft"],
+        "slots_bytes": memory["slots"],
+        "samples": len(samples),
+    }
+    for name in MEDIANS:
+        values = [sample[name] for sample in samples if sample[name] is not None]
+        row[name] = median(values) if values else None
+    return row

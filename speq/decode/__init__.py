@@ -1,0 +1,1 @@
+"""The loop that turns a prompt into tokens: read engine.py first."""

@@ -1,0 +1,39 @@
+"""Which drafted tokens stand: those that the exact model, greedy or drawing, chooses itself.
+
+Greedy or sampled, the text is then what the exact model alone would have written, token for token.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from speq.decode.sampling import chosen, greedy
+from speq.decode.sequence import Draft, Outcome, Sequence
+
+
+def accept(draft: Draft, logits: Tensor, sequence: Sequence) -> Outcome:
+    """Walk down the draft from the pending token as far as the exact model agrees.
+
+    logits  [N + 1, V] of the exact model at the draft's nodes
+    """
+    if sequence.sampling.greedy:
+        return walk(draft, greedy(logits).__getitem__)
+    depths = draft.depths()
+
+    def drawn(node: int) -> int:
+        position = sequence.position + depths[node]
+        return chosen(logits[node], sequence.sampling, sequence.seed, position)
+
+    return walk(draft, drawn)
+
+
+def walk(draft: Draft, choice: Callable[[int], int]) -> Outcome:
+    """choice: the exact model's token after a node; asked for nodes on the path alone."""
+    path: list[int] = [0]
+    tokens: list[int] = []
+    while True:
+        tokens.append(choice(path[-1]))
+        matching = [c for c in draft.children(path[-1]) if draft.token_ids[c - 1] == tokens[-1]]
+        if not matching:
+            return Outcome(path, tokens)
+        path.append(matching[0])

@@ -1,0 +1,95 @@
+"""transformers' GenerationConfig: honoured where it applies, refused by name where it does not."""
+
+from typing import Any
+
+from transformers import GenerationConfig
+
+from speq.errors import SpeqError, checked_int, checked_token_ids
+
+# Fields that mean nothing here, or what we do anyway.
+WITHOUT_EFFECT = {
+    "_from_model_config",
+    "bos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "cache_implementation",
+    # Only with an assistant model.
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
+}
+# Values that ask for nothing; `save_pretrained` writes many of them out.
+HARMLESS = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "typical_p": 1.0,
+    "min_p": 0.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "early_stopping": False,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_scores": False,
+    "output_logits": False,
+    "return_dict_in_generate": False,
+}
+HONOURED = {
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "max_new_tokens",
+    "max_length",
+    "eos_token_id",
+    "stop_strings",
+}
+# What `generate` takes where do_sample is set and this is not.
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+
+
+def options_of(config: GenerationConfig, prompt_tokens: int) -> dict[str, Any]:
+    """Our options for what `config` asks: fields of SamplingParams, and eos_ids where it names any.
+
+    Raises SpeqError naming every field that is set and not supported.
+    """
+    given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    refused = [
+        name
+        for name, value in given.items()
+        if name not in HONOURED | WITHOUT_EFFECT and HARMLESS.get(name, ...) != value
+    ]
+    if refused:
+        raise SpeqError(
+            f"generation_config sets {', '.join(sorted(refused))}, which speq does not support; "
+            f"supported are {', '.join(sorted(HONOURED))}"
+        )
+    options: dict[str, Any] = {}
+    if given.get("do_sample"):
+        for name, default in SAMPLING_DEFAULTS.items():
+            options[name] = given.get(name, default)
+    if "max_length" in given:
+        length = checked_int("max_length", given["max_length"], 1)
+        options["max_new_tokens"] = length - prompt_tokens
+    if "max_new_tokens" in given:
+        options["max_new_tokens"] = given["max_new_tokens"]
+    stop = given.get("stop_strings")
+    if stop is not None:
+        options["stop"] = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    eos = given.get("eos_token_id")
+    if eos is not None:
+        options["eos_ids"] = checked_token_ids("eos_token_id", eos)
+    return options

@@ -1,0 +1,45 @@
+"""The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
+
+from speq.decode.drafter import GoOn
+from speq.decode.sampling import chosen
+from speq.decode.sequence import Draft, Sequence
+from speq.layers.draft_experts import DraftExperts, OnRoute
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+
+
+class SelfDraft:
+    """Drafts a chain, one pass over the INT4 experts for each token."""
+
+    def __init__(self, model: MoEModel, bank: DraftExperts, cache: KVCache) -> None:
+        self._model = model
+        self._bank = bank
+        self._cache = cache
+
+    def propose(
+        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
+        """Draft as the exact model chooses, by the same noise, up to an end of text or as far as
+        `go_on` lets it.
+
+        The draft's KV entries are forgotten again: verification writes exact ones in their place.
+        """
+        tokens: list[int] = []
+        written = 0
+        try:
+            while len(tokens) < draft_length:
+                if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
+                    break
+                self._bank.begin(len(tokens), on_route)
+                last = tokens[-1] if tokens else sequence.pending_id
+                logits = self._model.score(self._bank, self._cache, [last]).logits
+                self._cache.advance(1)
+                written += 1
+                if not logits.isfinite().all():  # damaged codes must not end what needs no draft
+                    break
+                position = sequence.position + len(tokens)
+                tokens.append(chosen(logits[0], sequence.sampling, sequence.seed, position))
+        finally:
+            self._cache.rewind(written)
+            self._bank.begin(0, None)
+        return Draft(tokens, list(range(len(tokens))))

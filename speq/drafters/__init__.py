@@ -1,1 +1,0 @@
-"""What proposes tokens for the exact model to verify."""

@@ -1,0 +1,1 @@
+"""Where INT4 copies of experts come from: GPTQ checkpoints, packs, rounding."""

@@ -1,0 +1,113 @@
+"""Where a draft's INT4 experts come from: a GPTQ checkpoint, or exact experts that are rounded."""
+
+import os
+from pathlib import Path
+
+from speq.drafts import draft_file, kinship
+from speq.drafts.gptq_config import has_gptq_config
+from speq.drafts.gptq_folder import GptqFolder
+from speq.errors import SpeqError
+from speq.experts.draft_codes import DraftSource
+from speq.experts.expert_store import ExpertLayout, ExpertStore, expert_slot, read_matrices
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
+from speq.experts.packed_draft import PackedDraft
+from speq.experts.packed_store import open_experts
+from speq.files.checkpoint import Checkpoint, locate
+from speq.files.json_file import read_json
+from speq.units import Done
+
+
+class RoundedDraft:
+    """Exact experts rounded to nearest, or what was kept of that the last time."""
+
+    label = "rounding experts to INT4"
+
+    def __init__(
+        self, checkpoint: Checkpoint, store: ExpertStore, experts: ExpertLayout, owned: bool
+    ) -> None:
+        self.layout = Int4Layout(experts.hidden_size, experts.expert_width)
+        self._checkpoint, self._store, self._owned = checkpoint, store, owned
+
+    @property
+    def fingerprint(self) -> str:
+        return draft_file.digest_of(self._checkpoint)
+
+    def expert(self, at: int) -> Int4Expert:
+        store = self._store
+        exact = read_matrices(store, *divmod(at, store.num_experts), expert_slot(store))
+        return Int4Expert.rounded(self.layout, *exact)
+
+    def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
+        draft_file.load_or_make(arena, self._checkpoint, self._store, progress)
+
+    def close(self) -> None:
+        if self._owned:
+            self._store.close()
+            self._checkpoint.close()
+
+
+def gptq_beside(model: Path) -> Path:
+    """Where a GPTQ checkpoint of a model is looked for, and where `speq quantize` leaves one."""
+    return model / draft_file.FOLDER / "gptq"
+
+
+def open_draft(
+    draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+) -> DraftSource:
+    """The draft of a model: "auto", or a folder or hub id. Raises SpeqError where it does not fit.
+
+    auto  the one that the model is packed with; else the GPTQ checkpoint beside it, if there is
+          one, or else its own experts, rounded. A folder without config.json, which is written
+          last, is no checkpoint yet.
+    """
+    tied = store.tied_draft
+    if tied is None:
+        return _open(draft, model, store, experts)
+    if draft == "auto":
+        return PackedDraft(model.path, tied, store.num_layers * store.num_experts)
+    source = _open(draft, model, store, experts)
+    try:
+        tied.check_layout(model.path, source.layout)
+    except SpeqError:
+        source.close()
+        raise
+    return source
+
+
+def _open(draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayout) -> DraftSource:
+    if draft == "auto":
+        beside = gptq_beside(model.path)
+        if os.path.exists(beside / "config.json"):
+            return open_gptq(beside, model, store, experts)
+        return RoundedDraft(model, store, experts, owned=False)
+    path = locate(draft, "draft", "auto, none, ")
+    if has_gptq_config(path, read_json(path / "config.json")):
+        return open_gptq(path, model, store, experts)
+    checkpoint = Checkpoint(path)
+    try:
+        theirs = open_experts(checkpoint, experts)
+        if theirs.tied_draft is None:
+            return RoundedDraft(checkpoint, theirs, experts, owned=True)
+        theirs.close()
+        packed = PackedDraft(path, theirs.tied_draft, store.num_layers * store.num_experts)
+        checkpoint.close()
+        return packed
+    except SpeqError as error:
+        checkpoint.close()
+        raise SpeqError(f"draft {path} does not fit the model: {error}") from error
+
+
+def open_gptq(
+    path: Path, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+) -> GptqFolder:
+    """A GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
+    kinship.check_sizes(path, read_json(path / "config.json"), model)
+    folder = GptqFolder(path, experts)
+    try:
+        kinship.check_weights(path, folder.tensors, model)
+        if store.tied_draft is None:  # which knows its draft by its codes
+            kinship.check_experts(folder, store)
+    except BaseException:
+        folder.close()
+        raise
+    return folder

@@ -1,0 +1,133 @@
+"""What a GPTQ folder says of its packing: `quantization_config`, read and checked.
+
+It stands in config.json (transformers, optimum, GPTQModel) or in quantize_config.json (AutoGPTQ),
+or in both.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speq.drafts.gptq_format import FORMATS
+from speq.errors import SpeqError
+from speq.experts.int4 import whole_groups
+from speq.files.json_file import read_json
+
+CONFIG = "config.json"
+QUANTIZE_CONFIG = "quantize_config.json"
+KEY = "quantization_config"
+# Two files, or two names of one setting, that disagree leave open how the words are to be read.
+SETTINGS = ("quant_method", "checkpoint_format", "bits", "group_size", "desc_act", "sym")
+ALIASES = {"method": "quant_method", "format": "checkpoint_format"}
+REMEDY = "give a 4-bit, symmetric checkpoint of the format gptq or gptq_v2"
+
+
+@dataclass(frozen=True, slots=True)
+class GptqConfig:
+    """How a checkpoint's linear layers are packed.
+
+    group_size         inputs to a scale, all of a row where it has fewer; -1: all of a row
+    desc_act           whether groups are of inputs far apart, as g_idx says
+    sym                whether all zero points are 8; None where that is not said
+    checkpoint_format  how zero points are stored; see gptq_format
+    """
+
+    group_size: int
+    desc_act: bool
+    sym: bool | None
+    checkpoint_format: str
+
+    def group_size_for(self, columns: int) -> int:
+        """Inputs to a scale, of a layer of `columns` inputs."""
+        return whole_groups(self.group_size, columns)
+
+
+def has_gptq_config(path: Path, config: dict[str, Any]) -> bool:
+    """Whether a folder of this config.json says that it is quantised, by whatever method."""
+    return config.get(KEY) is not None or os.path.exists(path / QUANTIZE_CONFIG)
+
+
+def gptq_config(path: Path, config: dict[str, Any]) -> GptqConfig:
+    """The packing of the folder `path`, whose config.json is `config`.
+
+    Raises SpeqError, naming the setting, for what contradicts itself or is not read here.
+    """
+    said: dict[str, tuple[Any, str]] = {}
+    for where, settings in _sources(path, config).items():
+        for name, value in settings.items():
+            setting = ALIASES.get(name, name)
+            if setting not in (*SETTINGS, "pack_dtype", "is_marlin_format", "rotation"):
+                continue
+            known, first = said.setdefault(setting, (value, where))
+            if known != value or type(known) is not type(value):
+                raise SpeqError(
+                    f"{path} contradicts itself: {first} says {setting} {known!r} and {where} says "
+                    f"{value!r}; download it again"
+                )
+    values = {name: value for name, (value, _) in said.items()}
+    _check_method(path, values)
+    return GptqConfig(
+        group_size=_group_size(path, values),
+        desc_act=_flag(path, values, "desc_act"),
+        sym=_flag(path, values, "sym") if "sym" in values else None,
+        checkpoint_format=values.get("checkpoint_format", FORMATS[0]),
+    )
+
+
+def _sources(path: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The objects that hold settings, by where they stand."""
+    found: dict[str, Any] = {}
+    if config.get(KEY) is not None:
+        found[f"{KEY} of {CONFIG}"] = config[KEY]
+    if os.path.exists(path / QUANTIZE_CONFIG):
+        found[QUANTIZE_CONFIG] = read_json(path / QUANTIZE_CONFIG)
+    for where, settings in found.items():
+        if not isinstance(settings, dict):
+            raise SpeqError(
+                f"{path}: {where} is a JSON {type(settings).__name__}; it must be an object"
+            )
+    return found
+
+
+def _check_method(path: Path, values: dict[str, Any]) -> None:
+    method = values.get("quant_method", "gptq")
+    if method != "gptq":
+        raise SpeqError(f"{path} is quantised by {method!r}, which is not read here; {REMEDY}")
+    checkpoint_format = values.get("checkpoint_format", FORMATS[0])
+    if values.get("is_marlin_format"):
+        checkpoint_format = "marlin"
+    if checkpoint_format not in FORMATS:
+        raise SpeqError(
+            f"{path} has the checkpoint_format {checkpoint_format!r}, which is not read here; "
+            f"{REMEDY}"
+        )
+    bits = values.get("bits")
+    if type(bits) is not int or bits != 4:
+        raise SpeqError(f"{path} has bits {bits!r}, and only 4 are read here; {REMEDY}")
+    if values.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
+        raise SpeqError(
+            f"{path} has pack_dtype {values['pack_dtype']!r}, and only int32 is read here; {REMEDY}"
+        )
+    if values.get("rotation"):
+        raise SpeqError(
+            f"{path} has rotated weights (rotation {values['rotation']!r}), which do not go with "
+            f"the model's own routers; {REMEDY} without rotation"
+        )
+
+
+def _group_size(path: Path, values: dict[str, Any]) -> int:
+    size = values.get("group_size")
+    if type(size) is not int or (size != -1 and (size < 2 or size % 2)):
+        raise SpeqError(
+            f"{path} has group_size {size!r}; it must be -1, for all of a row, or a positive even "
+            "number"
+        )
+    return size
+
+
+def _flag(path: Path, values: dict[str, Any], name: str) -> bool:
+    value = values.get(name)
+    if not isinstance(value, bool):
+        raise SpeqError(f"{path} has {name} {value!r}; it must be true or false")
+    return value

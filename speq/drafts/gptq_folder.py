@@ -1,0 +1,171 @@
+"""A GPTQ checkpoint as a draft: its experts, checked and brought into the INT4 arena.
+
+Everything else in the folder (attention, shared experts, quantised or not) is left alone: a draft
+shares it with the exact model. Biases of experts, which no supported family has but AutoGPTQ once
+wrote, must be zero.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speq.drafts.gptq_config import gptq_config
+from speq.drafts.gptq_format import (
+    CODES_PER_WORD,
+    GptqMatrix,
+    Int4Matrix,
+    check_zeros,
+    dequantise,
+    float16_scales,
+    fused,
+    input_perm_of,
+    to_int4,
+)
+from speq.drafts.gptq_modules import ExpertFinder, PackedModule, file_names
+from speq.errors import SpeqError
+from speq.experts.expert_store import ExpertLayout
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
+from speq.files.json_file import read_json
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+from speq.files.shards import Shards
+from speq.units import Done
+
+
+class GptqFolder:
+    """A folder of GPTQ experts for a model whose experts are `experts`.
+
+    layout  what an expert of it takes in an arena
+
+    Names, shapes, dtypes and settings are checked when it is opened, and the scales, zero points
+    and g_idx of an expert of each layer; all others' when they are loaded. Raises SpeqError.
+    """
+
+    label = "loading the GPTQ draft"
+
+    def __init__(self, path: Path, experts: ExpertLayout) -> None:
+        self.path = path
+        self.config = gptq_config(path, read_json(path / "config.json"))
+        self.layout = self._layout(experts)
+        self._shards = Shards(path, *file_names(path))
+        try:
+            self._experts = ExpertFinder(self._shards, experts, self.config).find()
+            for expert in self._experts[:: experts.num_experts]:
+                for module in expert.modules:
+                    self._read_values(module)
+        except BaseException:
+            self.close()
+            raise
+
+    def _layout(self, experts: ExpertLayout) -> Int4Layout:
+        hidden, width = experts.hidden_size, experts.expert_width
+        for columns in (hidden, width):
+            if columns % self.config.group_size_for(columns) or columns % CODES_PER_WORD:
+                raise SpeqError(
+                    f"draft {self.path} has group_size {self.config.group_size}, and the model's "
+                    f"experts have rows of {columns}, which must be whole groups and whole words "
+                    "of eight codes; quantise with a group_size that divides them, or -1"
+                )
+        # An order of inputs is needed only where there are several groups to sort them by.
+        permuted = self.config.desc_act and self.config.group_size_for(hidden) < hidden
+        return Int4Layout(hidden, width, self.config.group_size, permuted)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._shards.fingerprint(repr(self.config).encode())
+
+    @property
+    def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorInfo]]:
+        """Every tensor of the folder, of experts or not."""
+        return self._shards.tensors
+
+    def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
+        """Bring all experts into an arena of `layout`; progress is told (experts done, experts)."""
+        for base_slot in range(len(self._experts)):
+            arena.put(base_slot, self.expert(base_slot))
+            if progress is not None:
+                progress(base_slot + 1, len(self._experts))
+
+    def sample(self, base_slot: int, count: int) -> Tensor:
+        """The first `count` rows of an expert's gate, of its up, and of its down, dequantised and
+        flattened one behind the other: [2 * count * H + count * F] float32."""
+        expert, rows = self._experts[base_slot], torch.arange(count)
+        gate_up = self._fused(*expert.gate_up)
+        up_rows = rows + self.layout.expert_width
+        parts = [
+            dequantise(gate_up, torch.cat([rows, up_rows])),
+            dequantise(self._read(expert.down), rows),
+        ]
+        return torch.cat([part.flatten() for part in parts])
+
+    def close(self) -> None:
+        self._shards.close()
+
+    def expert(self, at: int) -> Int4Expert:
+        """One of them, in the kernels' layout. Raises SpeqError where it is damaged."""
+        expert = self._experts[at]
+        gate_up, down = self._matrix(*expert.gate_up), self._matrix(expert.down)
+        if down.input_perm is not None:
+            # What down multiplies comes out of gate and up: their rows take its order.
+            half = down.input_perm
+            gate_up = gate_up.reorder_rows(torch.cat([half, half + len(half)]))
+        parts = {
+            "gate_up_qweight": gate_up.qweight,
+            "gate_up_scales": gate_up.scales,
+            "down_qweight": down.qweight,
+            "down_scales": down.scales,
+        }
+        if self.layout.permuted:
+            in_order = torch.arange(self.layout.hidden_size)
+            order = in_order if gate_up.input_perm is None else gate_up.input_perm
+            parts["input_perm"] = order.to(torch.int32)
+        return Int4Expert(parts, down.input_perm)
+
+    def _matrix(self, *modules: PackedModule) -> Int4Matrix:
+        whole = self._fused(*modules)
+        return to_int4(whole, self.config.group_size_for(modules[0].columns))
+
+    def _fused(self, *modules: PackedModule) -> GptqMatrix:
+        """Modules over the same inputs as one, their rows behind one another."""
+        matrices = [self._read(module) for module in modules]
+        try:
+            return fused(matrices)
+        except ValueError as error:
+            names = " and ".join(module.name for module in modules)
+            raise SpeqError(
+                f"{modules[0].path}: {names} {error}; quantise them together"
+            ) from error
+
+    def _read(self, module: PackedModule) -> GptqMatrix:
+        values = self._read_values(module)
+        return replace(values, qweight=module.parts["qweight"].read())
+
+    def _read_values(self, module: PackedModule) -> GptqMatrix:
+        """A module without its codes, once its values were found to be what the config says."""
+        parts = {name: part.read() for name, part in module.parts.items() if name != "qweight"}
+        g_idx, bias = parts.get("g_idx"), parts.get("bias")
+        at, remedy = "qzeros", self._zeros_remedy
+        try:
+            check_zeros(parts["qzeros"], self.config.checkpoint_format)
+            at, remedy = "scales", "download or quantise it again"
+            float16_scales(parts["scales"])
+            at = "g_idx"
+            order = input_perm_of(g_idx, module.columns, self.config.group_size_for(module.columns))
+            if order is not None and not self.config.desc_act:
+                raise ValueError("puts inputs out of order, although the config has desc_act false")
+            at = "bias"
+            if bias is not None and bool(bias.any()):
+                raise ValueError("is not zero, and the model's experts have no bias")
+        except ValueError as error:
+            raise SpeqError(f"{module.path}: {module.name}.{at} {error}; {remedy}") from error
+        return GptqMatrix(torch.empty(0), parts["qzeros"], parts["scales"], g_idx)
+
+    @property
+    def _zeros_remedy(self) -> str:
+        if not self.config.sym:
+            return "asymmetric checkpoints are not read: quantise with sym true"
+        return (
+            "the config (sym true, checkpoint_format "
+            f"{self.config.checkpoint_format}) is not true of it: download or quantise it again"
+        )

@@ -1,0 +1,221 @@
+"""The packed linear layers of experts in a GPTQ folder: found by name, checked by shape and dtype.
+
+Names are those of GPTQModel, optimum and AutoGPTQ:
+
+    model.layers.L.mlp.experts.N.{gate,up,down}_proj.{qweight,qzeros,scales,g_idx}
+    model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}...      mixtral and phimoe, older
+    model.layers.L.mlp.experts.N.{gate_up,down}_proj...          gate and up fused, gate first
+    model.layers.L.mlp.experts.{gate_up,gate,up,down}_proj...    all experts stacked, [E, ...]
+"""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speq.drafts.gptq_config import GptqConfig
+from speq.drafts.gptq_format import CODES_PER_WORD
+from speq.errors import SpeqError
+from speq.experts.expert_store import PROJECTIONS, ExpertLayout
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+from speq.files.shards import INDEX, SINGLE, Shards
+
+TENSOR_NAME = re.compile(
+    r"(?P<module>(?:^|.*\.)layers\.(?P<layer>\d{1,9})\.(?:mlp|block_sparse_moe)\.experts\."
+    r"(?:(?P<expert>\d{1,9})\.)?(?P<projection>gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3))"
+    r"\.(?P<part>qweight|qzeros|scales|g_idx|bias|weight)"
+)
+REQUIRED = ("qweight", "qzeros", "scales")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = {
+    "qweight": (torch.int32,),
+    "qzeros": (torch.int32,),
+    "g_idx": (torch.int32,),
+    "scales": FLOAT_DTYPES,
+    "bias": FLOAT_DTYPES,
+}
+# Model layer, expert (None: all of them, stacked) and projection.
+ModuleKey = tuple[int, int | None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a file, or the slice of it that belongs to one expert."""
+
+    file: SafetensorsFile
+    info: TensorInfo
+
+    def of_expert(self, expert: int) -> "Part":
+        """Slice `expert` of tensors stacked along the first dimension."""
+        count, *shape = self.info.shape
+        nbytes = self.info.nbytes // count
+        offset = self.info.offset + expert * nbytes
+        return Part(self.file, replace(self.info, shape=tuple(shape), offset=offset, nbytes=nbytes))
+
+    def read(self) -> Tensor:
+        data = torch.empty(self.info.nbytes, dtype=torch.uint8)
+        self.file.read_into(self.info.offset, data)
+        return data.view(self.info.dtype).view(self.info.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModule:
+    """A packed linear layer on disk, its parts by name; empty ones (g_idx, bias) are left out."""
+
+    name: str
+    parts: dict[str, Part]
+
+    @property
+    def path(self) -> Path:
+        return self.parts["qweight"].file.path
+
+    @property
+    def columns(self) -> int:
+        return self.parts["qweight"].info.shape[0] * CODES_PER_WORD
+
+    def of_expert(self, expert: int) -> "PackedModule":
+        parts = {name: part.of_expert(expert) for name, part in self.parts.items()}
+        return PackedModule(f"{self.name} (expert {expert})", parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpert:
+    """gate_up is one module, or gate and up; all matrices [out, in] as the model has them."""
+
+    gate_up: tuple[PackedModule, ...]
+    down: PackedModule
+
+    @property
+    def modules(self) -> tuple[PackedModule, ...]:
+        return (*self.gate_up, self.down)
+
+
+class ExpertFinder:
+    """Finds the experts of a model in the shards of a folder. Errors call the folder a draft."""
+
+    def __init__(self, shards: Shards, experts: ExpertLayout, config: GptqConfig) -> None:
+        self._path = shards.path
+        self._experts = experts
+        self._config = config
+        self._found = self._modules(shards)
+        self._used: set[ModuleKey] = set()
+
+    def find(self) -> list[PackedExpert]:
+        """Every expert, layer after layer. Raises SpeqError where the folder has fewer or more."""
+        found = [
+            self._expert(layer, expert)
+            for layer in self._experts.layers
+            for expert in range(self._experts.num_experts)
+        ]
+        for key, extra in self._found.items():
+            if key not in self._used:
+                raise SpeqError(
+                    f"draft {self._path} does not fit the model, which has no use for {extra.name} "
+                    f"beside {self._experts.num_experts} experts in each of "
+                    f"{len(self._experts.layers)} layers"
+                )
+        return found
+
+    def _expert(self, layer: int, expert: int) -> PackedExpert:
+        hidden, width = self._experts.hidden_size, self._experts.expert_width
+        whole = {(layer, expert, "gate_up_proj"), (layer, None, "gate_up_proj")}
+        parts = {"gate_proj": width, "up_proj": width}
+        if self._found.keys() & whole:
+            parts = {"gate_up_proj": 2 * width}
+        return PackedExpert(
+            tuple(self._module(layer, expert, name, parts[name], hidden) for name in parts),
+            self._module(layer, expert, "down_proj", hidden, width),
+        )
+
+    def _module(
+        self, layer: int, expert: int, projection: str, rows: int, columns: int
+    ) -> PackedModule:
+        count = self._experts.num_experts
+        for key in ((layer, expert, projection), (layer, None, projection)):
+            module = self._found.get(key)
+            if module is not None:
+                self._used.add(key)
+                stacked = () if key[1] is not None else (count,)
+                self._check(module, rows, columns, stacked)
+                return module.of_expert(expert) if stacked else module
+        raise SpeqError(
+            f"draft {self._path} does not fit the model: it lacks {projection} of expert {expert} "
+            f"in layer {layer}; the model has {count} experts in each such layer"
+        )
+
+    def _modules(self, shards: Shards) -> dict[ModuleKey, PackedModule]:
+        """Every packed module of experts that the folder holds."""
+        found: dict[ModuleKey, PackedModule] = {}
+        for name, (file, info) in shards.tensors.items():
+            match = TENSOR_NAME.fullmatch(name)
+            if match is None:
+                continue
+            if match["part"] == "weight":
+                raise SpeqError(
+                    f"draft {self._path} has experts that are not quantised, {name} among them; "
+                    "quantise all routed experts"
+                )
+            expert = None if match["expert"] is None else int(match["expert"])
+            projection = PROJECTIONS.get(match["projection"], match["projection"])
+            key = (int(match["layer"]), expert, projection)
+            module = found.setdefault(key, PackedModule(match["module"], {}))
+            if module.name != match["module"]:
+                raise SpeqError(
+                    f"draft {self._path} holds both {module.name} and {match['module']}; leave one"
+                )
+            if info.nbytes or match["part"] in REQUIRED:
+                module.parts[match["part"]] = Part(file, info)
+        return found
+
+    def _check(
+        self, module: PackedModule, rows: int, columns: int, stacked: tuple[int, ...]
+    ) -> None:
+        """Raise SpeqError unless a module is whole and packs [*stacked, rows, columns]."""
+        groups = columns // self._config.group_size_for(columns)
+        needed = (*REQUIRED, "g_idx") if self._config.desc_act and groups > 1 else REQUIRED
+        for part in needed:
+            if part not in module.parts:
+                why = ", which desc_act true calls for" if part == "g_idx" else ""
+                raise SpeqError(
+                    f"draft {self._path} lacks {module.name}.{part}{why}; download it again"
+                )
+        wanted: dict[str, tuple[int, ...]] = {
+            "qweight": (columns // CODES_PER_WORD, rows),
+            "qzeros": (groups, rows // CODES_PER_WORD),
+            "scales": (groups, rows),
+            "g_idx": (columns,),
+            "bias": (rows,),
+        }
+        for part, held in module.parts.items():
+            shape = (*stacked, *wanted[part])
+            if held.info.shape != shape or held.info.dtype not in DTYPES[part]:
+                dtypes = " or ".join(str(dtype) for dtype in DTYPES[part])
+                raise SpeqError(
+                    f"draft {self._path} does not fit the model: {module.name}.{part} is "
+                    f"{held.info.dtype} {list(held.info.shape)}; the model's sizes, bits 4 and "
+                    f"group_size {self._config.group_size} make it {dtypes} {list(shape)}"
+                )
+
+
+def file_names(path: Path) -> tuple[str, str]:
+    """What the index and the only file of a folder are called.
+
+    AutoGPTQ names them for the settings: gptq_model-4bit-128g.safetensors.
+    """
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
+    if INDEX in names or SINGLE in names:
+        return INDEX, SINGLE
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    singles = [name for name in names if name.endswith(".safetensors")]
+    if len(indexes) > 1 or (not indexes and len(singles) > 1):
+        raise SpeqError(
+            f"{path} holds several checkpoints, {', '.join((indexes or singles)[:2])} among them; "
+            "leave the one to read"
+        )
+    return indexes[0] if indexes else INDEX, singles[0] if singles and not indexes else SINGLE

@@ -1,0 +1,115 @@
+"""Whether a quantised checkpoint was made from the model that it is to draft for."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.drafts.gptq_folder import GptqFolder
+from speq.errors import SpeqError
+from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
+from speq.files.checkpoint import Checkpoint
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+
+Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
+# Sizes that two configs of one model share, where both name them; by all their names.
+SIZES = (
+    ("model_type",),
+    ("num_hidden_layers",),
+    ("hidden_size",),
+    ("intermediate_size",),
+    ("moe_intermediate_size",),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+)
+# Quantisers leave routers as they are; families and versions name them differently.
+ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
+EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
+# Elements compared of a tensor, and rows of each matrix of an expert.
+SAMPLE = 1 << 16
+SAMPLE_ROWS = 64
+# The square of rounding's error is some hundredths of that of the weights; of other weights, twice.
+MAX_ERROR = 0.5
+
+
+def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
+    """Raise SpeqError where the config of the draft at `path` is of another model's sizes."""
+    for names in SIZES:
+        given = [name for name in names if name in config]
+        wanted = [name for name in names if name in model.config]
+        if given and wanted and config[given[0]] != model.config[wanted[0]]:
+            raise SpeqError(
+                f"draft {path} does not fit the model: its config.json has {given[0]} "
+                f"{config[given[0]]!r} and the model's has {model.config[wanted[0]]!r}"
+            )
+
+
+def check_weights(path: Path, tensors: Tensors, model: Checkpoint) -> None:
+    """Raise SpeqError where routers of the draft at `path` are not the model's.
+
+    Without routers in both, embeddings are compared; without those either, nobody could tell.
+    """
+    for pattern in (ROUTER, EMBEDDING):
+        ours, theirs = (_floats(pattern, held) for held in (model.tensors, tensors))
+        shared = sorted(ours.keys() & theirs.keys())
+        for key in shared:
+            name, file, info = theirs[key]
+            _, own_file, own = ours[key]
+            if info.shape != own.shape or not same(_sample(file, info), _sample(own_file, own)):
+                raise SpeqError(
+                    f"draft {path} was made from another model: its {name}, which is not "
+                    "quantised, differs from the model's; give a draft of this very checkpoint"
+                )
+        if shared:
+            return
+    raise SpeqError(
+        f"draft {path} has no router and no embedding in common with the model to tell by that it "
+        "was made from it; quantise with both left as they are"
+    )
+
+
+def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
+    """Raise SpeqError where the first expert of a draft is not near the model's own.
+
+    Another model may have the same routers; and a checkpoint may lay gate and up out otherwise.
+    """
+    gate_up_proj, down_proj = read_matrices(store, 0, 0, expert_slot(store))
+    width, count = down_proj.shape[1], min(SAMPLE_ROWS, *down_proj.shape)
+    rows = (gate_up_proj[:count], gate_up_proj[width : width + count], down_proj[:count])
+    exact = torch.cat([part.float().flatten() for part in rows])
+    error = float((draft.sample(0, count) - exact).square().sum())
+    if not error <= MAX_ERROR * float(exact.square().sum()):
+        raise SpeqError(
+            f"draft {draft.path} was made from another model, or has gate and up in another order: "
+            "its first expert is nowhere near the model's; give a draft of this very checkpoint"
+        )
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether float tensors are equal, but for the rounding of either to the other's dtype."""
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    infos = [torch.finfo(tensor.dtype) for tensor in (one, other)]
+    coarsest = max(info.eps for info in infos)
+    smallest = max(info.smallest_normal * info.eps for info in infos)
+    return torch.allclose(one.double(), other.double(), rtol=coarsest, atol=smallest)
+
+
+def _floats(
+    pattern: re.Pattern[str], tensors: Tensors
+) -> dict[tuple[str, ...], tuple[str, SafetensorsFile, TensorInfo]]:
+    """Float tensors whose names match, by what the pattern captures."""
+    found = {}
+    for name, (file, info) in tensors.items():
+        match = pattern.search(name)
+        if match is not None and info.dtype.is_floating_point:
+            found[match.groups()] = (name, file, info)
+    return found
+
+
+def _sample(file: SafetensorsFile, info: TensorInfo) -> Tensor:
+    nbytes = min(info.nbytes, SAMPLE * info.dtype.itemsize)
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    file.read_into(info.offset, data)
+    return data.view(info.dtype)

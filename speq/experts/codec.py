@@ -1,0 +1,246 @@
+"""How an exact expert is laid out in a record, in a file or in a slot: the ExpertCodec seam.
+
+raw       the checkpoint's words
+lossless  11 to 12 bits a BF16 weight, without a draft
+residual  under 9 bits a BF16 weight: what the draft's INT4 codes do not already say
+
+Nothing outside this file asks which of them it has.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.experts.int4 import Int4Arena, Int4Expert
+from speq.experts.slots import LosslessExperts, RawExperts, ResidualExperts, SlotExperts
+from speq.files.alignment import aligned
+from speq.kernels import compact_ops
+from speq.kernels.compact_layout import CompactLayout
+
+# gate_up_proj [2F, H], gate over up, and down_proj [H, F].
+Matrices = tuple[Tensor, Tensor]
+Base = TypeVar("Base", Int4Expert, Int4Arena)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """One expert's matrices: gate_up_proj [2F, H], gate over up, and down_proj [H, F]."""
+
+    hidden_size: int
+    expert_width: int
+    dtype: torch.dtype
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int]:
+        return (2 * self.expert_width, self.hidden_size)
+
+    @property
+    def down_shape(self) -> tuple[int, int]:
+        return (self.hidden_size, self.expert_width)
+
+    @property
+    def weights(self) -> int:
+        return 3 * self.hidden_size * self.expert_width
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights * self.dtype.itemsize
+
+    def empty(self) -> Matrices:
+        """Memory for both matrices, on the CPU."""
+        shapes = (self.gate_up_shape, self.down_shape)
+        gate_up_proj, down_proj = (torch.empty(shape, dtype=self.dtype) for shape in shapes)
+        return gate_up_proj, down_proj
+
+
+class ExpertCodec(Protocol):
+    """Records of experts of one shape, and the slots that hold them.
+
+    A base is an expert's INT4 codes, or all experts'; only codecs that need a draft look at it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether records are read over the codes of a draft."""
+
+    @property
+    def shape(self) -> ExpertShape: ...
+
+    @property
+    def record_range(self) -> tuple[int, int]:
+        """The fewest and the most bytes that a record can have."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest record's bytes in whole blocks, as reads past the page cache fill them."""
+
+    def holding(self, largest_bytes: int) -> Self:
+        """The same with slots for records of so many bytes at most."""
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        """Write the record of an expert, in the checkpoint's order, into a slot; its bytes.
+
+        slot  [slot_bytes] uint8 on the CPU. Raises SpeqError where it is too small.
+        """
+
+    def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
+        """The matrices in a slot on the CPU, bit for bit, perhaps as views of it.
+
+        Over a draft they are in the order of its codes (`Int4Expert.in_order`). Raises SpeqError
+        where there is no base and one is needed.
+        """
+
+    def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
+        """The experts in slots [S, slot_bytes] uint8, to be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawCodec:
+    """Plain words in the checkpoint's dtype: gate, up, down, each row after row."""
+
+    name: ClassVar[str] = "raw"
+    needs_draft: ClassVar[bool] = False
+    shape: ExpertShape
+
+    @property
+    def record_bytes(self) -> int:
+        return self.shape.nbytes
+
+    @property
+    def record_range(self) -> tuple[int, int]:
+        return self.record_bytes, self.record_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return aligned(self.record_bytes)
+
+    def holding(self, largest_bytes: int) -> "RawCodec":
+        return self
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        for matrix, words in zip(exact, self.decode(slot), strict=True):
+            words.copy_(matrix)
+        return self.record_bytes
+
+    def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
+        gate_up_proj, down_proj = self._matrices(slot.unsqueeze(0))
+        return gate_up_proj[0], down_proj[0]
+
+    def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
+        return RawExperts(*self._matrices(slots))
+
+    def _matrices(self, slots: Tensor) -> Matrices:
+        """gate_up_proj [S, 2F, H] and down_proj [S, H, F] of slots [S, slot_bytes] uint8."""
+        shape = self.shape
+        words = slots.view(shape.dtype)[:, : shape.weights]
+        split = 2 * shape.expert_width * shape.hidden_size
+        gate_up_proj = words[:, :split].unflatten(1, shape.gate_up_shape)
+        return gate_up_proj, words[:, split:].unflatten(1, shape.down_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CompactCodec:
+    """Records of the formats of `speq.kernels.compact_layout`, no two of which need be of one size.
+
+    largest_bytes  of a record; None: of any there can be
+    """
+
+    name: ClassVar[str]
+    needs_draft: ClassVar[bool]
+    shape: ExpertShape
+    largest_bytes: int | None = None
+
+    @property
+    def layout(self) -> CompactLayout:
+        shape, lossless = self.shape, not self.needs_draft
+        return CompactLayout(shape.hidden_size, shape.expert_width, lossless=lossless)
+
+    @property
+    def record_range(self) -> tuple[int, int]:
+        return self.layout.fixed_bytes, self.layout.most_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return aligned(self.largest_bytes or self.layout.most_bytes)
+
+    def holding(self, largest_bytes: int) -> Self:
+        return replace(self, largest_bytes=largest_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LosslessCodec(CompactCodec):
+    """Sign and mantissa of each word, and a 3-bit class for its exponent."""
+
+    name: ClassVar[str] = "lossless"
+    needs_draft: ClassVar[bool] = False
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        return compact_ops.encode_lossless_into(*exact, slot)
+
+    def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
+        gate_up_proj, down_proj = self.shape.empty()
+        compact_ops.decode_lossless(slot, gate_up_proj, down_proj)
+        return gate_up_proj, down_proj
+
+    def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
+        return LosslessExperts(slots, self.shape.expert_width)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualCodec(CompactCodec):
+    """What INT4 codes do not say: a word's low byte, and a little for codes 0."""
+
+    name: ClassVar[str] = "residual"
+    needs_draft: ClassVar[bool] = True
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        base = needed(base)
+        ordered = base.in_order(*exact)
+        return compact_ops.encode_residual_into(*ordered, base.gate_up, base.down, slot)
+
+    def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
+        base = needed(base)
+        gate_up_proj, down_proj = self.shape.empty()
+        compact_ops.decode_residual(slot, base.gate_up, base.down, gate_up_proj, down_proj)
+        return gate_up_proj, down_proj
+
+    def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
+        base = needed(base)
+        return ResidualExperts(slots, base.bank, base.base_slots.unbind())
+
+
+def needed(base: Base | None) -> Base:
+    """A draft's codes, for records that are nothing without them."""
+    if base is None:
+        raise SpeqError(
+            "these experts are packed as residuals, which only their draft turns into words; give "
+            "the model they were packed from"
+        )
+    return base
+
+
+CODECS: dict[str, type[RawCodec] | type[LosslessCodec] | type[ResidualCodec]] = {
+    codec.name: codec for codec in (RawCodec, LosslessCodec, ResidualCodec)
+}
+
+
+def codec_of(name: str, shape: ExpertShape) -> ExpertCodec:
+    """The codec of that name. Raises SpeqError for words it does not code."""
+    codec = CODECS[name](shape)
+    if name not in codecs_for(shape.dtype):
+        raise SpeqError(
+            f"codec {name} codes bfloat16 and the model's experts are "
+            f"{str(shape.dtype).removeprefix('torch.')}; use codec raw"
+        )
+    return codec
+
+
+def codecs_for(dtype: torch.dtype) -> tuple[str, ...]:
+    """Codecs of experts of a dtype. Of 16 bits of FP16 a compact code would save 11 %."""
+    return tuple(CODECS) if dtype == torch.bfloat16 else (RawCodec.name,)

@@ -1,0 +1,105 @@
+"""Published experts, encoded as they are read: records in slots, words on the disk.
+
+Slots hold more experts so, but each read still moves all words, and is encoded besides. A packed
+model has its records on the disk.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+
+from torch import Tensor
+
+from speq.experts.codec import ExpertCodec
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
+from speq.experts.int4 import Int4Arena
+from speq.experts.packed_draft import TiedDraft
+from speq.files.alignment import ALIGNMENT, aligned_bytes
+from speq.units import Done
+
+
+def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
+    """What a thread that encodes holds besides what it reads with: an expert's words and, over a
+    draft, their copy in its order.
+    """
+    return (2 if codec.needs_draft else 1) * words.slot_bytes + ALIGNMENT
+
+
+class EncodingStore:
+    """Reads words, and fills slots with records of `codec`.
+
+    Until `measure` knows the largest record, slots are said to hold the smallest there can be:
+    plans made by that refuse no budget that would do.
+    """
+
+    def __init__(self, words: SafetensorsExpertStore, codec: ExpertCodec) -> None:
+        self.num_layers = words.num_layers
+        self.num_experts = words.num_experts
+        self.words = words
+        self.reading_bytes = words.reading_bytes + encoding_bytes(words.codec, codec)
+        self._any_size = codec
+        self._codec = codec.holding(codec.record_range[0])
+        self._base: Int4Arena | None = None
+        self._sizes: list[int] = []
+        self._scratch: SimpleQueue[Tensor] = SimpleQueue()
+
+    @property
+    def codec(self) -> ExpertCodec:
+        return self._codec
+
+    @property
+    def tied_draft(self) -> TiedDraft | None:
+        return None
+
+    def measure(self, base: Int4Arena | None, threads: int, progress: Done | None) -> None:
+        """Encode every expert once, so that slots are known to hold the largest.
+
+        base  the codes of a draft, of a codec that needs them; they must stay as they are
+        """
+        self._base = base
+        count = self.num_layers * self.num_experts
+        sizes: list[int] = []
+        # Memory for the largest there can be: what no record reaches is never touched.
+        rooms: SimpleQueue[Tensor] = SimpleQueue()
+        for room in aligned_bytes(threads, self._any_size.slot_bytes):
+            rooms.put(room)
+
+        def size_of(at: int) -> int:
+            room = rooms.get()
+            try:
+                return self._fill(at, room)[0]
+            finally:
+                rooms.put(room)
+
+        with ThreadPoolExecutor(threads) as pool:
+            for nbytes in pool.map(size_of, range(count)):
+                sizes.append(nbytes)
+                if progress is not None:
+                    progress(len(sizes), count)
+        self._sizes = sizes
+        self._codec = self._codec.holding(max(sizes))
+
+    def record_bytes(self, layer: int, expert: int) -> int:
+        return self._sizes[layer * self.num_experts + expert]
+
+    def moved_bytes(self, layer: int, expert: int) -> int:
+        return self.words.moved_bytes(layer, expert)
+
+    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+        return self._fill(layer * self.num_experts + expert, slot)[1]
+
+    def _fill(self, at: int, slot: Tensor) -> tuple[int, int]:
+        """Encode an expert into `slot`; the record's bytes, and those read from the disk."""
+        try:
+            words = self._scratch.get_nowait()
+        except Empty:  # as many as threads ever read at a time
+            words = expert_slot(self.words)
+        try:
+            read_bytes = self.words.read(*divmod(at, self.num_experts), words)
+            base = None if self._base is None else self._base.expert(at)
+            exact = self.words.codec.decode(words)
+            return self._any_size.encode(exact, base, slot), read_bytes
+        finally:
+            self._scratch.put(words)
+
+    def close(self) -> None:
+        self.words.close()

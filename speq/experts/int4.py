@@ -1,0 +1,208 @@
+"""The INT4 copy of the experts that drafts: its layout, and the arena that holds it."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.kernels.ops import Int4Bank, quantize_int4
+
+GROUP_SIZE = 128
+# Rows quantised at a time, so that float32 copies of a large expert never exist whole.
+ROW_BLOCK = 512
+
+
+def group_size_of(columns: int) -> int:
+    """128, or the largest power of two that divides a dimension that 128 does not."""
+    size = min(GROUP_SIZE, columns & -columns)
+    if size < 2:
+        raise SpeqError(
+            f"experts with a dimension of {columns}, an odd number, cannot be packed two codes to "
+            "the byte; run with draft none"
+        )
+    return size
+
+
+def whole_groups(group_size: int, columns: int) -> int:
+    """Columns to a scale, of rows of `columns`: all, where group_size is -1 or they are fewer."""
+    return columns if group_size == -1 else min(group_size, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Layout:
+    """Shapes of one INT4 expert of gate_up_proj [2F, H] and down_proj [H, F].
+
+    group_size  columns to a scale; a whole row where it has fewer, or where this is -1; None: what
+                `group_size_of` says of each dimension
+    permuted    whether an order of inputs (desc_act) belongs to each gate_up_proj
+    """
+
+    hidden_size: int
+    expert_width: int
+    group_size: int | None = None
+    permuted: bool = False
+
+    def group_size_for(self, columns: int) -> int:
+        """Columns to a scale, of rows of `columns`."""
+        if self.group_size is None:
+            return group_size_of(columns)
+        return whole_groups(self.group_size, columns)
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of an expert, by name."""
+        hidden, width = self.hidden_size, self.expert_width
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "gate_up_qweight": ((2 * width, hidden // 2), torch.uint8),
+            "gate_up_scales": ((2 * width, hidden // self.group_size_for(hidden)), torch.float16),
+            "down_qweight": ((hidden, width // 2), torch.uint8),
+            "down_scales": ((hidden, width // self.group_size_for(width)), torch.float16),
+        }
+        if self.permuted:
+            shapes["input_perm"] = ((hidden,), torch.int32)
+        return shapes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert's codes, scales and order of inputs."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Expert:
+    """One expert's codes, on the CPU.
+
+    parts       by name, as `Int4Layout.shapes` says
+    inner_perm  [F] int64 or None: down's column c is for neuron inner_perm[c], and so are rows c
+                and F + c of gate_up (desc_act)
+    """
+
+    parts: dict[str, Tensor]
+    inner_perm: Tensor | None = None
+
+    @property
+    def gate_up(self) -> tuple[Tensor, Tensor]:
+        """qweight and scales."""
+        return self.parts["gate_up_qweight"], self.parts["gate_up_scales"]
+
+    @property
+    def down(self) -> tuple[Tensor, Tensor]:
+        """qweight and scales."""
+        return self.parts["down_qweight"], self.parts["down_scales"]
+
+    def in_order(self, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor]:
+        """An exact expert with its rows and columns where those of the codes are."""
+        if "input_perm" in self.parts:
+            gate_up_proj = gate_up_proj.index_select(1, self.parts["input_perm"].long())
+        if self.inner_perm is not None:
+            half = self.inner_perm
+            gate_up_proj = gate_up_proj.index_select(0, torch.cat([half, half + len(half)]))
+            down_proj = down_proj.index_select(1, half)
+        return gate_up_proj, down_proj
+
+    @classmethod
+    def rounded(cls, layout: Int4Layout, gate_up_proj: Tensor, down_proj: Tensor) -> "Int4Expert":
+        """An exact expert (any float dtype, on the CPU) rounded to nearest."""
+        parts = {
+            name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.shapes.items()
+        }
+        for name, matrix in (("gate_up", gate_up_proj), ("down", down_proj)):
+            qweight, scales = parts[f"{name}_qweight"], parts[f"{name}_scales"]
+            group_size = layout.group_size_for(matrix.shape[1])
+            for block in _blocks(matrix.shape[0]):
+                codes, steps = quantize_int4(matrix[block], group_size)
+                qweight[block].copy_(codes)
+                scales[block].copy_(steps)
+        return cls(parts)
+
+
+class Int4Arena:
+    """INT4 experts on the device, addressed through an expert-to-base-slot table.
+
+    parts        by name, [N, ...] as `Int4Layout.shapes` says, N base slots
+    base_slots   [L, E] int64: the base slot of each expert; here every expert has one
+    keep_orders  whether to keep each expert's inner_perm, which no kernel needs, but who encodes
+                 exact experts over the codes
+    """
+
+    def __init__(
+        self,
+        layout: Int4Layout,
+        num_layers: int,
+        num_experts: int,
+        device: torch.device,
+        keep_orders: bool = False,
+    ) -> None:
+        self.layout = layout
+        self._keep_orders = keep_orders
+        self._inner_perms: dict[int, Tensor] = {}
+        count = num_layers * num_experts
+        self.parts = {
+            name: torch.empty(count, *shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in layout.shapes.items()
+        }
+        self.base_slots = torch.arange(count, device=device).view(num_layers, num_experts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def bank(self) -> Int4Bank:
+        """The experts as the kernels take them."""
+        return Int4Bank(
+            (self.parts["gate_up_qweight"], self.parts["gate_up_scales"]),
+            (self.parts["down_qweight"], self.parts["down_scales"]),
+            self.parts.get("input_perm"),
+        )
+
+    def put(self, base_slot: int, expert: Int4Expert) -> None:
+        """Copy an expert of this layout into a base slot."""
+        for name, part in expert.parts.items():
+            self.parts[name][base_slot].copy_(part)
+        if self._keep_orders and expert.inner_perm is not None:
+            self._inner_perms[base_slot] = expert.inner_perm.to(torch.int32)
+
+    def quantize_into(self, base_slot: int, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        """Round an exact expert (any float dtype, on the CPU) to nearest into a base slot."""
+        self.put(base_slot, Int4Expert.rounded(self.layout, gate_up_proj, down_proj))
+
+    def expert(self, base_slot: int) -> Int4Expert:
+        """What was put into a base slot, on the CPU, with its order if those are kept."""
+        parts = {name: part[base_slot].cpu() for name, part in self.parts.items()}
+        order = self._inner_perms.get(base_slot)
+        return Int4Expert(parts, None if order is None else order.long())
+
+    def digest(self) -> str:
+        """SHA-256 of every expert's parts, one behind the other, expert after expert."""
+        digest = hashlib.sha256()
+        for base_slot in range(self.base_slots.numel()):
+            digest.update(record_of(self.expert(base_slot)).numpy().data)
+        return digest.hexdigest()
+
+
+def record_of(expert: Int4Expert) -> Tensor:
+    """All parts, in the order of `Int4Layout.shapes`: [layout.nbytes] uint8."""
+    return torch.cat(
+        [part.contiguous().view(-1).view(torch.uint8) for part in expert.parts.values()]
+    )
+
+
+def expert_of(record: Tensor, layout: Int4Layout) -> Int4Expert:
+    """What `record_of` was given, as copies."""
+    parts: dict[str, Tensor] = {}
+    at = 0
+    for name, (shape, dtype) in layout.shapes.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        parts[name] = record[at : at + nbytes].clone().view(dtype).view(shape)
+        at += nbytes
+    return Int4Expert(parts)
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    for start in range(0, rows, ROW_BLOCK):
+        yield slice(start, min(start + ROW_BLOCK, rows))

@@ -1,0 +1,96 @@
+"""The INT4 draft in a packed model: the codes that its residual records were made from.
+
+draft.bin  an expert's parts in the order of `Int4Layout.shapes`, one behind the other; expert after
+           expert, without gaps
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speq.errors import SpeqError
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout, expert_of, whole_groups
+from speq.files.range_file import RangeFile
+from speq.units import Done
+
+DRAFT_FILE = "draft.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class TiedDraft:
+    """The only draft that a store's records can be read over. digest: `Int4Arena.digest` of it."""
+
+    layout: Int4Layout
+    digest: str
+
+    def entry(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {
+            "group_size": self.layout.group_size,
+            "permuted": self.layout.permuted,
+            "digest": self.digest,
+        }
+
+    @classmethod
+    def of(cls, entry: Any, hidden_size: int, expert_width: int) -> "TiedDraft":
+        """Of a manifest's entry. Raises ValueError, TypeError or KeyError where it is damaged."""
+        group_size, permuted, digest = (entry[k] for k in ("group_size", "permuted", "digest"))
+        if group_size is not None:
+            for columns in (hidden_size, expert_width):
+                size = whole_groups(group_size, columns) if type(group_size) is int else 0
+                if size <= 0 or columns % size or size % 2:
+                    raise ValueError(f"group_size {group_size!r}")
+        if type(permuted) is not bool or not isinstance(digest, str):
+            raise ValueError(f"{entry!r} is no draft")
+        return cls(Int4Layout(hidden_size, expert_width, group_size, permuted), digest)
+
+    def check_layout(self, path: Path, other: Int4Layout) -> None:
+        """Raise SpeqError where a draft laid out like this cannot be the one of the pack `path`."""
+        if other.shapes != self.layout.shapes:
+            raise _other_draft(path)
+
+    def check(self, path: Path, arena: Int4Arena) -> None:
+        """Raise SpeqError unless an arena holds the very codes the pack `path` was made of."""
+        if arena.digest() != self.digest:
+            raise _other_draft(path)
+
+
+def _other_draft(path: Path) -> SpeqError:
+    return SpeqError(
+        f"{path} holds residuals of another draft, or its {DRAFT_FILE} is damaged; leave the draft "
+        "to be auto, which is the one it was packed with, or pack the model again"
+    )
+
+
+class PackedDraft:
+    """Reads draft.bin, whose size is checked when it is opened. Raises SpeqError."""
+
+    label = "loading the draft"
+
+    def __init__(self, folder: Path, tied: TiedDraft, count: int) -> None:
+        self.layout = tied.layout
+        self.fingerprint = tied.digest
+        self._count = count
+        self._file = RangeFile(folder / DRAFT_FILE)
+        if self._file.size != count * self.layout.nbytes:
+            self._file.close()
+            raise SpeqError(
+                f"{self._file.path} has {self._file.size} bytes and {count} experts take "
+                f"{count * self.layout.nbytes}; pack the model again"
+            )
+
+    def expert(self, at: int) -> Int4Expert:
+        record = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+        self._file.read_into(at * self.layout.nbytes, record)
+        return expert_of(record, self.layout)
+
+    def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
+        for at in range(self._count):
+            arena.put(at, self.expert(at))
+            if progress is not None:
+                progress(at + 1, self._count)
+
+    def close(self) -> None:
+        self._file.close()

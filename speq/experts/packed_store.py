@@ -1,0 +1,232 @@
+"""Experts as `speq pack` writes them: one contiguous, aligned, checksummed record for each.
+
+experts.json  the manifest: what the records are, and where
+experts.bin   the records, layer by layer, each at a multiple of 4,096 bytes
+draft.bin     of residual records, the draft that they are read over (`packed_draft`)
+"""
+
+import json
+import zlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.experts.codec import CODECS, ExpertCodec, ExpertShape, codec_of
+from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
+from speq.experts.packed_draft import TiedDraft
+from speq.files.alignment import ALIGNMENT, aligned
+from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
+from speq.files.json_file import read_json
+from speq.files.range_file import RangeFile, bytes_of
+from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
+
+RECORDS_FILE = "experts.bin"
+FORMAT = "speq-experts-1"
+SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where an expert lies, how many bytes it has, and their CRC-32."""
+
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """experts.json. Layers count MoE layers only; records are in their order, then the experts'.
+
+    source  fingerprint of the checkpoint that was packed
+    draft   of a codec that needs one, the draft that the records are read over
+    """
+
+    codec: str
+    dtype: str
+    hidden_size: int
+    expert_width: int
+    num_layers: int
+    num_experts: int
+    source: str
+    records: tuple[Record, ...]
+    draft: TiedDraft | None = None
+    format: str = FORMAT
+    alignment: int = ALIGNMENT
+
+    def to_json(self) -> str:
+        entries = {field.name: getattr(self, field.name) for field in fields(self)}
+        entries["records"] = [[r.offset, r.nbytes, r.crc32] for r in self.records]
+        entries["draft"] = self.draft and self.draft.entry()
+        return json.dumps(entries) + "\n"
+
+    @property
+    def record_bytes(self) -> int:
+        """Of all records together."""
+        return sum(record.nbytes for record in self.records)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.record_bytes / (len(self.records) * self.shape.weights)
+
+    @property
+    def shape(self) -> ExpertShape:
+        return ExpertShape(self.hidden_size, self.expert_width, DTYPES[self.dtype])
+
+    @property
+    def end(self) -> int:
+        """Bytes of experts.bin."""
+        return aligned(self.records[-1].offset + self.records[-1].nbytes)
+
+    @classmethod
+    def of(cls, path: Path) -> "Manifest":
+        """Read a manifest. Raises SpeqError where it is damaged or of another version."""
+        entries = read_json(path)
+        if entries.get("format") != FORMAT:
+            raise SpeqError(
+                f"{path} has format {entries.get('format')!r}; this version reads {FORMAT}: pack "
+                "the model again"
+            )
+        try:
+            records = tuple(Record(*_sizes(entry, 3)) for entry in entries["records"])
+            texts = {name: _text(entries[name]) for name in ("codec", "dtype", "source")}
+            sizes = {name: _sizes([entries[name]], 1)[0] for name in SIZES}
+            draft = entries.get("draft")
+            if draft is not None:
+                draft = TiedDraft.of(draft, sizes["hidden_size"], sizes["expert_width"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpeqError(f"{path} is damaged ({error!r}); pack the model again") from error
+        manifest = cls(records=records, draft=draft, **texts, **sizes)  # type: ignore[arg-type]
+        manifest.check(path)
+        return manifest
+
+    def check(self, path: Path) -> None:
+        """Raise SpeqError unless records follow one another, aligned, and are all there."""
+        end = 0
+        for record in self.records:
+            if record.offset != end or not record.nbytes:
+                raise SpeqError(
+                    f"{path} puts a record of {record.nbytes} bytes at {record.offset}, where the "
+                    f"one before ends at {end}; pack the model again"
+                )
+            end = aligned(record.offset + record.nbytes)
+        wanted = self.num_layers * self.num_experts
+        if len(self.records) != wanted or not wanted or self.alignment != ALIGNMENT:
+            raise SpeqError(
+                f"{path} has {len(self.records)} records aligned to {self.alignment} bytes; it "
+                f"must have {wanted}, aligned to {ALIGNMENT}: pack the model again"
+            )
+        if self.codec not in CODECS or self.dtype not in DTYPES:
+            raise SpeqError(
+                f"{path} has codec {self.codec!r} and dtype {self.dtype!r}; this version reads "
+                f"{', '.join(CODECS)}: pack the model again"
+            )
+        if CODECS[self.codec].needs_draft != (self.draft is not None):
+            raise SpeqError(
+                f"{path} has codec {self.codec} and {'a' if self.draft else 'no'} draft; residual "
+                "records have one, and no others: pack the model again"
+            )
+
+
+class PackedExpertStore:
+    """Reads records of a packed model, and verifies them where `verify_reads` says so.
+
+    Raises SpeqError where the manifest or the records are damaged or not of the model's shape.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
+        path = checkpoint.path / EXPERTS_MANIFEST
+        self.manifest = Manifest.of(path)
+        self.num_layers = self.manifest.num_layers
+        self.num_experts = self.manifest.num_experts
+        self.verify_reads = False
+        self.reading_bytes = 0
+        given = [getattr(self.manifest, name) for name in SIZES[:4]]
+        wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
+        if given != wanted:
+            raise SpeqError(
+                f"{path} holds hidden size, expert width, layers and experts {given}; config.json "
+                f"makes them {wanted}: pack the model again"
+            )
+        codec = codec_of(self.manifest.codec, self.manifest.shape)
+        fewest, most = codec.record_range
+        sizes = [record.nbytes for record in self.manifest.records]
+        odd = [nbytes for nbytes in sizes if not fewest <= nbytes <= most]
+        if odd:
+            raise SpeqError(
+                f"{path} has a record of {odd[0]} bytes; {codec.name} experts of "
+                f"{codec.shape.dtype} have {fewest if fewest == most else f'{fewest} to {most}'}: "
+                "pack the model again"
+            )
+        self._codec = codec.holding(max(sizes))
+        self._file = RangeFile(checkpoint.path / RECORDS_FILE)
+        if self._file.size != self.manifest.end:
+            self._file.close()
+            raise SpeqError(
+                f"{self._file.path} has {self._file.size} bytes and its manifest says "
+                f"{self.manifest.end}; pack the model again"
+            )
+
+    @property
+    def codec(self) -> ExpertCodec:
+        return self._codec
+
+    @property
+    def tied_draft(self) -> TiedDraft | None:
+        return self.manifest.draft
+
+    def record_bytes(self, layer: int, expert: int) -> int:
+        return self.manifest.records[layer * self.num_experts + expert].nbytes
+
+    def moved_bytes(self, layer: int, expert: int) -> int:
+        return self.record_bytes(layer, expert)
+
+    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+        wanted = self.manifest.records[layer * self.num_experts + expert]
+        read_bytes = self._file.read_aligned(wanted.offset, wanted.nbytes, slot)
+        if self.verify_reads and crc32_of(slot[: wanted.nbytes]) != wanted.crc32:
+            raise SpeqError(
+                f"{self._file.path}: the record of expert {expert} in MoE layer {layer}, "
+                f"{wanted.nbytes} bytes at {wanted.offset}, is not what was packed; pack the model "
+                "again, and look after the disk"
+            )
+        return read_bytes
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_experts(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertStore:
+    """The experts of a model folder, packed or as published."""
+    if (checkpoint.path / EXPERTS_MANIFEST).exists():
+        return PackedExpertStore(checkpoint, layout)
+    return SafetensorsExpertStore(checkpoint, layout)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a manifest calls a dtype."""
+    return DTYPE_NAMES[dtype]
+
+
+def crc32_of(record: Tensor) -> int:
+    """Checksum of a contiguous uint8 tensor on the CPU."""
+    return zlib.crc32(bytes_of(record))
+
+
+def _sizes(values: Any, count: int) -> list[int]:
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"{values!r} is no list of {count} numbers")
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{value!r} is no size")
+    return values
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value

@@ -1,0 +1,1 @@
+"""Files as they are read and written: safetensors, ranges, whole-or-nothing replacement."""

@@ -1,0 +1,137 @@
+"""A model folder: config.json and safetensors shards, checked before a model is built from it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speq.errors import SpeqError
+from speq.files.json_file import read_json
+from speq.files.shards import INDEX, SINGLE, Shards
+
+# Of a packed model: what its experts' records are, and what is written until there is a model.
+EXPERTS_MANIFEST = "experts.json"
+EXPERTS_JOURNAL = "experts.journal"
+# Of a model that is being quantised, until it is one.
+QUANTIZE_JOURNAL = "quantize.journal"
+WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# What a run needs of a hub repository: no pickles, no code.
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
+    """The folder of a model: a local one, or a download of the hub repository of that name.
+
+    what, instead  what an error calls it, and what else it might have been
+    """
+    name = str(model)
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
+        if os.path.exists(path / EXPERTS_JOURNAL):
+            raise SpeqError(
+                f"{what} {name!r} was not packed to the end; run the same `speq pack` again, which "
+                "goes on from there"
+            )
+        if os.path.exists(path / QUANTIZE_JOURNAL):
+            raise SpeqError(
+                f"model {name!r} was not quantised to the end; run the same `speq quantize` again, "
+                "which goes on from there"
+            )
+        return path
+    if name and os.path.exists(path):
+        raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise SpeqError(
+            f"{what} folder {name!r} does not exist; give {instead}a folder, or a hub id such as "
+            "Qwen/Qwen1.5-MoE-A2.7B"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub client's errors have no common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpeqError(
+            f"{what} {name!r} is neither a folder here nor to be had from the hub: {reason}"
+        ) from error
+
+
+def locate_config(model: str | Path) -> Path:
+    """The folder that holds a model's config.json, and perhaps nothing else: a local one, or where
+    the hub's was downloaded to.
+    """
+    name = str(model)
+    path = Path(os.path.expanduser(name))
+    if name and (os.path.exists(path) or name.startswith(("/", ".", "~")) or name.count("/") != 1):
+        return locate(model)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except Exception as error:  # the hub client's errors have no common base
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpeqError(
+            f"model {name!r} is neither a folder here nor is its config.json to be had from the "
+            f"hub: {reason}"
+        ) from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds more of a model than its config.json."""
+    return any(os.path.exists(path / name) for name in (SINGLE, INDEX, EXPERTS_MANIFEST))
+
+
+def is_quantised(config: dict[str, Any]) -> bool:
+    return config.get("quantization_config") is not None
+
+
+class Checkpoint:
+    """The weights of a model on disk, by tensor name.
+
+    Raises SpeqError where a file is missing, damaged or holds what no exact model holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / "config.json")
+        if os.path.exists(path / "generation_config.json"):
+            read_json(path / "generation_config.json")  # transformers passes over a damaged one
+        if is_quantised(self.config):
+            settings = self.config["quantization_config"]
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
+            raise SpeqError(
+                f"{path} is quantised ({method}); give the original 16- or 32-bit checkpoint, "
+                "whose output is the one to reproduce"
+            )
+        if "transformers_weights" in self.config:
+            raise SpeqError(
+                f"{path / 'config.json'} names its weights in transformers_weights, which is not "
+                f"supported; give a folder with {SINGLE} or {INDEX}, and without that field"
+            )
+        self._shards = Shards(path)
+        self.files, self.tensors = self._shards.files, self._shards.tensors
+        try:
+            self._check_dtypes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_dtypes(self) -> None:
+        for name, (file, info) in self.tensors.items():
+            if info.dtype not in WORD_DTYPES:
+                raise SpeqError(
+                    f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
+                    "bfloat16, float16, float32 or float64"
+                )
+
+    def fingerprint(self) -> str:
+        """A digest of the shards' headers, sizes and samples, and of a pack's manifest.
+
+        What is keyed by this (a draft) may go stale without harm to exactness.
+        """
+        manifest = self.path / EXPERTS_MANIFEST
+        return self._shards.fingerprint(manifest.read_bytes() if manifest.exists() else b"")
+
+    def close(self) -> None:
+        self._shards.close()

@@ -1,0 +1,210 @@
+"""A file read by byte ranges, neither mapped into memory nor left in the page cache.
+
+What is read again and again, experts, goes past the page cache (`O_DIRECT`): a cache that no budget
+knows of would hold memory that was promised to others, and would make every measurement a lie.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+
+logger = logging.getLogger("speq")
+
+SAMPLE_BYTES = 4096
+# For the blocks at a range's ends: one before it, and behind it one more than its last.
+ENDS_BYTES = 3 * ALIGNMENT
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 CPU tensor, which must outlive the view."""
+    assert tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    # Not tensor.numpy(), which would for ever keep the storage from being given back.
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def behind(views: list[memoryview], start: int) -> list[memoryview]:
+    """What follows the first `start` bytes of some views, one behind the other."""
+    rest = []
+    for view in views:
+        if len(view) > start:
+            rest.append(view[start:])
+        start = max(start - len(view), 0)
+    return rest
+
+
+@cache
+def say_buffered(folder: Path) -> None:
+    """Once for each folder, which holds all of a model's files."""
+    logger.warning(
+        "the file system of %s has no reads past the page cache: files are read through it, which "
+        "is slower, and their pages are dropped afterwards",
+        folder,
+    )
+
+
+class RangeFile:
+    """An open file: its `size`, and reads of byte ranges, from any thread.
+
+    Raises SpeqError, naming the file, where it is missing or unreadable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = self._direct_fd = -1
+        self._address_alignment = 0
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.size = os.fstat(self._fd).st_size
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+            self._direct_fd = self._open_direct()
+            self._check()
+        except OSError as error:
+            self.close()
+            raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_direct(self) -> int:
+        """A descriptor for reads past the page cache, or -1 where there are none.
+
+        Some file systems refuse the flag, others only the first read. What disks ask of addresses
+        differs: few bytes (NVMe), a sector (most virtual ones), or a block.
+        """
+        if not hasattr(os, "O_DIRECT"):
+            return -1
+        descriptor, blocks = -1, aligned_bytes(2, ALIGNMENT).view(-1)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            for alignment in (ALIGNMENT, 512, 8):
+                os.preadv(descriptor, [bytes_of(blocks)[alignment % ALIGNMENT :][:ALIGNMENT]], 0)
+                self._address_alignment = alignment
+        except OSError as error:
+            refused = error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+            if refused and self._address_alignment:
+                return descriptor
+            if descriptor >= 0:
+                os.close(descriptor)
+            if not refused:
+                raise
+            return -1
+        return descriptor
+
+    def _check(self) -> None:
+        """Read what must be known of the file before it is trusted."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        descriptors = (self._fd, self._direct_fd)
+        self._fd = self._direct_fd = -1
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def read_into(self, offset: int, out: Tensor) -> None:
+        """Fill `out`, a contiguous uint8 CPU tensor, through the page cache; drop the pages."""
+        self._fill(self._fd, offset, [bytes_of(out)], out.nbytes)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def read_aligned(self, offset: int, nbytes: int, out: Tensor) -> int:
+        """Fill the first `nbytes` of `out`, past the page cache; return bytes read.
+
+        offset, and the address and length of `out`, a contiguous uint8 CPU tensor, are multiples of
+        ALIGNMENT. What `out` holds behind nbytes afterwards is undefined.
+        """
+        assert offset % ALIGNMENT == 0 and out.nbytes >= aligned(nbytes)
+        assert out.data_ptr() % ALIGNMENT == 0
+        if self._direct_fd < 0:
+            return self._read_buffered(offset, out[:nbytes])
+        return self._fill(self._direct_fd, offset, [bytes_of(out)[: aligned(nbytes)]], nbytes)
+
+    def read_scattered(self, offset: int, out: Tensor, ends: Tensor) -> int:
+        """Fill `out`, which lies anywhere, past the page cache; return bytes read.
+
+        Blocks that lie wholly inside the range are read to where they belong, or as near as the
+        disk can write, and moved there; the others, at both ends, go through `ends`, ENDS_BYTES of
+        aligned memory. They are shared with the neighbours: more is read than `out` takes.
+        """
+        if self._direct_fd < 0:
+            return self._read_buffered(offset, out)
+        end = offset + out.nbytes
+        first = min(aligned(offset), end)
+        place = out.data_ptr() + first - offset
+        shift = -place % self._address_alignment
+        # What is read may not reach behind `out`, whose neighbours are not ours.
+        inside = max(end - first - shift, 0) // ALIGNMENT * ALIGNMENT
+        before = -(-(first - offset) // ALIGNMENT) * ALIGNMENT
+        start = offset // ALIGNMENT * ALIGNMENT
+        after = aligned(end) - (start + before + inside)
+        sides = bytes_of(ends)
+        views = [
+            sides[:before],
+            bytes_of(out)[first - offset + shift :][:inside],
+            sides[before : before + after],
+        ]
+        read_bytes = self._fill(self._direct_fd, start, [v for v in views if v], end - start)
+        # Not torch's copy, which would start threads of its own beside the one that reads, nor a
+        # memoryview's, which would hold Python's lock while it lasts.
+        if shift:
+            ctypes.memmove(place, place + shift, inside)
+        ctypes.memmove(out.data_ptr(), ends.data_ptr() + offset - start, first - offset)
+        ctypes.memmove(place + inside, ends.data_ptr() + before, end - first - inside)
+        return read_bytes
+
+    def _read_buffered(self, offset: int, out: Tensor) -> int:
+        say_buffered(self.path.parent)
+        self.read_into(offset, out)
+        return out.nbytes
+
+    def _fill(self, descriptor: int, offset: int, views: list[memoryview], wanted: int) -> int:
+        """Read into one view after the other until they hold `wanted` bytes or more."""
+        done = start = 0
+        while done < wanted:
+            try:
+                count = os.preadv(descriptor, behind(views, start), offset + start)
+            except OSError as error:
+                raise SpeqError(
+                    f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}"
+                ) from error
+            if start + count <= done:
+                raise SpeqError(
+                    f"{self.path} ended at byte {offset + done} while it was read; it held "
+                    f"{self.size} bytes when it was opened"
+                )
+            done = start + count
+            # A direct read goes on at a block's start: the last one is read again if it was cut.
+            start = done if descriptor == self._fd else done - done % ALIGNMENT
+        return done
+
+    def samples(self, count: int) -> Iterator[bytes]:
+        """Up to `count` blocks of 4 KiB spread evenly over the file."""
+        last = max(self.size - SAMPLE_BYTES, 0)
+        for offset in sorted({last * i // max(count - 1, 1) for i in range(count)}):
+            yield os.pread(self._fd, SAMPLE_BYTES, offset)

@@ -1,0 +1,93 @@
+"""The safetensors files of a folder, and which of them holds which tensor."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from speq.errors import SpeqError
+from speq.files.json_file import read_json
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Shards:
+    """Open files by name, and tensors by name with the file that holds each.
+
+    index, single  how the folder's index and its only file are called; where there are both, the
+                   single file counts, as it does for transformers
+
+    Raises SpeqError where a file is missing, damaged or not what the index says.
+    """
+
+    def __init__(self, path: Path, index: str = INDEX, single: str = SINGLE) -> None:
+        self.path = path
+        self.files: dict[str, SafetensorsFile] = {}
+        self.tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
+        try:
+            self._open(index, single)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, index: str, single: str) -> None:
+        for name, file_name in self._weight_map(index, single).items():
+            if file_name not in self.files:
+                self.files[file_name] = SafetensorsFile(self.path / file_name)
+            file = self.files[file_name]
+            if name not in file.tensors:
+                raise SpeqError(
+                    f"{file.path} lacks tensor {name}, which {index} says it holds; download both "
+                    "again"
+                )
+            self.tensors[name] = (file, file.tensors[name])
+
+    def _weight_map(self, index: str, single: str) -> dict[str, str]:
+        if (self.path / index).exists() and not (self.path / single).is_file():
+            return self._named_by(index)
+        if not (self.path / single).exists():
+            raise SpeqError(
+                f"{self.path} holds neither {single} nor {index}; only safetensors checkpoints are "
+                "read"
+            )
+        self.files[single] = SafetensorsFile(self.path / single)
+        return dict.fromkeys(self.files[single].tensors, single)
+
+    def _named_by(self, index: str) -> dict[str, str]:
+        """What an index says, once it is known to name files of the folder only, all present."""
+        names = read_json(self.path / index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise SpeqError(f"{self.path / index} has no weight_map; download it again")
+        for file_name in names.values():
+            named = isinstance(file_name, str) and file_name not in ("", "..")
+            if not named or Path(file_name).name != file_name:
+                raise SpeqError(
+                    f"{self.path / index} names {file_name!r}, which is no file of that folder"
+                )
+        for file_name in sorted(set(names.values())):
+            if not os.path.isfile(self.path / file_name):
+                raise SpeqError(
+                    f"{self.path / index} names shard {file_name}, which is absent; download it"
+                )
+        return names
+
+    def fingerprint(self, more: bytes = b"") -> str:
+        """A digest of every file's header and size, of 64 blocks of 4 KiB spread over it, and of
+        what else is given.
+
+        Reading 100 GB to hash them would take minutes at every start; headers and samples change
+        with any retraining.
+        """
+        digest = hashlib.sha256()
+        for name, file in sorted(self.files.items()):
+            digest.update(f"{name}:{file.size}:".encode())
+            digest.update(file.header)
+            for block in file.samples(64):
+                digest.update(block)
+        digest.update(more)
+        return digest.hexdigest()[:32]
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()

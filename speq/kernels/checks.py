@@ -1,0 +1,60 @@
+"""Checks of what ops are given."""
+
+import torch
+from torch import Tensor
+
+from speq.kernels import library
+from speq.kernels.reference import ACTIVATIONS
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    strided: bool = False,
+) -> None:
+    """Raise ValueError unless `tensor` is as wanted; None in shape is any size.
+
+    strided  whether the first dimension may have any stride, as slots of an arena do
+    """
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
+    given = tensor.shape
+    if len(given) != len(shape) or any(
+        wanted is not None and size != wanted for size, wanted in zip(given, shape, strict=True)
+    ):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(given)}; it must be [{sizes}]")
+    contiguous = tensor.is_contiguous()
+    if not contiguous and not (strided and (not len(tensor) or tensor[0].is_contiguous())):
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
+
+
+def check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: int) -> None:
+    """Raise ValueError unless codes and scales describe matrices [..., rows, columns]."""
+    prefix = f"{name}_" if name else ""
+    if qweight.shape[-2:] != (rows, columns // 2) or columns % 2:
+        raise ValueError(
+            f"{prefix}qweight has shape {list(qweight.shape)}; of a matrix [{rows}, {columns}] it "
+            f"must be [{rows}, {columns} / 2]"
+        )
+    groups = scales.shape[-1]
+    if scales.shape[-2] != rows or not groups or columns % groups or (columns // groups) % 2:
+        raise ValueError(
+            f"{prefix}scales has shape {list(scales.shape)}; of a matrix [{rows}, {columns}] it "
+            f"must be [{rows}, {columns} / group_size] with an even group_size"
+        )
+
+
+def activation_code(activation: str) -> int:
+    code = library.ACTIVATION_CODES.get(activation)
+    if code is None:
+        raise ValueError(f"activation {activation!r} must be one of {', '.join(ACTIVATIONS)}")
+    return code

@@ -1,0 +1,187 @@
+"""The ops over compact experts as their callers see them; what they compute is said in
+`speq.kernels.reference_compact`.
+"""
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.kernels import library, reference_compact
+from speq.kernels.checks import FLOAT_DTYPES, activation_code, check_int4, check_tensor
+from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.ops import MAX_CUDA_ROWS, Int4Bank
+
+# One expert's codes: (qweight [N, K / 2] uint8, scales [N, K / group_size] float16).
+Int4Pair = tuple[Tensor, Tensor]
+
+
+def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    """The lossless record of one expert, [R] uint8.
+
+    gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU
+    """
+    layout = _layout(gate_up_proj, down_proj, lossless=True)
+    return _whole("encode_lossless", layout, gate_up_proj, down_proj)
+
+
+def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) -> int:
+    """Encode into a slot [slot_bytes] uint8; the record's bytes. Raises SpeqError for too small a
+    slot, into which nothing is written."""
+    _layout(gate_up_proj, down_proj, lossless=True)
+    return _fitting("encode_lossless", slot, gate_up_proj, down_proj)
+
+
+def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """Write the words of a record, or of a slot that holds one, into matrices of bfloat16."""
+    layout = _layout(gate_up_proj, down_proj, lossless=True)
+    _check_records("record", record, 1, layout)
+    library.call("decode_lossless", record, gate_up_proj, down_proj)
+
+
+def encode_residual(
+    gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair
+) -> Tensor:
+    """The residual record of one expert over its codes, [R] uint8.
+
+    gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU, in the order of the codes
+    gate_up, down codes and scales of the same matrices
+    """
+    layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
+    return _whole("encode_residual", layout, gate_up_proj, down_proj, *gate_up, *down)
+
+
+def encode_residual_into(
+    gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair, slot: Tensor
+) -> int:
+    """Encode into a slot [slot_bytes] uint8; as `encode_lossless_into`."""
+    _residual_layout(gate_up_proj, down_proj, gate_up, down)
+    return _fitting("encode_residual", slot, gate_up_proj, down_proj, *gate_up, *down)
+
+
+def decode_residual(
+    record: Tensor, gate_up: Int4Pair, down: Int4Pair, gate_up_proj: Tensor, down_proj: Tensor
+) -> None:
+    """Write the words of a record over its codes into matrices of bfloat16."""
+    layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
+    _check_records("record", record, 1, layout)
+    library.call("decode_residual", record, *gate_up, *down, gate_up_proj, down_proj)
+
+
+def moe_grouped_lossless(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference_compact.moe_grouped_lossless_out`; errors as of `ops.moe_grouped`."""
+    layout = CompactLayout(hidden_states.shape[1], expert_width, lossless=True)
+    _check_rows(hidden_states, topk_ids, slot_table, out)
+    _check_records("slots", slots, 2, layout)
+    arguments = hidden_states, topk_ids, slot_table, slots, expert_width
+    if _on_reference(hidden_states):
+        reference_compact.moe_grouped_lossless_out(*arguments, activation, out)
+    else:
+        library.call("moe_grouped_lossless", *arguments, activation_code(activation), out)
+
+
+def moe_grouped_residual(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    base_slots: Tensor,
+    bank: Int4Bank,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference_compact.moe_grouped_residual_out` over a bank; errors as of `ops.moe_grouped`."""
+    width = bank.down[0].shape[2] * 2
+    layout = CompactLayout(bank.hidden_size, width, lossless=False)
+    _check_rows(hidden_states, topk_ids, slot_table, out)
+    if hidden_states.shape[1] != bank.hidden_size:
+        raise ValueError(
+            f"hidden_states has {hidden_states.shape[1]} columns; the bank's experts take "
+            f"{bank.hidden_size}"
+        )
+    check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
+    _check_records("slots", slots, 2, layout)
+    arguments = hidden_states, topk_ids, slot_table, slots, base_slots
+    codes = *bank.gate_up, *bank.down, bank.input_perm
+    if _on_reference(hidden_states):
+        reference_compact.moe_grouped_residual_out(*arguments, *codes, activation, out)
+    else:
+        code = activation_code(activation)
+        library.call("moe_grouped_residual", *arguments, *codes, code, out)
+
+
+def _on_reference(hidden_states: Tensor) -> bool:
+    """float64 rows, which only tests use, and prompts on a GPU."""
+    many = hidden_states.device.type == "cuda" and hidden_states.shape[0] > MAX_CUDA_ROWS
+    return hidden_states.dtype == torch.float64 or many
+
+
+def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:
+    dtypes, device = (torch.bfloat16,), down_proj.device
+    check_tensor("down_proj", down_proj, (None, None), dtypes, device)
+    hidden_size, width = down_proj.shape
+    check_tensor("gate_up_proj", gate_up_proj, (2 * width, hidden_size), dtypes, device)
+    return CompactLayout(hidden_size, width, lossless)
+
+
+def _residual_layout(
+    gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair
+) -> CompactLayout:
+    layout = _layout(gate_up_proj, down_proj, lossless=False)
+    for name, (qweight, scales), matrix in (
+        ("gate_up", gate_up, gate_up_proj),
+        ("down", down, down_proj),
+    ):
+        check_tensor(f"{name}_qweight", qweight, (None, None), (torch.uint8,), matrix.device)
+        check_tensor(f"{name}_scales", scales, (None, None), (torch.float16,), matrix.device)
+        check_int4(name, qweight, scales, *matrix.shape)
+    return layout
+
+
+def _check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out: Tensor) -> None:
+    rows, hidden_size = hidden_states.shape
+    device = hidden_states.device
+    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
+    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    check_tensor("slot_table", slot_table, (None,), (torch.int64,), device)
+    shape = (rows, topk_ids.shape[1], hidden_size)
+    check_tensor("out", out, shape, (hidden_states.dtype,), device)
+
+
+def _check_records(name: str, records: Tensor, dims: int, layout: CompactLayout) -> None:
+    shape = (None,) * dims
+    check_tensor(name, records, shape, (torch.uint8,), records.device, strided=dims == 2)
+    if records.shape[-1] < layout.fixed_bytes:
+        raise ValueError(
+            f"{name} has {records.shape[-1]} bytes to a record; those of this shape have at least "
+            f"{layout.fixed_bytes}"
+        )
+
+
+def _whole(op: str, layout: CompactLayout, *parts: Tensor) -> Tensor:
+    # Of a page that nobody writes to no memory is taken.
+    room = torch.empty(layout.most_bytes, dtype=torch.uint8)
+    return room[: _encode(op, room, parts)].clone()
+
+
+def _fitting(op: str, slot: Tensor, *parts: Tensor) -> int:
+    nbytes = _encode(op, slot, parts)
+    if nbytes > len(slot):
+        raise SpeqError(
+            f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "
+            "the model with `speq pack`, which measures every expert"
+        )
+    return nbytes
+
+
+def _encode(op: str, record: Tensor, parts: tuple[Tensor, ...]) -> int:
+    nbytes = torch.empty(1, dtype=torch.int64)
+    library.call(op, *parts, record, nbytes)
+    return int(nbytes)

@@ -1,0 +1,193 @@
+"""The kernels as torch ops: schemas, and the choice between native code and reference.
+
+Each op is declared once, here. The reference is its default implementation on every device; a
+native library, where there is one, registers faster ones for its device and wins.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.kernels import reference, reference_compact
+from speq.kernels.reference import ACTIVATIONS
+
+logger = logging.getLogger("speq")
+
+FOLDER = Path(__file__).parent
+CPU_LIBRARY = FOLDER / "libspeq_cpu.so"
+CUDA_LIBRARY = FOLDER / "libspeq_cuda.so"
+# An activation's number, which is how ops take it; csrc/activation.h has the same order.
+ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+
+
+def _named(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A reference that takes its activation, the argument before `out`, as a number."""
+    names = tuple(ACTIVATIONS)
+
+    def run(*arguments: Any) -> None:
+        *inputs, activation, out = arguments
+        kernel(*inputs, names[activation], out)
+
+    return run
+
+
+# Schema and reference of every op, by name.
+OPS: dict[str, tuple[str, Callable[..., None]]] = {
+    "linear": (
+        "(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()",
+        reference.linear_out,
+    ),
+    "linear_int4": (
+        "(Tensor inputs, Tensor qweight, Tensor scales, Tensor? input_perm, Tensor(a!) out) -> ()",
+        reference.linear_int4_out,
+    ),
+    "moe_int4": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots, "
+        "Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, "
+        "Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
+        _named(reference.moe_int4_out),
+    ),
+    "moe_grouped": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj, "
+        "Tensor down_proj, int activation, Tensor(a!) out) -> ()",
+        _named(reference.moe_grouped_out),
+    ),
+    "encode_lossless": (
+        "(Tensor gate_up_proj, Tensor down_proj, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        reference_compact.encode_lossless_out,
+    ),
+    "decode_lossless": (
+        "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_compact.decode_lossless_out,
+    ),
+    "moe_grouped_lossless": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        _named(reference_compact.moe_grouped_lossless_out),
+    ),
+    "encode_residual": (
+        "(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight, Tensor gate_up_scales, "
+        "Tensor down_qweight, Tensor down_scales, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        reference_compact.encode_residual_out,
+    ),
+    "decode_residual": (
+        "(Tensor record, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
+        "Tensor down_scales, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_compact.decode_residual_out,
+    ),
+    "moe_grouped_residual": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
+        "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
+        _named(reference_compact.moe_grouped_residual_out),
+    ),
+    "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
+}
+
+# On a GPU torch's own is the fast one.
+CPU_ONLY = frozenset({"linear", "encode_lossless", "encode_residual"})
+
+_library = torch.library.Library("speq", "DEF")
+for _name, (_schema, _reference) in OPS.items():
+    _library.define(f"{_name}_out{_schema}")
+    _library.impl(f"{_name}_out", _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"speq::{_name}_out", lambda *_: None, lib=_library)
+
+
+# Looked up once: a lookup costs as much as a small kernel.
+_OVERLOADS = {name: getattr(torch.ops.speq, f"{name}_out").default for name in OPS}
+
+
+def load(path: Path) -> str | None:
+    """Load compiled kernels; the reason why not, where they cannot be."""
+    if not path.exists():
+        return f"{path} was not built"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path} does not load: {error}"
+    return None
+
+
+def _load_cuda() -> str | None:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return load(CUDA_LIBRARY)
+
+
+# Why a device has no native kernels; None where it has.
+MISSING = {"cpu": load(CPU_LIBRARY), "cuda": _load_cuda()}
+
+
+def ops_of(device: str) -> list[str]:
+    """The ops that have a native kernel for a device, where its library is built."""
+    return [op for op in OPS if device == "cpu" or op not in CPU_ONLY]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What runs an op: "cpu" or "cuda" for a native kernel, else "reference"; and why."""
+
+    name: str
+    reason: str
+
+
+def backend_of(op: str, device: str) -> Backend:
+    """What runs `op` for tensors on "cpu" or "cuda"."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"speq::{op}_out", key):
+        return Backend("reference", MISSING[device] or f"there is no native {op} for {device}")
+    if device == "cpu":
+        return Backend("cpu", isa())
+    return Backend("cuda", f"{CUDA_LIBRARY.name}, for sm_80 and later")
+
+
+def report_backends(device: str) -> None:
+    """Say which ops run on the slow reference, so that nobody takes it for our speed."""
+    slow = {op: backend_of(op, device) for op in ops_of(device)}
+    slow = {op: backend for op, backend in slow.items() if backend.name == "reference"}
+    for reason in dict.fromkeys(backend.reason for backend in slow.values()):
+        ops = ", ".join(op for op, backend in slow.items() if backend.reason == reason)
+        logger.warning("slow reference kernels in use for %s (%s)", ops, reason)
+
+
+# Instruction sets that the CPU kernels are compiled for, best first.
+ISAS = ("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2", "portable")
+
+
+def isa() -> str:
+    """The instruction set that the CPU kernels use."""
+    return ISAS[_cpu_library().speq_isa()]
+
+
+def supported_isas() -> tuple[str, ...]:
+    """Those of ISAS that this processor, and this build, can run."""
+    best = _cpu_library().speq_best_isa()
+    return ISAS[best:]
+
+
+def limit_isa(name: str) -> None:
+    """Make the CPU kernels use no better instructions than `name`, in the whole process.
+
+    For tests and benchmarks. Raises ValueError where the processor lacks them.
+    """
+    if name not in supported_isas():
+        raise ValueError(f"isa {name!r} cannot run here; choose from {', '.join(supported_isas())}")
+    _cpu_library().speq_limit_isa(ISAS.index(name))
+
+
+def _cpu_library() -> ctypes.CDLL:
+    if MISSING["cpu"] is not None:
+        raise RuntimeError(f"there are no native CPU kernels: {MISSING['cpu']}")
+    return ctypes.CDLL(str(CPU_LIBRARY))
+
+
+def call(op: str, *arguments: Tensor | int | None) -> None:
+    """Run an op by name."""
+    _OVERLOADS[op](*arguments)

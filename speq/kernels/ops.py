@@ -1,0 +1,255 @@
+"""The kernels as their callers see them: arguments checked once, here, and outputs made.
+
+What runs them is `speq.kernels.library`'s choice; what they compute is said in
+`speq.kernels.reference`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speq.kernels import library, reference
+from speq.kernels.checks import (
+    EXACT_DTYPES,
+    FLOAT_DTYPES,
+    activation_code,
+    check_int4,
+    check_tensor,
+)
+from speq.kernels.reference import ACTIVATIONS, combine, quantize_int4
+
+__all__ = [
+    "ACTIVATIONS",
+    "Int4Bank",
+    "combine",
+    "linear",
+    "linear_int4",
+    "moe_grouped",
+    "moe_int4",
+    "moe_int4_unfused",
+    "quantize_int4",
+    "read_sum",
+]
+
+# Rows a CUDA kernel takes at a time: they all stay in registers while weights stream by.
+MAX_CUDA_ROWS = 16
+# Rows up to which the native dense product is faster than torch's, which is made for many.
+MAX_LINEAR_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Bank:
+    """INT4 experts in N base slots; shapes are checked when it is made.
+
+    gate_up     (qweight [N, 2F, H / 2] uint8, scales [N, 2F, H / group_size] float16)
+    down        (qweight [N, H, F / 2] uint8, scales [N, H, F / group_size] float16)
+    input_perm  [N, H] int32 or None: the order of inputs that gate_up was packed in (desc_act).
+                For down, rows of gate_up are to be packed in the order that down wants.
+    """
+
+    gate_up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+    input_perm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        slots = self.gate_up[0].shape[0]
+        for name, pair in (("gate_up", self.gate_up), ("down", self.down)):
+            for part, tensor, dtype in zip(
+                ("qweight", "scales"), pair, (torch.uint8, torch.float16), strict=True
+            ):
+                check_tensor(f"{name}_{part}", tensor, (slots, None, None), (dtype,), self.device)
+        width = self.gate_up[0].shape[1] // 2
+        hidden_size = self.down[0].shape[1]
+        check_int4("gate_up", *self.gate_up, 2 * width, hidden_size)
+        check_int4("down", *self.down, hidden_size, width)
+        if self.input_perm is not None:
+            shape = (slots, hidden_size)
+            check_tensor("input_perm", self.input_perm, shape, (torch.int32,), self.device)
+            if not _is_index(self.input_perm, hidden_size):
+                raise ValueError(f"input_perm names inputs outside the {hidden_size} there are")
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up[0].device
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down[0].shape[1]
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """inputs [..., K] by weight [N, K], plus bias [N]: [..., N], in one dtype throughout.
+
+    Few rows on the CPU are bound by the reading of the weights, and the native kernel, whose rows
+    do not depend on one another, reads them; more rows, other devices and float64 are torch's.
+    """
+    rows = inputs.numel() // max(inputs.shape[-1], 1)
+    few = 0 < rows <= MAX_LINEAR_ROWS and inputs.device.type == "cpu"
+    if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
+        return functional.linear(inputs, weight, bias)
+    out = inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
+    flat = inputs.reshape(rows, -1)
+    library.call("linear", flat, weight, bias, out.view(rows, -1))
+    return out
+
+
+def linear_int4(
+    inputs: Tensor, qweight: Tensor, scales: Tensor, input_perm: Tensor | None = None
+) -> Tensor:
+    """`reference.linear_int4_out` into a new tensor [R, N] of inputs' dtype; shapes there.
+
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
+    """
+    device = inputs.device
+    check_tensor("inputs", inputs, (None, None), FLOAT_DTYPES, device)
+    check_tensor("qweight", qweight, (None, None), (torch.uint8,), device)
+    check_tensor("scales", scales, (None, None), (torch.float16,), device)
+    check_int4("", qweight, scales, qweight.shape[0], inputs.shape[1])
+    if input_perm is not None:
+        check_tensor("input_perm", input_perm, (inputs.shape[1],), (torch.int32,), device)
+        if not _is_index(input_perm, inputs.shape[1]):
+            raise ValueError(f"input_perm names inputs outside the {inputs.shape[1]} there are")
+    out = inputs.new_empty(inputs.shape[0], qweight.shape[0])
+    for rows, target in _row_blocks(inputs, out):
+        library.call("linear_int4", rows, qweight, scales, input_perm, target)
+    return out
+
+
+def moe_int4(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    base_slots: Tensor,
+    bank: Int4Bank,
+    activation: str,
+) -> Tensor:
+    """`reference.moe_int4_out` into a new tensor [T, H] of hidden_states' dtype; shapes there.
+
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
+    IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
+    """
+    device = hidden_states.device
+    check_tensor("hidden_states", hidden_states, (None, bank.hidden_size), FLOAT_DTYPES, device)
+    _check_route(topk_ids, topk_weights, hidden_states)
+    check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
+    if bank.device != device:
+        raise ValueError(f"the INT4 bank is on {bank.device} and hidden_states on {device}")
+    code = activation_code(activation)
+    weights = topk_weights.float()
+    out = torch.empty_like(hidden_states)
+    for rows, ids, part, target in _row_blocks(hidden_states, topk_ids, weights, out):
+        library.call(
+            "moe_int4",
+            rows,
+            ids,
+            part,
+            base_slots,
+            *bank.gate_up,
+            *bank.down,
+            bank.input_perm,
+            code,
+            target,
+        )
+    return out
+
+
+def moe_int4_unfused(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    base_slots: Tensor,
+    bank: Int4Bank,
+    activation: str,
+) -> Tensor:
+    """`moe_int4`, but one `linear_int4` for each expert and projection.
+
+    The baseline of MoE-SpeQ's Figure 12 and of its ablation.
+    """
+    _check_route(topk_ids, topk_weights, hidden_states)
+    reference.check_ids("topk_ids", topk_ids, base_slots.shape[0], "experts of base_slots")
+    outputs = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1], dtype=torch.float32)
+    inputs = hidden_states.float()
+    for expert in topk_ids.unique().tolist():
+        slot = int(base_slots[expert])
+        rows, ranks = torch.where(topk_ids == expert)
+        perm = None if bank.input_perm is None else bank.input_perm[slot]
+        codes, scales = bank.gate_up
+        gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate) * up
+        codes, scales = bank.down
+        outputs[rows, ranks] = linear_int4(inner, codes[slot], scales[slot])
+    return combine(outputs, topk_weights, hidden_states.dtype)
+
+
+def moe_grouped(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference.moe_grouped_out`; shapes there. float64 rows, which only tests use, run on it.
+
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
+    IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
+    """
+    rows, hidden_size = hidden_states.shape
+    device = hidden_states.device
+    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
+    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    check_tensor("slot_table", slot_table, (None,), (torch.int64,), device)
+    dtypes = FLOAT_DTYPES if hidden_states.dtype == torch.float64 else EXACT_DTYPES
+    check_tensor(
+        "gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True
+    )
+    slots, width = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2
+    check_tensor(
+        "down_proj",
+        down_proj,
+        (slots, hidden_size, width),
+        (gate_up_proj.dtype,),
+        device,
+        strided=True,
+    )
+    check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
+    code = activation_code(activation)
+    if hidden_states.dtype == torch.float64 or (device.type == "cuda" and rows > MAX_CUDA_ROWS):
+        # Prompts on a GPU: many rows to an expert, which torch's own matrix products are for.
+        reference.moe_grouped_out(
+            hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, activation, out
+        )
+    else:
+        library.call(
+            "moe_grouped", hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, code, out
+        )
+
+
+def read_sum(words: Tensor) -> int:
+    """The sum of [N] int64 words, wrapped to 64 bits: a plain read of memory, for benchmarks."""
+    check_tensor("words", words, (None,), (torch.int64,), words.device)
+    out = words.new_empty(1)
+    library.call("read_sum", words, out)
+    return int(out)
+
+
+def _row_blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Rows that a kernel takes at a time."""
+    if tensors[0].device.type != "cuda" or tensors[0].shape[0] <= MAX_CUDA_ROWS:
+        return [tensors]
+    return list(zip(*(tensor.split(MAX_CUDA_ROWS) for tensor in tensors), strict=True))
+
+
+def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) -> None:
+    rows, device = hidden_states.shape[0], hidden_states.device
+    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    check_tensor("topk_weights", topk_weights, tuple(topk_ids.shape), FLOAT_DTYPES, device)
+
+
+def _is_index(perm: Tensor, count: int) -> bool:
+    """Whether all of perm lies in [0, count)."""
+    return bool(((perm >= 0) & (perm < count)).all())

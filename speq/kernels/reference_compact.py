@@ -1,0 +1,393 @@
+"""Plain torch versions of the ops over compact experts.
+
+What records hold is said in csrc/compact.h; sizes are in speq/kernels/compact_layout.py. A matrix
+is seen here as [Q, B, 4, 64]: quads, blocks, rows of a quad, columns of a block, which is the order
+of the streams; what is past its edges is absent.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from speq.kernels import windows
+from speq.kernels.compact_layout import (
+    BLOCK_COLUMNS,
+    LINE_BYTES,
+    QUAD_ROWS,
+    SLACK_BYTES,
+    CompactLayout,
+)
+from speq.kernels.reference import check_ids, moe_grouped_out
+
+CLASSES = 8
+ESCAPE = 7
+HAS_EXCEPTIONS = 1 << 31
+
+
+def encode_lossless_out(
+    gate_up_proj: Tensor, down_proj: Tensor, record: Tensor, nbytes: Tensor
+) -> None:
+    """One expert's words, complete in themselves, into `record` where it has room.
+
+    gate_up_proj  [2F, H], gate over up, and down_proj [H, F], bfloat16
+    record        [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
+    """
+    layout = _layout(down_proj, lossless=True)
+    head, planes, bytes_, quads = [], [], [], []
+    for matrix in _matrices(gate_up_proj, down_proj):
+        words = _words(matrix)
+        exponents = words >> 7 & 0xFF
+        counts = torch.bincount(exponents.flatten(), minlength=256)
+        frequent = torch.argsort(counts, descending=True, stable=True)[:ESCAPE]
+        of = torch.full((256,), ESCAPE)
+        of[frequent] = torch.arange(ESCAPE)
+        classes = of[exponents]
+        head += [F.pad(frequent, (0, 1))]
+        planes.append(_pack_classes(F.pad(classes, (0, -classes.shape[1] % 8))))
+        bytes_.append(words >> 8 & 0x80 | words & 0x7F)
+        escapes = _blocks(classes, -1) == ESCAPE
+        quads += _streams_of(len(matrix), escapes, _blocks(exponents, 0))
+    _write(layout, [torch.cat(head)], planes + bytes_, quads, record, nbytes)
+
+
+def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """The words of a record, bit for bit, into gate_up_proj [2F, H] and down_proj [H, F]."""
+    layout = _layout(down_proj, lossless=True)
+    sections = _Sections(layout, record)
+    tables = sections.take(3 * CLASSES).view(3, CLASSES).long()
+    index = sections.index()
+    planes = [
+        sections.take(rows * -(-columns // 8) * 3).view(rows, -1)
+        for rows, columns in layout.matrices
+    ]
+    bytes_ = [sections.take(rows * columns).view(rows, -1) for rows, columns in layout.matrices]
+    streams = sections.rest()
+    for matrix, table, plane, low, entries in zip(
+        _matrices(gate_up_proj, down_proj), tables, planes, bytes_, index, strict=True
+    ):
+        columns = matrix.shape[1]
+        classes = _unpack_classes(plane)[:, :columns]
+        escapes = _blocks(classes, -1) == ESCAPE
+        exponents = _blocks(table[classes], 0)
+        exponents[escapes] = _escaped(escapes, entries, streams)
+        _store(
+            matrix,
+            (low.long() & 0x80) << 8 | _unblocked(exponents, matrix.shape) << 7 | low.long() & 0x7F,
+        )
+
+
+def encode_residual_out(
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_qweight: Tensor,
+    gate_up_scales: Tensor,
+    down_qweight: Tensor,
+    down_scales: Tensor,
+    record: Tensor,
+    nbytes: Tensor,
+) -> None:
+    """What INT4 codes do not say of an expert's words, into `record` where it has room.
+
+    gate_up_*, down_*  qweight and scales as `linear_int4` takes them, of the same matrices
+    The rest as `encode_lossless_out` has it.
+    """
+    layout = _layout(down_proj, lossless=False)
+    bytes_, quads = [], []
+    codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
+    for matrix, pair in zip(_matrices(gate_up_proj, down_proj), codes, strict=True):
+        words, (values, scales) = _words(matrix), windows.codes_and_scales(*pair)
+        bytes_.append(words & 0xFF)
+        quads += _streams_of(
+            len(matrix),
+            _blocks(windows.escapes(words, values, scales), 0) == 1,
+            _blocks(words >> 8, 0),
+            _blocks(values == 0, 0) == 1,
+            _blocks(windows.zero_classes(words, scales), 0),
+        )
+    _write(layout, [], bytes_, quads, record, nbytes)
+
+
+def decode_residual_out(
+    record: Tensor,
+    gate_up_qweight: Tensor,
+    gate_up_scales: Tensor,
+    down_qweight: Tensor,
+    down_scales: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+) -> None:
+    """The words of a record and the codes that it is the residual of, bit for bit."""
+    layout = _layout(down_proj, lossless=False)
+    sections = _Sections(layout, record)
+    index = sections.index()
+    bytes_ = [sections.take(rows * columns).view(rows, -1) for rows, columns in layout.matrices]
+    streams = sections.rest()
+    codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
+    for matrix, pair, low, entries in zip(
+        _matrices(gate_up_proj, down_proj), codes, bytes_, index, strict=True
+    ):
+        values, scales = windows.codes_and_scales(*pair)
+        zero = _blocks(values == 0, 0) == 1
+        classes, exceptions = _front(len(matrix), zero, entries, streams)
+        classes = _unblocked(classes, matrix.shape)
+        high = torch.where(
+            values == 0,
+            windows.zero_high_bytes(classes, scales),
+            windows.high_bytes(low.long(), values, scales),
+        )
+        escapes = exceptions | (zero & (_blocks(classes, 0) == ESCAPE))
+        blocks = _blocks(high, 0)
+        blocks[escapes] = _escaped(escapes, entries, streams)
+        _store(matrix, _unblocked(blocks, matrix.shape) << 8 | low.long())
+
+
+def moe_grouped_lossless_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`moe_grouped_out` of experts in `slots` [S, slot_bytes] uint8, as lossless records."""
+    hidden_size = hidden_states.shape[1]
+    for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
+        gate_up_proj, down_proj = _empty(hidden_size, expert_width, slots)
+        decode_lossless_out(slots[slot], gate_up_proj, down_proj)
+        _run_one(hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out)
+
+
+def moe_grouped_residual_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    base_slots: Tensor,
+    gate_up_qweight: Tensor,
+    gate_up_scales: Tensor,
+    down_qweight: Tensor,
+    down_scales: Tensor,
+    input_perm: Tensor | None,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`moe_grouped_out` of experts whose residuals lie in `slots` [S, slot_bytes] uint8.
+
+    base_slots         [E] int64: where each expert's codes lie; gate_up_*, down_* and input_perm as
+                       `moe_int4_out` has them
+    The matrices of a record are in the order of the codes: the columns of gate_up in that of
+    input_perm.
+    """
+    hidden_size, width = down_qweight.shape[1], down_qweight.shape[2] * 2
+    for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
+        base = int(base_slots[expert])
+        check_ids("base_slots", base_slots[expert], len(down_qweight), "base slots")
+        gate_up_proj, down_proj = _empty(hidden_size, width, slots)
+        codes = gate_up_qweight[base], gate_up_scales[base], down_qweight[base], down_scales[base]
+        decode_residual_out(slots[slot], *codes, gate_up_proj, down_proj)
+        rows = hidden_states if input_perm is None else hidden_states[:, input_perm[base].long()]
+        _run_one(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out)
+
+
+def _chosen(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
+    """The experts of a route that are in slots, and which."""
+    check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
+    chosen = []
+    for expert in topk_ids.unique().tolist():
+        slot = int(slot_table[expert])
+        if slot >= 0:
+            check_ids("slot_table", slot_table[expert], count, "slots")
+            chosen.append((expert, slot))
+    return chosen
+
+
+def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    shapes = (2 * width, hidden_size), (hidden_size, width)
+    gate_up, down = (
+        torch.empty(shape, dtype=torch.bfloat16, device=slots.device) for shape in shapes
+    )
+    return gate_up, down
+
+
+def _run_one(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    expert: int,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """The rows of one expert, whose matrices are plain words."""
+    only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
+    only[expert] = 0
+    moe_grouped_out(
+        hidden_states,
+        topk_ids,
+        only,
+        gate_up_proj.unsqueeze(0),
+        down_proj.unsqueeze(0),
+        activation,
+        out,
+    )
+
+
+class _Sections:
+    """The sections of a record, taken one behind the other."""
+
+    def __init__(self, layout: CompactLayout, record: Tensor) -> None:
+        self._layout, self._record, self._at = layout, record, 0
+
+    def take(self, nbytes: int) -> Tensor:
+        part = self._record[self._at : self._at + nbytes]
+        self._at += -(-nbytes // LINE_BYTES) * LINE_BYTES
+        return part
+
+    def index(self) -> list[Tensor]:
+        """Each matrix's entries, with the one that ends them."""
+        quads = [-(-rows // QUAD_ROWS) for rows, _ in self._layout.matrices]
+        entries = self.take(4 * (sum(quads) + 1)).long().view(-1, 4)
+        places = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], device=entries.device)
+        whole = (entries * places).sum(1)
+        starts = [sum(quads[:at]) for at in range(len(quads))]
+        return [whole[first : first + n + 1] for first, n in zip(starts, quads, strict=True)]
+
+    def rest(self) -> Tensor:
+        return self._record[self._at :].long()
+
+
+def _layout(down_proj: Tensor, lossless: bool) -> CompactLayout:
+    hidden_size, width = down_proj.shape
+    return CompactLayout(hidden_size, width, lossless)
+
+
+def _matrices(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
+    return [*gate_up_proj.chunk(2), down_proj]
+
+
+def _halves(qweight: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(qweight.chunk(2), scales.chunk(2), strict=True))
+
+
+def _words(matrix: Tensor) -> Tensor:
+    return matrix.view(torch.int16).long() & 0xFFFF
+
+
+def _store(matrix: Tensor, words: Tensor) -> None:
+    matrix.view(torch.int16).copy_(torch.where(words >= 1 << 15, words - (1 << 16), words))
+
+
+def _blocks(matrix: Tensor, absent: int) -> Tensor:
+    """[N, K] as [Q, B, 4, 64], `absent` past the edges."""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix.long(), (0, -columns % BLOCK_COLUMNS, 0, -rows % QUAD_ROWS), value=absent)
+    return padded.unflatten(1, (-1, BLOCK_COLUMNS)).unflatten(0, (-1, QUAD_ROWS)).transpose(1, 2)
+
+
+def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
+
+
+def _pack_classes(classes: Tensor) -> Tensor:
+    """[N, 8C] values below 8 as [N, 3C] bytes, lowest bits first."""
+    places = torch.tensor([1 << 3 * at for at in range(8)], device=classes.device)
+    whole = (classes.unflatten(1, (-1, 8)) * places).sum(2)
+    return torch.stack([whole >> 8 * at & 0xFF for at in range(3)], dim=2).flatten(1)
+
+
+def _unpack_classes(plane: Tensor) -> Tensor:
+    places = torch.tensor([1, 1 << 8, 1 << 16], device=plane.device)
+    whole = (plane.long().unflatten(1, (-1, 3)) * places).sum(2)
+    return torch.stack([whole >> 3 * at & 7 for at in range(8)], dim=2).flatten(1)
+
+
+def _streams_of(
+    rows: int,
+    escapes: Tensor,
+    escaped: Tensor,
+    zero: Tensor | None = None,
+    classes: Tensor | None = None,
+) -> list[tuple[bytes, bool]]:
+    """Each quad's streams, front and back, and whether it has exceptions, of a matrix of `rows`."""
+    quads = []
+    for quad in range(len(escapes)):
+        front, back = bytearray(), b""
+        exceptional = zero is not None and bool((escapes[quad] & ~zero[quad]).any())
+        for block in range(escapes.shape[1]):
+            for row in range(min(QUAD_ROWS, rows - quad * QUAD_ROWS)):
+                mask = escapes[quad, block, row]
+                back = bytes(escaped[quad, block, row][mask].tolist()) + back
+                if zero is not None and classes is not None:
+                    front += _front_of(
+                        classes[quad, block, row][zero[quad, block, row]],
+                        mask & ~zero[quad, block, row] if exceptional else None,
+                    )
+        quads.append((bytes(front) + back, exceptional))
+    return quads
+
+
+def _front_of(classes: Tensor, exceptions: Tensor | None) -> bytes:
+    """What a row of a block has in the front stream."""
+    whole = sum(value << 3 * at for at, value in enumerate(classes.tolist()))
+    front = whole.to_bytes(-(-3 * len(classes) // 8), "little")
+    if exceptions is None:
+        return front
+    columns = torch.where(exceptions)[0].tolist()
+    return front + bytes([len(columns), *columns])
+
+
+def _write(
+    layout: CompactLayout,
+    head: list[Tensor],
+    planes: list[Tensor],
+    quads: list[tuple[bytes, bool]],
+    record: Tensor,
+    nbytes: Tensor,
+) -> None:
+    """Sections behind one another, each at a whole line. Rows past the edges have no streams."""
+    entries, at = [], 0
+    for stream, exceptional in quads:
+        entries.append(at | (HAS_EXCEPTIONS if exceptional else 0))
+        at += len(stream)
+    entries.append(at)
+    index = b"".join(entry.to_bytes(4, "little") for entry in entries)
+    sections = [bytes(part.flatten().tolist()) for part in head]
+    sections += [index, *(bytes(part.flatten().tolist()) for part in planes)]
+    whole = b"".join(part + bytes(-len(part) % LINE_BYTES) for part in sections)
+    whole += b"".join(stream for stream, _ in quads) + bytes(SLACK_BYTES)
+    nbytes.fill_(len(whole))
+    if len(whole) <= len(record):
+        record[: len(whole)].copy_(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
+
+
+def _escaped(escapes: Tensor, entries: Tensor, streams: Tensor) -> Tensor:
+    """The bytes of the back streams, in the order of the escapes [Q, B, 4, 64]."""
+    counts = escapes.sum(3).flatten(1)
+    ends = (entries[1:] & HAS_EXCEPTIONS - 1).unsqueeze(1)
+    starts = (ends - counts.cumsum(1)).view(escapes.shape[:3])
+    ranks = escapes.long().cumsum(3) - 1
+    return streams[(starts.unsqueeze(3) + ranks)[escapes].clamp(0, len(streams) - 1)]
+
+
+def _front(rows: int, zero: Tensor, entries: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
+    """The classes of words of code 0, and the exceptions among the others, [Q, B, 4, 64]."""
+    classes, exceptions = torch.zeros_like(zero, dtype=torch.long), torch.zeros_like(zero)
+    for quad, entry in enumerate(entries[:-1].tolist()):
+        at = entry & HAS_EXCEPTIONS - 1
+        for block in range(zero.shape[1]):
+            for row in range(min(QUAD_ROWS, rows - quad * QUAD_ROWS)):
+                mask = zero[quad, block, row]
+                count = int(mask.sum())
+                size = -(-3 * count // 8)
+                whole = int.from_bytes(bytes(streams[at : at + size].tolist()), "little")
+                values = [whole >> 3 * rank & 7 for rank in range(count)]
+                classes[quad, block, row][mask] = torch.tensor(
+                    values, dtype=torch.long, device=zero.device
+                )
+                at += size
+                if entry & HAS_EXCEPTIONS:
+                    columns = streams[at + 1 : at + 1 + int(streams[at])]
+                    exceptions[quad, block, row, columns % BLOCK_COLUMNS] = True
+                    at += 1 + len(columns)
+    return classes, exceptions

@@ -1,0 +1,187 @@
+"""Teacher-forced comparison: our exact path with plain transformers, and the draft with both.
+
+Each text is run through all models token by token position; no model sees another's output, so one
+disagreement does not cause the next.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from speq.errors import SpeqError
+from speq.experts.packed_store import PackedExpertStore
+from speq.files.atomic_file import check_target
+from speq.files.checkpoint import Checkpoint
+from speq.generator import Generator
+from speq.machine import available_bytes
+from speq.measure.report import Column, Report, read_prompts
+from speq.measure.teacher_forced import forced_passes
+from speq.models.moe_model import quiet_transformers
+from speq.scheduler.lookahead import LookaheadBuffer
+from speq.units import format_bytes
+
+# Tokens verified at a time: the shape of a verification with four drafted tokens.
+VERIFY_ROWS = 5
+MAX_TOKENS = 256
+# Share of positions whose likeliest token must be the same. In 16 bits the shape of a pass may turn
+# a near-tie; in 32 it must not.
+NEEDED_AGREEMENT = {
+    torch.float64: 1.0,
+    torch.float32: 1.0,
+    torch.bfloat16: 0.97,
+    torch.float16: 0.97,
+}
+
+COLUMNS: dict[str, Column] = {
+    "tokens": ("tokens", "{}"),
+    "same token": ("agreement", "{:.2%}"),
+    "largest logit": ("max_logit", "{:.1f}"),
+    "largest difference": ("max_logit_difference", "{:.1e}"),
+    "draft: same token": ("draft_agreement", "{:.1%}"),
+    "route recall": ("route_recall", "{:.1%}"),
+    "same experts": ("same_route_sets", "{:.1%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    passed: bool
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What our models made of a text: logits [T, V], and how the draft's routes compare."""
+
+    exact: Tensor
+    draft: Tensor | None
+    named: int
+    same_sets: int
+    choices: int
+    sets: int
+
+
+def run(
+    model: str,
+    memory_budget: str,
+    *,
+    prompts: Path | None,
+    num_prompts: int,
+    json_file: Path | None,
+    force: bool,
+    **options: Any,
+) -> tuple[Report, Verdict]:
+    """Compare on the first MAX_TOKENS tokens of each prompt."""
+    check_target(json_file, force)
+    texts = read_prompts(prompts, num_prompts)
+    generator = Generator.from_pretrained(model, memory_budget, **options)
+    dtype, device = generator.runtime.dtype, generator.runtime.device
+    path = generator.runtime.opened.checkpoint.path
+    try:
+        if isinstance(generator.runtime.opened.store, PackedExpertStore):
+            raise SpeqError(
+                f"{path} is packed, and plain transformers, to compare with, reads models as "
+                "published only; check the one it was packed from"
+            )
+        check_memory(path, dtype, device)
+        limit = min(MAX_TOKENS, generator.max_context)
+        encoded = [generator.encode(text)[:limit] for text in texts]
+        generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
+        traces = [trace(generator, ids) for ids in encoded]
+    finally:
+        generator.close()
+    del generator
+
+    with quiet_transformers():
+        plain = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+        )
+    plain = plain.eval().to(device)
+    rows = [compare(plain, ids, ours) for ids, ours in zip(encoded, traces, strict=True)]
+    report = Report("check", model, {"dtype": str(dtype), **options}, rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report, verdict(rows, dtype)
+
+
+def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise SpeqError where plain transformers, which holds all weights, has no room for them."""
+    free = available_bytes()
+    if device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info()[0])
+    checkpoint = Checkpoint(path)
+    words = sum(info.nbytes // info.dtype.itemsize for _, info in checkpoint.tensors.values())
+    checkpoint.close()
+    if words * dtype.itemsize > free:
+        raise SpeqError(
+            f"plain transformers needs {format_bytes(words * dtype.itemsize)} for the whole model "
+            f"in {str(dtype).removeprefix('torch.')} and {format_bytes(free)} of "
+            "memory are left; check a model that fits, or in a smaller dtype"
+        )
+
+
+def trace(generator: Generator, ids: list[int]) -> Trace:
+    """Run a text as verification would, and token by token as the draft would."""
+    exact, drafted = [], []
+    named = same = choices = sets = 0
+    for forced in forced_passes(generator.runtime, ids, VERIFY_ROWS):
+        exact.append(forced.exact.cpu())
+        if forced.draft is not None:
+            drafted.append(forced.draft.cpu())
+        step_named, step_choices = forced.lookahead.recall(list(range(forced.tokens)))
+        named, choices = named + step_named, choices + step_choices
+        step_same, step_sets = equal_sets(forced.lookahead, forced.tokens)
+        same, sets = same + step_same, sets + step_sets
+    draft = torch.cat(drafted) if drafted else None
+    return Trace(torch.cat(exact), draft, named, same, choices, sets)
+
+
+def equal_sets(lookahead: LookaheadBuffer, tokens: int) -> tuple[int, int]:
+    """(equal, all): layers and tokens where the draft named exactly the experts that were used."""
+    pairs = [
+        (set(lookahead.expert_ids(token, layer)), set(route.topk_ids[token].tolist()))
+        for layer, route in lookahead.used.items()
+        for token in range(tokens)
+        if (token, layer) in lookahead.predicted
+    ]
+    return sum(predicted == used for predicted, used in pairs), len(pairs)
+
+
+@torch.inference_mode()
+def compare(plain: Any, ids: list[int], ours: Trace) -> dict[str, Any]:
+    """One row of figures for one text."""
+    theirs = plain(torch.tensor([ids], device=plain.device)).logits[0].float().cpu()
+    exact = ours.exact.float()
+    agrees = exact.argmax(-1) == theirs.argmax(-1)
+    row: dict[str, Any] = {
+        "tokens": len(ids),
+        "agreement": agrees.double().mean().item(),
+        "max_logit_difference": (exact - theirs).abs().max().item(),
+        "max_logit": theirs.abs().max().item(),
+        "draft_agreement": None,
+        "route_recall": None,
+        "same_route_sets": None,
+    }
+    if ours.draft is not None:
+        drafted = ours.draft.float().argmax(-1) == exact.argmax(-1)
+        row["draft_agreement"] = drafted.double().mean().item()
+        row["route_recall"] = ours.named / ours.choices
+        row["same_route_sets"] = ours.same_sets / ours.sets
+    return row
+
+
+def verdict(rows: list[dict[str, Any]], dtype: torch.dtype) -> Verdict:
+    tokens = sum(row["tokens"] for row in rows)
+    agreement = sum(row["agreement"] * row["tokens"] for row in rows) / tokens
+    needed = NEEDED_AGREEMENT[dtype]
+    passed = agreement >= needed
+    return Verdict(
+        passed,
+        f"{'passed' if passed else 'FAILED'}: the exact path and transformers choose the same "
+        f"token at {agreement:.2%} of {tokens} positions in {str(dtype).removeprefix('torch.')} "
+        f"({needed:.0%} wanted)",
+    )

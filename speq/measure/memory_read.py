@@ -1,0 +1,61 @@
+"""A plain read of memory, which kernels are measured against, and the time steps take beside it."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from speq.kernels import library
+from speq.units import Clock
+
+# Seconds from any start; tests give a false one.
+Step = Callable[[], None]
+
+# Bytes of a read: many times the last cache, and on a GPU long beside the start of a kernel.
+READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+
+
+class MemoryRead:
+    """A step that reads `nbytes`, a multiple of 8, with the threads that kernels run on."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        # Filled: pages nobody has written to are all the same page of zeros, and that is cached.
+        self._words = torch.empty(nbytes // 8, dtype=torch.int64, device=device).fill_(1)
+        self._sum = self._words.new_empty(1)
+
+    @property
+    def nbytes(self) -> int:
+        return self._words.nbytes
+
+    def __call__(self) -> None:
+        # What `ops.read_sum` calls, which also waits for the sum: on a GPU, too long.
+        library.call("read_sum", self._words, self._sum)
+
+
+def step_times(steps: Sequence[Step], device: torch.device, clock: Clock) -> list[float]:
+    """Seconds that each of `steps` takes, run one behind the other.
+
+    On a GPU it is the time between events, not `clock`; the host runs ahead, so that a step's
+    launch is hidden behind the step before.
+    """
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for step, event in zip(steps, events[1:], strict=True):
+            step()
+            event.record()
+        events[-1].synchronize()
+        return [events[at].elapsed_time(events[at + 1]) / 1e3 for at in range(len(steps))]
+    marks = [clock()]
+    for step in steps:
+        step()
+        marks.append(clock())
+    return [marks[at + 1] - marks[at] for at in range(len(steps))]
+
+
+def read_gb_per_s(read: MemoryRead, device: torch.device, times: int, clock: Clock) -> float:
+    """GB/s of a plain read: the median of `times`, after one that does not count."""
+    read()
+    times_s = [step_times([read], device, clock)[0] for _ in range(times)]
+    return read.nbytes / median(times_s) / 1e9

@@ -1,0 +1,129 @@
+"""One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from speq import __version__
+from speq.errors import SpeqError
+from speq.files.atomic_file import replacing
+from speq.machine import describe_machine
+
+# How a figure is shown: a format string, or a function.
+Show = str | Callable[[Any], str]
+# The key of a figure in a row, and how it is shown.
+Column = tuple[str, Show]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a bench found. rows all have the same keys."""
+
+    bench: str
+    model: str
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    version: str = __version__
+    commit: str | None = field(default_factory=lambda: current_commit())
+    machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+
+    def print(self, columns: dict[str, Column]) -> None:
+        """The rows as a table on stdout."""
+        print_table(f"{self.bench}: {self.model}", columns, self.rows)
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
+        content = json.dumps(asdict(self), indent=1) + "\n"
+        try:
+            with replacing(path) as file:
+                file.write(content.encode())
+        except OSError as error:
+            raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
+    """Rows on stdout, by column title; figures that do not exist are dashes."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(_cell(row[name], show) for name, show in columns.values()))
+    Console().print(table)
+
+
+def read_prompts(path: Path | None, count: int) -> list[str]:
+    """`count` prompts spread evenly over a JSON Lines file, or over our own mixed ones."""
+    source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"
+    if count < 1:
+        raise SpeqError(f"num_prompts is {count}; it must be at least 1")
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpeqError(f"prompts {source} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpeqError(f"{source}:{number} is no JSON object with a prompt") from error
+        if not isinstance(prompt, str) or not prompt:
+            raise SpeqError(f"{source}:{number} has the prompt {prompt!r}; it must be a text")
+        prompts.append(prompt)
+    if not prompts:
+        raise SpeqError(f"{source} holds no prompts")
+    if count > len(prompts):
+        raise SpeqError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
+    # Files are sorted by kind.
+    return [prompts[at * len(prompts) // count] for at in range(count)]
+
+
+def parse_numbers(name: str, text: str) -> list[int]:
+    """Numbers separated by commas. Raises SpeqError, naming the option, for anything else."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SpeqError(
+            f"{name} is {text!r}; it must be whole numbers separated by commas, such as 1,4"
+        ) from None
+
+
+def parse_shares(name: str, text: str) -> list[float]:
+    """Positive numbers separated by commas. Raises SpeqError, naming the option, for others."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < math.inf for share in shares):
+        raise SpeqError(
+            f"{name} is {text!r}; it must be positive numbers separated by commas, such as 0.5,0.7"
+        )
+    return shares
+
+
+def current_commit() -> str | None:
+    """The commit this code was checked out at, "-dirty" if it was changed since."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cell(value: Any, show: Show) -> str:
+    if value is None:
+        return "-"
+    return show.format(value) if isinstance(show, str) else show(value)

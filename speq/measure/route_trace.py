@@ -1,0 +1,188 @@
+"""The routes of a generation, draft and verification, recorded to replay scheduling on."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.config import SamplingParams
+from speq.decode.sequence import Sequence
+from speq.errors import SpeqError
+from speq.files.atomic_file import replacing
+from speq.generator import Generator
+from speq.routing import Route
+from speq.scheduler.lookahead import LookaheadBuffer
+from speq.stats import RunStats
+
+FORMAT = "speq-routes-1"
+# Ids and weights of one token in one layer.
+Choice = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStep:
+    """One round. drafted[token][layer]; used[layer][node]: expert ids; guessed[layer][node]:
+    (ids, margins) of what each layer's router said when the layer before it was reached, empty for
+    the first layer; path: accepted nodes.
+    """
+
+    drafted: list[list[Choice]]
+    used: list[list[list[int]]]
+    guessed: list[list[Choice]]
+    path: list[int]
+
+    @property
+    def emitted(self) -> int:
+        return len(self.path)
+
+    def cut(self, draft_length: int) -> "TraceStep":
+        """The same round, had its draft, a chain, ended after so many tokens."""
+        if draft_length >= len(self.drafted):
+            return self
+        rows = draft_length + 1
+        return TraceStep(
+            self.drafted[:draft_length],
+            [nodes[:rows] for nodes in self.used],
+            [nodes[:rows] for nodes in self.guessed],
+            self.path[:rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTrace:
+    """Rounds of one or more texts, each with the texts' own beginning left to the prompt."""
+
+    model: str
+    draft_length: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    steps: list[TraceStep]
+
+    def plain(self) -> "RouteTrace":
+        """The same tokens decoded one by one: what was accepted, without drafts."""
+        steps = [
+            TraceStep(
+                [],
+                [[nodes[node]] for nodes in step.used],
+                [[nodes[node]] if nodes else [] for nodes in step.guessed],
+                [0],
+            )
+            for step in self.steps
+            for node in step.path
+        ]
+        return RouteTrace(self.model, 0, self.num_layers, self.num_experts, self.top_k, steps)
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
+        try:
+            with replacing(path) as file:
+                file.write(json.dumps({"format": FORMAT} | asdict(self)).encode())
+        except OSError as error:
+            raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> "RouteTrace":
+        """Raises SpeqError where the file is no trace."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("format") != FORMAT:
+                raise ValueError("another format")
+            steps = [TraceStep(**step) for step in content.pop("steps")]
+            trace = cls(steps=steps, **content)
+            trace.check()
+        except OSError as error:
+            raise SpeqError(f"trace {path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise SpeqError(f"{path} is no trace of format {FORMAT}: {error}") from error
+        return trace
+
+    def check(self) -> None:
+        """Raises ValueError where sizes and ids do not agree with each other."""
+        for step in self.steps:
+            choices = [choice for token in step.drafted for choice in token]
+            choices += [choice for layer in step.guessed for choice in layer]
+            chosen = [node for layer in step.used for node in layer] + [ids for ids, _ in choices]
+            layers = {len(step.used), len(step.guessed), *map(len, step.drafted)}
+            nodes = {len(layer) for layer in step.used}
+            if layers != {self.num_layers} or len(nodes) != 1:
+                raise ValueError("a step has other layers than the model")
+            if not {len(layer) for layer in step.guessed} <= {0, *nodes}:
+                raise ValueError("a guess for some tokens only")
+            if any(len(ids) != self.top_k for ids in chosen):
+                raise ValueError(f"a token with other than {self.top_k} experts")
+            if any(len(ids) != len(weights) for ids, weights in choices):
+                raise ValueError("experts without weights")
+            if not all(type(e) is int and 0 <= e < self.num_experts for ids in chosen for e in ids):
+                raise ValueError("an expert that the model does not have")
+            if not step.path or min(step.path) < 0 or max(step.path) >= nodes.pop():
+                raise ValueError("a path of tokens that are not there")
+
+
+def record(
+    model: str,
+    memory_budget: str,
+    draft_length: int,
+    prompts: list[str],
+    max_new_tokens: int,
+    **options: Any,
+) -> tuple[RouteTrace, RunStats]:
+    """Generate from each prompt and keep every round's routes, and what was measured."""
+    generator = Generator.from_pretrained(
+        model, memory_budget, draft_length=draft_length, profile="none", **options
+    )
+    try:
+        runtime = generator.runtime
+        longest = max(len(generator.encode(prompt)) for prompt in prompts)
+        generator.reserve(longest + max_new_tokens)
+        engine = runtime.engine
+        lookahead = engine.offload.prefetcher.lookahead
+        steps, run = [], runtime.begin_stats(0.0)
+        for prompt in prompts:
+            request = Sequence(
+                generator.encode(prompt),
+                SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
+                runtime.model.eos_ids,
+            )
+            engine.start(request)
+            while request.finish_reason is None:
+                stats = engine.step(request)
+                run.record(stats)
+                # The tokens of a chain are accepted from the front.
+                steps.append(_step(lookahead, stats.draft_length, list(range(stats.accepted + 1))))
+    finally:
+        generator.close()
+    experts = runtime.shape.experts
+    top_k = len(steps[0].used[0][0])
+    trace = RouteTrace(model, draft_length, lookahead.num_layers, experts.num_experts, top_k, steps)
+    return trace, run
+
+
+def _step(lookahead: LookaheadBuffer, draft_length: int, path: list[int]) -> TraceStep:
+    layers = range(lookahead.num_layers)
+    drafted = [
+        [_choice(lookahead.predicted[token, layer]) for layer in layers]
+        for token in range(draft_length)
+    ]
+    used = [lookahead.used[layer].topk_ids.tolist() for layer in layers]
+    guessed: list[list[Choice]] = [[]]
+    for layer in layers[1:]:
+        route = lookahead.used[layer - 1]
+        assert route.following is not None
+        logits = route.following(list(range(len(route.topk_ids))))
+        guessed.append([_margins(row, route.topk_ids.shape[1]) for row in logits])
+    return TraceStep(drafted, used, guessed, path)
+
+
+def _choice(route: Route) -> Choice:
+    weights = [round(weight, 4) for weight in route.topk_weights.flatten().tolist()]
+    return route.topk_ids.flatten().tolist(), weights
+
+
+def _margins(logits: Tensor, top_k: int) -> Choice:
+    values, ids = torch.topk(logits.float(), min(top_k + 1, len(logits)))
+    margins = values[:top_k] - values[-1]
+    return ids[:top_k].tolist(), [round(float(margin), 3) for margin in margins]

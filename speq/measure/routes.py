@@ -1,0 +1,43 @@
+"""What recorded routes tell: distinct experts by tokens, and acceptance."""
+
+from speq.errors import SpeqError
+from speq.governor.locality import RouteCurve
+from speq.governor.moesd import distinct_of_routes
+from speq.governor.roofline import Points
+from speq.measure.route_trace import RouteTrace
+
+# Tokens that points of a curve are of, as far as a trace is long enough for some of each.
+TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)
+WINDOWS_OF_A_POINT = 3
+
+
+def curve_of(trace: RouteTrace) -> RouteCurve:
+    """D(t) of the accepted tokens. Raises SpeqError for a trace that is too short."""
+    steps = trace.plain().steps
+    routes = [[step.used[layer][0] for step in steps] for layer in range(trace.num_layers)]
+    points = distinct_points(routes, trace.num_experts)
+    if len(points) < 2:
+        raise SpeqError(f"the trace of {trace.model} has {len(steps)} tokens; record some dozens")
+    return RouteCurve(trace.model, trace.num_experts, trace.top_k, points)
+
+
+def distinct_points(routes: list[list[list[int]]], num_experts: int) -> Points:
+    """D(t) of routes, expert ids by layer and token, for as many tokens as there are windows of."""
+    longest = len(routes[0]) // WINDOWS_OF_A_POINT
+    if not longest:
+        return ()
+    counted = dict(distinct_of_routes(routes, num_experts, min(longest, TOKENS[-1])).measured)
+    points = [(float(tokens), counted[tokens]) for tokens in TOKENS if tokens in counted]
+    # Windows of one size are not those of another: what grows by that alone says nothing.
+    grown = [at for at, (_, y) in enumerate(points) if all(y > low for _, low in points[:at])]
+    return tuple(points[at] for at in grown if points[at][1] < num_experts)
+
+
+def acceptance_of(trace: RouteTrace) -> float | None:
+    """That a drafted token stood, given that those before it did; None without drafts."""
+    tried = stood = 0
+    for step in trace.steps:
+        accepted = len(step.path) - 1
+        stood += accepted
+        tried += min(accepted + 1, len(step.drafted))
+    return stood / tried if tried else None

@@ -1,0 +1,45 @@
+"""A model on disk, checked and measured, before any of it is loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from speq.errors import SpeqError
+from speq.experts.expert_store import ExpertStore
+from speq.experts.packed_store import PackedExpertStore, open_experts
+from speq.files.checkpoint import Checkpoint, locate
+from speq.files.json_file import read_json
+from speq.models.families import Family, family_of
+from speq.models.shape import ModelShape, hf_config, shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose files were checked, its family and its sizes."""
+
+    checkpoint: Checkpoint
+    family: Family
+    shape: ModelShape
+    store: ExpertStore
+
+    def close(self) -> None:
+        self.store.close()
+        self.checkpoint.close()
+
+
+def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
+    """Check a model folder and read its sizes, without loading weights.
+
+    verify_reads  compare experts with their checksums whenever they are read; packed models only
+    """
+    path = locate(model)
+    family = family_of(read_json(path / "config.json"), path)
+    checkpoint = Checkpoint(path)
+    shape = shape_of(family, hf_config(checkpoint), path / "config.json")
+    store = open_experts(checkpoint, shape.experts)
+    if isinstance(store, PackedExpertStore):
+        store.verify_reads = verify_reads
+    elif verify_reads:
+        raise SpeqError(
+            f"{path} has no checksums to verify reads by; `speq pack` writes a model that has"
+        )
+    return Opened(checkpoint, family, shape, store)

@@ -1,0 +1,1 @@
+"""How to hold a model's experts in a budget."""

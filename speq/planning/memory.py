@@ -1,0 +1,148 @@
+"""One budget for everything on the device, item by item; exact-expert slots get what is left."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from speq.errors import SpeqError
+from speq.units import format_bytes
+
+MIN_SLOTS = 2
+MIN_CHUNK = 16
+MAX_CHUNK = 4096
+# Prompts are run in the longest chunks whose activations take no more than this share, or than what
+# all slots would leave, and leave room for the fewest slots.
+WORKSPACE_SHARE = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a model asks of memory.
+
+    loading_bytes  what loading the weights takes beside them, before anything else is laid out
+    draft_bytes    0 where no draft is wanted
+    draft_needed   whether exact experts are read over the draft, which then cannot be left out
+    reading_bytes  what transfers take beside the slots they fill
+    slot_bytes     one expert's, with what alignment adds
+    workspace      (rows of a pass, tokens attended over) -> bytes of activations
+    """
+
+    non_expert_bytes: int
+    loading_bytes: int
+    draft_bytes: int
+    kv_bytes_per_token: int
+    reading_bytes: int
+    slot_bytes: int
+    num_experts: int
+    workspace: Callable[[int, int], int]
+    draft_needed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Representation:
+    """A way to keep exact experts in slots.
+
+    draft_bytes  of the draft beside them; 0: none
+    estimated    whether slot_bytes is what such experts usually take, not what these do
+    """
+
+    codec: str
+    draft_bytes: int
+    slot_bytes: int
+    estimated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a budget is spent. chunk: tokens of a prompt run at a time; context: tokens of KV."""
+
+    budget: int
+    context: int
+    chunk: int
+    slots: int
+    items: dict[str, int]
+
+    @property
+    def has_draft(self) -> bool:
+        return self.items["draft"] > 0
+
+    def report(self) -> dict[str, int]:
+        """The items in bytes, with the budget and what is left of it."""
+        return {
+            "budget": self.budget,
+            **self.items,
+            "unused": self.budget - sum(self.items.values()),
+        }
+
+
+def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
+    """Spend `budget`: with a draft where that leaves two slots, else without if that will do.
+
+    Raises SpeqError, item by item, where even that is too little.
+    """
+    fewest = min(MIN_SLOTS, demand.num_experts)
+    loading = demand.non_expert_bytes + demand.loading_bytes
+    drafts = (demand.draft_bytes, demand.draft_bytes if demand.draft_needed else 0)
+    for draft_bytes in dict.fromkeys(drafts):
+        items = {
+            "non_expert_weights": demand.non_expert_bytes,
+            "draft": draft_bytes,
+            "kv_cache": context * demand.kv_bytes_per_token,
+            "read_buffers": demand.reading_bytes,
+        }
+        room = budget - sum(items.values()) - fewest * demand.slot_bytes
+        spare = room - (demand.num_experts - fewest) * demand.slot_bytes
+        chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)
+        items["workspace"] = demand.workspace(chunk, context)
+        slots = min((budget - sum(items.values())) // demand.slot_bytes, demand.num_experts)
+        if slots >= fewest and loading <= budget:
+            items["slots"] = slots * demand.slot_bytes
+            return MemoryPlan(budget, context, chunk, slots, items)
+    items["slots"] = fewest * demand.slot_bytes
+    needed = max(sum(items.values()), loading)
+    listed = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size
+    )
+    if needed > sum(items.values()):
+        listed += f", and loading in another dtype than the checkpoint's {format_bytes(loading)}"
+    raise SpeqError(
+        f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
+        f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "
+        f"({format_bytes(needed)}), or less with a shorter context"
+    )
+
+
+def slots_of(
+    demand: Demand, budget: int, context: int, representations: list[Representation]
+) -> list[dict[str, int | str | bool]]:
+    """What a budget would buy of each representation: slots, 0 where it does not fit."""
+    rows: list[dict[str, int | str | bool]] = []
+    for each in representations:
+        other = replace(
+            demand,
+            draft_bytes=each.draft_bytes,
+            draft_needed=True,
+            slot_bytes=each.slot_bytes,
+        )
+        try:
+            slots = plan(other, budget, context).slots
+        except SpeqError:
+            slots = 0
+        rows.append(
+            {
+                "codec": each.codec,
+                "draft": each.draft_bytes > 0,
+                "slots": slots,
+                "slot_bytes": each.slot_bytes,
+                "estimated": each.estimated,
+            }
+        )
+    return rows
+
+
+def _chunk(demand: Demand, room: float, context: int) -> int:
+    chunk = MIN_CHUNK
+    while chunk < min(context, MAX_CHUNK):
+        chunk *= 2
+    while chunk > MIN_CHUNK and demand.workspace(chunk, context) > room:
+        chunk //= 2
+    return chunk

@@ -1,0 +1,102 @@
+"""Profiles that `speq tune` made: kept in the user's cache folder, one for each model, device,
+budget and version, or in files that users name.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from speq.errors import SpeqError
+from speq.files.atomic_file import replacing
+from speq.governor.profile import Profile, ProfileKey
+from speq.machine import device_name
+from speq.models.opened import Opened
+from speq.units import format_bytes
+from speq.version import __version__
+
+logger = logging.getLogger("speq")
+
+
+def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
+    """What a profile of this model, machine, budget and version holds for.
+
+    device  "cpu" or "cuda"
+    """
+    return ProfileKey(
+        opened.checkpoint.fingerprint(), device_name(device), budget_bytes, __version__
+    )
+
+
+def kept_path(key: ProfileKey) -> Path | None:
+    """Where a profile of that key is kept; None for a user without a home."""
+    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
+    try:
+        return Path.home() / ".cache" / "speq" / "profiles" / f"{digest}.json"
+    except RuntimeError:
+        return None
+
+
+def read(path: Path) -> Profile:
+    """Raises SpeqError, naming the file, where it is no profile."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpeqError(f"profile {path} cannot be read: {error}") from error
+    return Profile.from_json(text, f"profile {path}")
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Whole or not at all. Raises SpeqError where that cannot be done."""
+    try:
+        with replacing(path) as file:
+            file.write(profile.to_json().encode())
+    except OSError as error:
+        raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def kept(key: ProfileKey) -> Profile | None:
+    """The profile of that key, if there is one. Raises SpeqError where it is damaged."""
+    path = kept_path(key)
+    if path is None or not path.exists():
+        return None
+    profile = read(path)
+    if profile.key != key:
+        raise SpeqError(f"profile {path} is of {profile.key}, not of {key}; remove it")
+    return profile
+
+
+def wanted(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile | None:
+    """The profile that a run goes by.
+
+    option  "auto": the one kept for this very run, if there is one; "none"; or a file, whose budget
+            and version may be others. Raises SpeqError for another model's or device's.
+    """
+    if option == "none":
+        return None
+    key = key_of(opened, device, budget_bytes)
+    if option == "auto":
+        return kept(key)
+    profile = read(Path(option))
+    theirs = profile.key
+    if theirs.model != key.model:
+        raise SpeqError(
+            f"profile {option} is of another model than {opened.checkpoint.path}, by the digest of "
+            "its weights; run `speq tune` on this one, or give profile none"
+        )
+    if theirs.device != key.device:
+        raise SpeqError(
+            f"profile {option} was measured on {theirs.device} and this is {key.device}; run "
+            "`speq tune` here, or give profile none"
+        )
+    if theirs.budget_bytes != budget_bytes:
+        logger.info(
+            "profile %s was measured within %s; its speeds are taken for %s too",
+            option,
+            format_bytes(theirs.budget_bytes),
+            format_bytes(budget_bytes),
+        )
+    if theirs.version != key.version:
+        logger.info("profile %s was measured by version %s of speq", option, theirs.version)
+    return profile

@@ -1,0 +1,118 @@
+"""Text to calibrate on, as windows of tokens of one length; some are held out to judge by."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.quantizing.settings import QuantizeSettings
+
+logger = logging.getLogger("speq")
+
+FIELDS = ("prompt", "text")
+# Windows held out for so many that are calibrated on, and at most.
+HELD_OUT_SHARE = 1 / 8
+MAX_HELD_OUT = 16
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Windows of one text: calibration [C, M] and held_out [V, M] int64. C or V may be 0."""
+
+    calibration: Tensor
+    held_out: Tensor
+
+    def digest(self) -> str:
+        """Names the tokens and which of them are held out."""
+        sizes = f"{list(self.calibration.shape)}{list(self.held_out.shape)}"
+        digest = hashlib.sha256(sizes.encode())
+        for windows in (self.calibration, self.held_out):
+            digest.update(windows.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of JSON Lines with a `prompt` or `text` in each row, or of a plain text file.
+
+    Raises SpeqError where the file is absent, is no text or holds none.
+    """
+    if not path.is_file():
+        raise SpeqError(
+            f"calibration {str(path)!r} is no file; give JSON Lines (.jsonl) with a `prompt` or "
+            "`text` in each row, or a text file; a data set of the hub must be saved as one first"
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpeqError(f"calibration {path} cannot be read: {error}") from error
+    texts = [content]
+    if path.suffix == ".jsonl":
+        lines = enumerate(content.split("\n"), start=1)
+        texts = [_text_of(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if not any(text.strip() for text in texts):
+        raise SpeqError(f"calibration {path} holds no text")
+    return texts
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SpeqError(f"{where} is no JSON: {error}") from error
+    found = [row[field] for field in FIELDS if field in row] if isinstance(row, dict) else []
+    if not found or not isinstance(found[0], str):
+        raise SpeqError(f"{where} is no JSON object with a text under `prompt` or `text`")
+    return found[0]
+
+
+def tokenised(texts: list[str], encode: Encode, vocab_size: int, end_id: int | None) -> Tensor:
+    """All tokens of some texts [N] int64, an end of text behind each where there is one."""
+    ids: list[int] = []
+    for text in texts:
+        ids += encode(text)
+        if end_id is not None:
+            ids.append(end_id)
+    tokens = torch.tensor(ids, dtype=torch.int64)
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise SpeqError(
+            f"the tokenizer makes token {int(tokens.max())} of the calibration text and the model "
+            f"knows {vocab_size}; give the model's own tokenizer"
+        )
+    return tokens
+
+
+def calibration_of(tokens: Tensor, settings: QuantizeSettings) -> Calibration:
+    """Windows of a text's tokens [N], drawn by the seed, in the order of the text.
+
+    Raises SpeqError where the text is shorter than a window.
+    """
+    length = settings.sequence_length
+    windows = tokens[: len(tokens) // length * length].view(-1, length)
+    found = len(windows)
+    if not found:
+        raise SpeqError(
+            f"the calibration text has {len(tokens)} tokens and a sequence length of {length} was "
+            "asked for; give more text or a shorter --sequence-length"
+        )
+    wanted = min(max(int(settings.samples * HELD_OUT_SHARE), 1), MAX_HELD_OUT)
+    held_out = min(wanted, -(-found // 9)) if found > 1 else 0
+    count = min(settings.samples, found - held_out)
+    if count < settings.samples:
+        logger.warning(
+            "the calibration text has %d windows of %d tokens, %d of them held out; %d samples "
+            "were asked for: more text makes a better draft",
+            found,
+            length,
+            held_out,
+            settings.samples,
+        )
+    drawn = torch.randperm(found, generator=torch.Generator().manual_seed(settings.seed))
+    chosen, rest = drawn[:count].sort().values, drawn[count : count + held_out].sort().values
+    return Calibration(windows[chosen], windows[rest])

@@ -1,0 +1,312 @@
+"""The folder that quantising writes: a GPTQ checkpoint like any other, once it is whole.
+
+A folder becomes a model with its last file, config.json. Until then its journal says which layers
+are done, and beside it lie the activations that enter the next one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
+from speq.errors import SpeqError
+from speq.experts.expert_store import ExpertLayout, is_expert_tensor
+from speq.experts.pack import COPY_BYTES, whole
+from speq.files.atomic_file import replacing
+from speq.files.checkpoint import (
+    EXPERTS_MANIFEST,
+    HUB_PATTERNS,
+    INDEX,
+    QUANTIZE_JOURNAL,
+    Checkpoint,
+)
+from speq.files.range_file import bytes_of
+from speq.files.safetensors_file import header_of
+from speq.quantizing.expert import QuantisedExpert
+from speq.quantizing.gptq import QuantisedMatrix
+from speq.quantizing.report import LayerReport, TextReport
+from speq.quantizing.settings import QuantizeSettings
+from speq.units import format_bytes
+
+FORMAT = "speq-quantize-2"
+REPORT = "quantize_report.json"
+# Beside the weights these are copied: settings, tokenizers, templates, and what the licence asks.
+COPIED = (*HUB_PATTERNS, "LICENSE*", "NOTICE*")
+QUANTIZE_CONFIG = "quantize_config.json"
+NOT_COPIED = ("*.safetensors", "config.json", QUANTIZE_CONFIG, INDEX, EXPERTS_MANIFEST, REPORT)
+CHECKPOINT_FORMAT = "gptq"
+# Loaders that know of `dynamic` leave every module alone but those inside `experts`.
+NOT_EXPERTS = r"-:^(?!.*\.experts(\.|$)).*"
+Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Names of the folder's files: one for each layer with experts, then one for all else."""
+
+    layout: ExpertLayout
+    settings: QuantizeSettings
+
+    def name(self, moe_layer: int) -> str:
+        """Of a layer's experts; of all else where moe_layer is their number."""
+        count = len(self.layout.layers) + 1
+        return f"model-{moe_layer + 1:05}-of-{count:05}.safetensors"
+
+    @property
+    def rest(self) -> str:
+        return self.name(len(self.layout.layers))
+
+    def entries(self, moe_layer: int) -> Entries:
+        """Tensors of a layer's shard, in their order."""
+        hidden, width = self.layout.hidden_size, self.layout.expert_width
+        found: Entries = {}
+        for expert in range(self.layout.num_experts):
+            for projection, inputs, outputs in (
+                ("gate_proj", hidden, width),
+                ("up_proj", hidden, width),
+                ("down_proj", width, hidden),
+            ):
+                groups = inputs // self.settings.group_of(inputs)
+                module = (
+                    f"model.layers.{self.layout.layers[moe_layer]}.mlp.experts.{expert}."
+                    f"{projection}."
+                )
+                found[module + "qweight"] = (torch.int32, (inputs // 8, outputs))
+                found[module + "qzeros"] = (torch.int32, (groups, outputs // 8))
+                found[module + "scales"] = (torch.float16, (groups, outputs))
+                found[module + "g_idx"] = (torch.int32, (inputs,))
+        return found
+
+
+def nbytes_of(entries: Entries) -> int:
+    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in entries.values())
+
+
+def tensors_of(expert: QuantisedExpert) -> Iterator[Tensor]:
+    """An expert's tensors, in the order of `Shards.entries`."""
+    width = expert.gate_up.codes.shape[1] // 2
+    for columns in (slice(0, width), slice(width, None)):
+        yield from packed(expert.gate_up, columns)
+    yield from packed(expert.down, slice(None))
+
+
+def packed(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
+    """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N] and g_idx [K] of some outputs."""
+    codes = matrix.codes[:, columns]
+    yield pack_codes(codes)
+    scales = matrix.scales[:, columns].contiguous()
+    zeros = torch.full(scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
+    yield pack_zeros(zeros, CHECKPOINT_FORMAT)
+    yield scales
+    yield matrix.groups
+
+
+class QuantizeFolder:
+    """A folder in the making. Raises SpeqError where it is taken, or begun with other settings.
+
+    source       fingerprint of the model
+    calibration  digest of the tokens
+    done         layers that an earlier run is known to have finished
+    text         what the finished draft made of the held-out text; None before that is known
+    """
+
+    def __init__(self, out: Path, source: str, calibration: str, shards: Shards) -> None:
+        self.out = out
+        self.shards = shards
+        self._journal = out / QUANTIZE_JOURNAL
+        self._header = {
+            "format": FORMAT,
+            "source": source,
+            "calibration": calibration,
+            "settings": shards.settings.as_dict(),
+        }
+        begun = self._journal.exists()
+        if (out / "config.json").exists() and not begun:
+            raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
+        stale = list(out.glob("*.partial")) if out.is_dir() else []
+        if out.exists() and not begun and (not out.is_dir() or set(out.iterdir()) != set(stale)):
+            raise SpeqError(f"{out} exists and holds other files; give a folder that is not there")
+        out.mkdir(parents=True, exist_ok=True)
+        for partial in stale:
+            partial.unlink()
+        self.done: list[LayerReport] = []
+        self.text: dict[str, TextReport] | None = None
+        if begun:
+            self._read_journal()
+        else:
+            with whole(self._journal) as file:
+                file.write(json.dumps(self._header).encode() + b"\n")
+
+    def _read_journal(self) -> None:
+        """What is done; a line that is cut off ends what is known, and goes."""
+        lines = self._journal.read_bytes().split(b"\n")
+        try:
+            header = json.loads(lines[0])
+            begun = {key: header[key] for key in self._header}
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpeqError(
+                f"{self._journal} is damaged; remove {self.out} and quantise again"
+            ) from error
+        for key, what in (
+            ("format", "another version"),
+            ("source", "another model"),
+            ("calibration", "another calibration text"),
+            ("settings", "other settings"),
+        ):
+            if begun[key] != self._header[key]:
+                raise SpeqError(
+                    f"{self.out} was begun with {what}; give the same ones to go on, or remove it"
+                )
+        known = 1
+        for line in lines[1:-1]:
+            try:
+                entry = json.loads(line)
+                if "text" in entry:
+                    found = entry["text"].items()
+                    self.text = {lane: TextReport(**figures) for lane, figures in found}
+                else:
+                    self.done.append(LayerReport.from_json(entry))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                break
+            known += 1
+        with self._journal.open("r+b") as file:
+            file.truncate(sum(len(line) + 1 for line in lines[:known]))
+
+    def activations(self, layer: int) -> Path:
+        """Where what enters a layer is kept."""
+        return self.out / f"entering-{layer:05}.activations"
+
+    def work(self, name: str) -> Path:
+        """A file of activations that no later run needs."""
+        return self.out / f"{name}.activations"
+
+    @contextmanager
+    def shard(self, moe_layer: int) -> Iterator[BinaryIO]:
+        """A layer's shard, to write one expert's `tensors_of` after the other to."""
+        with replacing(self.out / self.shards.name(moe_layer)) as file:
+            file.write(header_of(self.shards.entries(moe_layer), {"format": "pt"}))
+            yield file
+
+    def finish_layer(self, report: LayerReport) -> None:
+        """Journal a layer whose shard and activations are on the disk; drop what entered it."""
+        self._add(asdict(report))
+        self.done.append(report)
+        self.activations(report.layer).unlink(missing_ok=True)
+
+    def finish_text(self, text: dict[str, TextReport]) -> None:
+        """Journal what was made of the held-out text; no activations are needed any more."""
+        self._add({"text": {lane: asdict(figures) for lane, figures in text.items()}})
+        self.text = text
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        with self._journal.open("ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def check_room(self, checkpoint: Checkpoint, activation_bytes: int) -> None:
+        """Raise SpeqError unless the disk has room for what is still to be written."""
+        layers = range(len(self.shards.layout.layers))
+        absent = [at for at in layers if not (self.out / self.shards.name(at)).exists()]
+        needed = activation_bytes + sum(nbytes_of(self.shards.entries(at)) for at in absent)
+        if not (self.out / self.shards.rest).exists():
+            needed += nbytes_of(rest_of(checkpoint))
+        free = shutil.disk_usage(self.out).free
+        if needed > free:
+            raise SpeqError(
+                f"quantising takes up to {format_bytes(needed)} of disk and {format_bytes(free)} "
+                f"are left at {self.out}; free some, write to another disk, or use fewer samples"
+            )
+
+    def finish(self, checkpoint: Checkpoint, report: dict[str, Any], version: str) -> None:
+        """Write all else, config.json last; then what was for going on goes."""
+        entries = rest_of(checkpoint)
+        with replacing(self.out / self.shards.rest) as file:
+            write_rest(checkpoint, entries, file)
+        weight_map = dict.fromkeys(entries, self.shards.rest)
+        total = nbytes_of(entries)
+        for moe_layer in range(len(self.shards.layout.layers)):
+            experts = self.shards.entries(moe_layer)
+            weight_map |= dict.fromkeys(experts, self.shards.name(moe_layer))
+            total += nbytes_of(experts)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        for file_path in sorted(checkpoint.path.iterdir()):
+            if file_path.is_file() and is_copied(file_path.name):
+                with whole(self.out / file_path.name) as target:
+                    target.write(file_path.read_bytes())
+        quantization = quantization_config(self.shards.settings, version)
+        config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+        config["quantization_config"] = quantization
+        self._write_json(INDEX, index)
+        self._write_json(REPORT, report)
+        self._write_json(QUANTIZE_CONFIG, quantization)
+        self._write_json("config.json", config)
+        for path in self.out.glob("*.activations"):
+            path.unlink()
+        self._journal.unlink(missing_ok=True)
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        with whole(self.out / name) as file:
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file beside a model's weights belongs to its quantised copy as well."""
+    wanted = any(fnmatch(name, pattern) for pattern in COPIED)
+    return wanted and not any(fnmatch(name, pattern) for pattern in NOT_COPIED)
+
+
+def rest_of(checkpoint: Checkpoint) -> Entries:
+    """Tensors outside the experts, in the order they are read in."""
+    tensors = {n: at for n, at in checkpoint.tensors.items() if not is_expert_tensor(n)}
+    in_order = sorted(tensors.items(), key=lambda item: (item[1][0].path, item[1][1].offset))
+    return {name: (info.dtype, info.shape) for name, (_, info) in in_order}
+
+
+def write_rest(checkpoint: Checkpoint, entries: Entries, out: BinaryIO) -> None:
+    """A safetensors file of some of a checkpoint's tensors, word for word."""
+    out.write(header_of(entries, {"format": "pt"}))
+    buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
+    for name in entries:
+        file, info = checkpoint.tensors[name]
+        for at in range(0, info.nbytes, COPY_BYTES):
+            part = buffer[: min(COPY_BYTES, info.nbytes - at)]
+            file.read_into(info.offset + at, part)
+            out.write(bytes_of(part))
+
+
+def write_tensor(tensor: Tensor, out: BinaryIO) -> None:
+    out.write(bytes_of(tensor.contiguous().view(-1).view(torch.uint8)))
+
+
+def quantization_config(settings: QuantizeSettings, version: str) -> dict[str, Any]:
+    """As AutoGPTQ's and GPTQModel's checkpoints have it; the names of both."""
+    return {
+        "bits": settings.bits,
+        "group_size": settings.group_size,
+        "sym": True,
+        "desc_act": settings.desc_act,
+        "static_groups": settings.column_order == "static",
+        "damp_percent": settings.damp,
+        "lm_head": False,
+        "quant_method": "gptq",
+        "method": "gptq",
+        "checkpoint_format": CHECKPOINT_FORMAT,
+        "format": CHECKPOINT_FORMAT,
+        "pack_dtype": "int32",
+        "dynamic": {NOT_EXPERTS: {}},
+        "meta": {
+            "quantizer": [f"speq:{version}"],
+            "calibrated": settings.method == "gptq",
+            "codes": settings.codes,
+        },
+    }

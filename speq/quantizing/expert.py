@@ -1,0 +1,133 @@
+"""One expert: what its tokens say of its inputs, and its matrices quantised by it.
+
+Shape letters: H hidden, F expert width, T tokens, N outputs of a matrix, K inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.kernels.ops import ACTIVATIONS
+from speq.quantizing.activations import Rows
+from speq.quantizing.gptq import QuantisedMatrix, factored, quantise, rounded
+from speq.quantizing.settings import QuantizeSettings
+
+# Rows run through an expert at a time. It is fixed: results must not depend on a budget.
+EXPERT_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FloatExpert:
+    """gate_up_proj [2F, H], gate over up, and down_proj [H, F], in float32."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    activation: str
+
+    def inner(self, inputs: Tensor) -> Tensor:
+        """What down_proj is given: [T, H] to [T, F]."""
+        gate, up = (inputs @ self.gate_up_proj.t()).chunk(2, dim=-1)
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """[T, H] to [T, H], without the route's weights."""
+        return self.inner(inputs) @ self.down_proj.t()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedExpert:
+    """Both matrices; gate and up share their inputs, and so the groups of them.
+
+    method  "gptq" or "rtn"
+    damp    the largest share of a Hessian's diagonal that was added to it; 0 for "rtn"
+    """
+
+    gate_up: QuantisedMatrix
+    down: QuantisedMatrix
+    method: str
+    damp: float
+
+    def dequantised(self, activation: str) -> FloatExpert:
+        return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), activation)
+
+
+@dataclass(slots=True)
+class Hessians:
+    """X'X of the inputs X of gate and up [H, H] and of down [F, F], in float32; `tokens` rows.
+
+    GPTQ's H is twice that, which changes nothing.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    tokens: int = 0
+
+    def add(self, inputs: Tensor, inner: Tensor) -> None:
+        self.gate_up.addmm_(inputs.t(), inputs)
+        self.down.addmm_(inner.t(), inner)
+        self.tokens += len(inputs)
+
+    @classmethod
+    def empty(cls, expert: FloatExpert) -> "Hessians":
+        hidden, width = expert.down_proj.shape
+        return cls(torch.zeros(hidden, hidden), torch.zeros(width, width))
+
+
+def run(
+    expert: FloatExpert,
+    inputs: Rows,
+    rows: Tensor,
+    weights: Tensor,
+    outputs: Rows,
+    hessians: Hessians | None = None,
+) -> None:
+    """Add an expert's weighted outputs for some rows to theirs; sum up its Hessians.
+
+    rows     [T] int64, ascending; weights [T] float32
+    """
+    for block, shares in zip(rows.split(EXPERT_ROWS), weights.split(EXPERT_ROWS), strict=True):
+        given = inputs.gather(block).float()
+        inner = expert.inner(given)
+        if hessians is not None:
+            hessians.add(given, inner)
+        outputs.add(block, (inner @ expert.down_proj.t()) * shares[:, None])
+
+
+def quantise_expert(
+    expert: FloatExpert, hessians: Hessians, settings: QuantizeSettings, where: str
+) -> QuantisedExpert:
+    """By GPTQ, or by rounding where that was asked for or tokens are too few.
+
+    Raises SpeqError where weights or activations are not finite.
+    """
+    for values in (expert.gate_up_proj, expert.down_proj, hessians.gate_up, hessians.down):
+        if not bool(torch.isfinite(values).all()):
+            raise SpeqError(
+                f"{where} holds or makes values that are not finite; is the checkpoint whole, and "
+                "does it run in its own dtype?"
+            )
+    most_inputs = max(expert.gate_up_proj.shape[1], expert.down_proj.shape[1])
+    if settings.method == "rtn" or hessians.tokens < settings.min_tokens(most_inputs):
+        return round_expert(expert, settings)
+    parts, damp = [], 0.0
+    pairs = ((expert.gate_up_proj, hessians.gate_up), (expert.down_proj, hessians.down))
+    for matrix, hessian in pairs:
+        inputs = matrix.shape[1]
+        wanted = settings.damp_for(hessians.tokens, inputs)
+        factor = factored(hessian, wanted, settings.column_order != "given")
+        static = settings.column_order == "static"
+        decodable = settings.codes == "decodable"
+        parts.append(quantise(matrix, factor, settings.group_of(inputs), static, decodable))
+        damp = max(damp, factor.damp)
+    return QuantisedExpert(parts[0], parts[1], "gptq", damp)
+
+
+def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:
+    """Round both matrices to nearest."""
+    gate_up, down = (
+        rounded(matrix, settings.group_of(matrix.shape[1]))
+        for matrix in (expert.gate_up_proj, expert.down_proj)
+    )
+    return QuantisedExpert(gate_up, down, "rtn", 0.0)

@@ -1,0 +1,73 @@
+"""What quantising takes of memory, item by item, and where activations go."""
+
+from dataclasses import dataclass
+
+import torch
+
+from speq.errors import SpeqError
+from speq.experts.expert_store import ExpertStore
+from speq.files.alignment import ALIGNMENT
+from speq.models.shape import ModelShape
+from speq.quantizing.expert import EXPERT_ROWS
+from speq.quantizing.lanes import Lanes
+from speq.units import format_bytes
+
+# Square matrices of the inputs' dimension that exist while a Hessian's inverse is factored.
+FACTORING_MATRICES = 5
+# Float32 words for each weight of an expert: itself, rounded and quantised, what GPTQ updates, and
+# codes on their way to weights.
+EXPERT_COPIES = 6
+# Float32 rows of H and of F that one block of an expert's tokens takes.
+HIDDEN_COPIES = 6
+INNER_COPIES = 6
+# Tokens whose logits are looked at together.
+SCORED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """items: bytes by what they are for; in_memory: whether activations are kept there."""
+
+    items: dict[str, int]
+    in_memory: bool
+
+
+def plan_of(
+    shape: ModelShape,
+    store: ExpertStore,
+    dtype: torch.dtype,
+    lanes: Lanes,
+    loading_bytes: int,
+    budget: int,
+) -> QuantizePlan:
+    """Activations in memory where they fit, in files otherwise.
+
+    loading_bytes  what loading the weights takes beside them
+    Raises SpeqError, item by item, where the budget is too small even then.
+    """
+    hidden, width = shape.experts.hidden_size, shape.experts.expert_width
+    weights = 3 * hidden * width
+    squares = hidden**2 + width**2 + FACTORING_MATRICES * max(hidden, width) ** 2
+    length = lanes.length
+    items = {
+        "non_expert_weights": shape.resident_bytes(dtype),
+        "workspace": shape.workspace_bytes(length, SCORED_ROWS, length, dtype),
+        "expert": store.codec.slot_bytes + store.reading_bytes + ALIGNMENT,
+        "expert_in_float32": EXPERT_COPIES * weights * 4,
+        "expert_rows": EXPERT_ROWS * 4 * (HIDDEN_COPIES * hidden + INNER_COPIES * width),
+        "hessians": squares * 4,
+        "routes": lanes.rows * (shape.top_k * 12 + 32),
+    }
+    kept = lanes.rows * hidden * (4 + dtype.itemsize)
+    whole = items | {"activations": kept}
+    if sum(whole.values()) <= budget:
+        return QuantizePlan(whole, True)
+    needed = max(sum(items.values()), items["non_expert_weights"] + loading_bytes)
+    if needed > budget:
+        listed = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in items.items())
+        raise SpeqError(
+            f"memory budget {format_bytes(budget)} is too small to quantise this model, which "
+            f"takes {listed}; the smallest workable budget is {needed} bytes "
+            f"({format_bytes(needed)}), or less with fewer samples or shorter ones"
+        )
+    return QuantizePlan(items, False)

@@ -1,0 +1,298 @@
+"""Quantises a model's experts, layer by layer, with the exact model under a memory budget.
+
+Everything but the experts is in memory, and of these one at a time. What enters a layer is known
+for all tokens; a first pass runs the layer without its experts and overhears what they are asked,
+then each expert is read, quantised by the tokens that came to it, and its exact output added.
+"""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.experts.expert_store import (
+    ExpertStore,
+    expert_slot,
+    is_expert_tensor,
+    read_matrices,
+)
+from speq.files.checkpoint import Checkpoint
+from speq.layers.offloaded_experts import ExpertBank
+from speq.models import moe_model
+from speq.models.families import Family
+from speq.models.layerwise import LayerwiseModel
+from speq.models.shape import ModelShape
+from speq.quantizing import activations, expert
+from speq.quantizing.activations import FileRows, MemoryRows, Rows
+from speq.quantizing.calibration import Calibration
+from speq.quantizing.checkpoint_folder import QuantizeFolder, Shards, tensors_of, write_tensor
+from speq.quantizing.expert import FloatExpert, Hessians, QuantisedExpert
+from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
+from speq.quantizing.plan import SCORED_ROWS, plan_of
+from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, TextReport
+from speq.quantizing.residual import ResidualCount, residual_of
+from speq.quantizing.settings import QuantizeSettings, check_dtype, check_sizes
+from speq.quantizing.text_score import TextScore
+from speq.units import Done
+
+# Told (experts quantised, of all).
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The exact model: its files, family, sizes and experts."""
+
+    checkpoint: Checkpoint
+    family: Family
+    shape: ModelShape
+    store: ExpertStore
+
+
+def quantize(
+    source: Source,
+    calibration: Calibration,
+    settings: QuantizeSettings,
+    out: Path,
+    memory_budget: int,
+    version: str,
+    progress: Done | None = None,
+) -> QuantizeReport:
+    """Write a GPTQ checkpoint to `out`, or finish what an earlier run began there.
+
+    Raises SpeqError where the budget, the disk, the folder or the model forbid it.
+    """
+    layout = source.shape.experts
+    check_sizes(settings, layout.hidden_size, layout.expert_width)
+    check_dtype(settings, source.store.codec.shape.dtype)
+    if settings.sequence_length > source.shape.max_context:
+        raise SpeqError(
+            f"sequence_length is {settings.sequence_length}; the model's limit is "
+            f"{source.shape.max_context}"
+        )
+    if settings.method == "rtn":  # asks nothing of the text
+        calibration = Calibration(calibration.calibration[:0], calibration.held_out)
+    lanes = Lanes.of(calibration, rounds_too=settings.method != "rtn")
+    dtype = source.store.codec.shape.dtype
+    loading = loading_bytes(source.checkpoint, dtype)
+    plan = plan_of(source.shape, source.store, dtype, lanes, loading, memory_budget)
+    try:
+        folder = QuantizeFolder(
+            out, source.checkpoint.fingerprint(), calibration.digest(), Shards(layout, settings)
+        )
+        # The rows that enter a layer and those that leave it are kept until its line is written.
+        kept = lanes.rows * layout.hidden_size * 4
+        working = 0 if plan.in_memory else kept + kept // 4 * dtype.itemsize
+        folder.check_room(source.checkpoint, 2 * kept + working)
+        with ExitStack() as stack:
+            widths = {"hidden": torch.float32, "asked": dtype}
+            rows = {}
+            for name, kind in widths.items():
+                rows[name] = (
+                    MemoryRows(lanes.rows, layout.hidden_size, kind)
+                    if plan.in_memory
+                    else FileRows(folder.work(name), lanes.rows, layout.hidden_size, kind)
+                )
+                stack.enter_context(closing(rows[name]))
+            model = moe_model.load(source.family, source.checkpoint, dtype, torch.device("cpu"))
+            work = Quantizer(source, settings, lanes, model, rows["hidden"], rows["asked"], folder)
+            return work.run(calibration, version, progress)
+    except OSError as error:
+        raise SpeqError(
+            f"{out} cannot be written: {error.strerror}; layers that are done are kept, the same "
+            "command goes on from there"
+        ) from error
+
+
+def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What loading holds beside the weights it leaves: those stored in another dtype."""
+    infos = [info for name, (_, info) in checkpoint.tensors.items() if not is_expert_tensor(name)]
+    return sum(info.nbytes for info in infos if info.dtype != dtype)
+
+
+class Quantizer:
+    """One run. hidden: [R, H] float32, what enters the layer at hand; asked: what its experts are
+    given, in the model's dtype."""
+
+    def __init__(
+        self,
+        source: Source,
+        settings: QuantizeSettings,
+        lanes: Lanes,
+        model: moe_model.MoEModel,
+        hidden: Rows,
+        asked: Rows,
+        folder: QuantizeFolder,
+    ) -> None:
+        self._source, self._settings, self._lanes = source, settings, lanes
+        self._layers = LayerwiseModel(model, lanes.length)
+        self._hidden = hidden
+        self._bank = Overhearing(asked, lanes.rows, source.shape.top_k)
+        self._folder = folder
+        self._slot = expert_slot(source.store)
+
+    @torch.inference_mode()
+    def run(self, calibration: Calibration, version: str, progress: Done | None) -> QuantizeReport:
+        folder = self._folder
+        if folder.text is None:
+            self._run_layers(calibration, progress)
+            folder.finish_text(self._text(calibration))
+        report = QuantizeReport(
+            self._settings.as_dict(),
+            calibration.calibration.numel(),
+            calibration.held_out.numel(),
+            tuple(folder.done),
+            folder.text or {},
+        )
+        folder.finish(self._source.checkpoint, report.to_json(), version)
+        return report
+
+    def _run_layers(self, calibration: Calibration, progress: Done | None) -> None:
+        """All that are not done."""
+        layout, folder = self._source.shape.experts, self._folder
+        total = len(layout.layers) * layout.num_experts
+        self._enter(calibration)
+        for layer in range(len(folder.done), self._layers.num_layers):
+            self._run_layer(layer)
+            if layer in layout.layers:
+                report = self._quantise_layer(layer, progress, total)
+            else:
+                report = LayerReport(layer)
+            leaving = folder.activations(layer + 1)
+            activations.save(self._hidden, self._lanes.rows, leaving)
+            folder.finish_layer(report)
+
+    def _enter(self, calibration: Calibration) -> None:
+        """What enters the first layer that is not done."""
+        done = len(self._folder.done)
+        if done:
+            width = self._source.shape.hidden_size
+            entering = self._folder.activations(done)
+            activations.load(self._hidden, self._lanes.rows, width, entering)
+            return
+        windows = self._lanes.token_ids(calibration)
+        for start, token_ids in zip(self._lanes.starts(), windows, strict=True):
+            self._hidden.write(start, self._layers.entering(token_ids).float())
+
+    def _run_layer(self, layer: int) -> None:
+        """A layer without its experts, in place."""
+        bank: ExpertBank = self._bank
+        for start in self._lanes.starts():
+            self._bank.begin(start)
+            entering = self._hidden.read(start, self._lanes.length)
+            leaving = self._layers.run(layer, bank, entering)
+            self._hidden.write(start, leaving.float())
+
+    def _quantise_layer(self, layer: int, progress: Done | None, total: int) -> LayerReport:
+        """All experts of a layer to its shard, their outputs to the rows."""
+        layout = self._source.shape.experts
+        moe_layer = layout.layers.index(layer)
+        reports = []
+        with self._folder.shard(moe_layer) as file:
+            for index in range(layout.num_experts):
+                exact = self._read(moe_layer, index)
+                quantised, report = self._quantise(exact, index, f"expert {index} of layer {layer}")
+                reports.append(report)
+                for tensor in tensors_of(quantised):
+                    write_tensor(tensor, file)
+                if progress is not None:
+                    progress(moe_layer * layout.num_experts + index + 1, total)
+        return LayerReport(layer, tuple(reports), *self._routes())
+
+    def _read(self, moe_layer: int, index: int) -> FloatExpert:
+        exact = read_matrices(self._source.store, moe_layer, index, self._slot)
+        # Copies: the slot is read into again.
+        gate_up_proj, down_proj = (matrix.to(torch.float32, copy=True) for matrix in exact)
+        return FloatExpert(gate_up_proj, down_proj, self._source.shape.activation)
+
+    def _quantise(
+        self, exact: FloatExpert, index: int, where: str
+    ) -> tuple[QuantisedExpert, ExpertReport]:
+        """One expert, in all lanes."""
+        hessians = Hessians.empty(exact)
+        self._add(CALIBRATION, index, exact, hessians)
+        quantised = expert.quantise_expert(exact, hessians, self._settings, where)
+        tokens = hessians.tokens
+        del hessians
+        rounded = quantised
+        if quantised.method != "rtn":
+            rounded = expert.round_expert(exact, self._settings)
+        residuals = self._residuals(exact, quantised, rounded)
+        draft = quantised.dequantised(exact.activation)
+        plain = draft if rounded is quantised else rounded.dequantised(exact.activation)
+        self._add(DRAFT, index, draft)
+        self._add(ROUNDED, index, plain)
+        held_out, error, rounding_error, output = self._add_held_out(index, exact, draft, plain)
+        report = ExpertReport(
+            tokens,
+            held_out,
+            quantised.method,
+            quantised.damp,
+            error,
+            rounding_error,
+            output,
+            *residuals,
+        )
+        return quantised, report
+
+    def _residuals(
+        self, exact: FloatExpert, *drafts: QuantisedExpert
+    ) -> tuple[ResidualCount | None, ...]:
+        """What the exact expert takes over each draft of it, where it is in bfloat16."""
+        if self._source.store.codec.shape.dtype != torch.bfloat16:
+            return (None,) * len(drafts)
+        return tuple(residual_of(exact, draft) for draft in drafts)
+
+    def _add(
+        self, lane: str, index: int, experts: FloatExpert, hessians: Hessians | None = None
+    ) -> None:
+        """An expert's outputs for a lane."""
+        rows, weights = self._bank.rows_of(index, self._lanes.span(lane))
+        expert.run(experts, self._bank.inputs, rows, weights, self._hidden, hessians)
+
+    def _add_held_out(
+        self, index: int, exact: FloatExpert, draft: FloatExpert, plain: FloatExpert
+    ) -> tuple[int, float, float, float]:
+        """The exact expert's outputs for the held-out lane; (tokens, squared errors of the draft's
+        and of rounding's, squared outputs)."""
+        rows, weights = self._bank.rows_of(index, self._lanes.span(HELD_OUT))
+        sums = [0.0, 0.0, 0.0]
+        size = expert.EXPERT_ROWS
+        for block, shares in zip(rows.split(size), weights.split(size), strict=True):
+            given = self._bank.inputs.gather(block).float()
+            wanted = exact(given) * shares[:, None]
+            self._hidden.add(block, wanted)
+            for at, other in enumerate((draft, plain)):
+                error = other(given).mul_(shares[:, None]).sub_(wanted)
+                sums[at] += float(error.double().square().sum())
+            sums[2] += float(wanted.double().square().sum())
+        return len(rows), sums[0], sums[1], sums[2]
+
+    def _routes(self) -> tuple[float | None, float | None]:
+        """(route recall, same sets) of the draft's lane against the exact one."""
+        used = self._bank.topk_ids[self._lanes.span(HELD_OUT)]
+        named = self._bank.topk_ids[self._lanes.span(DRAFT)]
+        if not len(used):
+            return None, None
+        hits = (used[:, :, None] == named[:, None, :]).any(2)
+        return float(hits.double().mean()), float(hits.all(1).double().mean())
+
+    def _text(self, calibration: Calibration) -> dict[str, TextReport]:
+        """Each lane on the held-out text, from what left the last layer."""
+        lanes = self._lanes
+        judged = [lane for lane in (HELD_OUT, DRAFT, ROUNDED) if lanes.windows[lane][1]]
+        scores = {lane: TextScore() for lane in judged}
+        for at, token_ids in enumerate(calibration.held_out):
+            for begin in range(0, lanes.length - 1, SCORED_ROWS):
+                rows = min(SCORED_ROWS, lanes.length - 1 - begin)
+                targets = token_ids[begin + 1 : begin + 1 + rows]
+                exact: Tensor | None = None
+                for lane, score in scores.items():
+                    start = (lanes.windows[lane][0] + at) * lanes.length + begin
+                    logits = self._layers.logits(self._hidden.read(start, rows))
+                    found = logits.log_softmax(-1)
+                    exact = found if exact is None else exact
+                    score.add(found, exact, targets)
+        return {lane: score.report() for lane, score in scores.items()}

@@ -1,1 +1,0 @@
-"""Where exact experts and drafts lie on disk. Imports ops and codecs only."""

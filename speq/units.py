@@ -1,0 +1,69 @@
+"""Sizes, rates, clocks and progress: what is read from people and shown to them."""
+
+import re
+from collections.abc import Callable
+
+from speq.errors import SpeqError
+
+# Told (what, done, total) during long work; and the same where it is known what.
+Progress = Callable[[str, int, int], None]
+Done = Callable[[int, int], None]
+# Seconds, from anywhere on.
+Clock = Callable[[], float]
+
+UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in a size such as "8GiB", "512MiB", "1.5 GB" or a plain number of bytes.
+
+    Raises SpeqError for anything else, and for sizes that are not positive.
+    """
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text))
+    unit = UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size <= 0:
+        raise SpeqError(
+            f"memory size {text!r} is not understood; give a positive number with a unit, "
+            "such as 8GiB, 512MiB or 20GB"
+        )
+    return size
+
+
+def parse_rate(name: str, text: str) -> float:
+    """Bytes per second in a rate such as "25GB/s". Raises SpeqError, naming the option."""
+    size, slash, second = str(text).rpartition("/")
+    if not slash or second.strip().lower() != "s":
+        raise SpeqError(f"{name} is {text!r}; give bytes per second with a unit, such as 25GB/s")
+    try:
+        return float(parse_bytes(size))
+    except SpeqError as error:
+        raise SpeqError(f"{name} is {text!r}: {error}") from error
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A rate for people: decimal units, three significant digits, as links are sold by."""
+    for unit, name in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= unit:
+            return f"{bytes_per_s / unit:.3g} {name}"
+    return f"{bytes_per_s:.3g} B/s"
+
+
+def format_bytes(size: int | float) -> str:
+    """A size for people: binary units, three significant digits."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(size) >= unit:
+            # From 999.5 on, three digits would be written with an exponent.
+            return f"{size / unit:{'.3g' if abs(size) < 999.5 * unit else '.0f'}} {name}"
+    return f"{size:.0f} B"
