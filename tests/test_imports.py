@@ -33,6 +33,7 @@ LEAVES = (
     "speq.config",
     "speq.errors",
     "speq.machine",
+    "speq.registries",
     "speq.routing",
     "speq.stats",
     "speq.units",
