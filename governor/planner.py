@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from speq.errors import SpeqError
 from speq.governor.adaptive import LENGTHS
 from speq.governor.cycle_model import Line
+from speq.governor.holding import Holding
 from speq.governor.locality import Locality
 from speq.governor.presets import Rates
 from speq.governor.profile import Profile
@@ -25,30 +26,6 @@ EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
 DECADES = 4
 STEPS_A_DECADE = 10
 BISECTIONS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A way to hold experts under a budget.
-
-    draft         whether an INT4 copy of all experts is held to draft with
-    slots         for exact experts, of all layers together
-    moved_bytes   what a miss moves: a record, or the words that one is encoded from
-    read_bytes    what computing with one in a slot reads: the record, and codes it is read over
-    encode_s      what encoding adds to a miss; 0 where records are moved
-    """
-
-    codec: str
-    draft: bool
-    slots: int
-    moved_bytes: int
-    read_bytes: int
-    encode_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        encoded = " encoded as read," if self.encode_s else ""
-        return f"{self.codec}{encoded} {'with' if self.draft else 'without'} a draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +102,6 @@ def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A way to hold experts at its best draft length."""
-
-    holding: Holding
-    cycle: Cycle
-
-    @property
-    def tpot_s(self) -> float:
-        return self.cycle.token_s
-
-    @property
-    def moved_bytes_per_token(self) -> float:
-        return self.cycle.moved_bytes / self.cycle.tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Outlook:
     """A model on a machine.
 
@@ -187,21 +148,21 @@ class Outlook:
             EXPOSED_AHEAD if draft_length and self.ahead else EXPOSED_ON_DEMAND,
         )
 
-    def candidate(self, holding: Holding) -> Candidate:
-        """At its best draft length: 0 without a draft, at least 1 with one."""
-        lengths = self.lengths if holding.draft else (0,)
-        cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
-        return Candidate(holding, min(cycles, key=lambda cycle: cycle.token_s))
+    def weighed(self, holding: Holding) -> Holding:
+        """The holding at its best draft length: 0 without a draft, at least 1 with one.
 
-    def candidates(self, holdings: Iterable[Holding]) -> list[Candidate]:
-        return [self.candidate(holding) for holding in holdings]
+        Only INT4 drafts are timed: another drafter is weighed as plain decoding.
+        """
+        lengths = self.lengths if holding.drafter == "int4" else (0,)
+        cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
+        return replace(holding, expected=min(cycles, key=lambda cycle: cycle.token_s))
 
     def gain(self, holdings: Sequence[Holding]) -> float | None:
         """Time per token of the best way without a draft over that of the best with one; None where
         there are not both.
         """
-        drafting = [self.candidate(h).tpot_s for h in holdings if h.draft]
-        plain = [self.candidate(h).tpot_s for h in holdings if not h.draft]
+        drafting = [self.weighed(h).tpot_s for h in holdings if h.drafts]
+        plain = [self.weighed(h).tpot_s for h in holdings if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 
     def break_even_acceptance(self, holdings: Sequence[Holding]) -> float | None:
@@ -250,37 +211,19 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
     return inside
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to run with, and why."""
+def choose(outlook: Outlook, holdings: Sequence[Holding]) -> tuple[Holding, str]:
+    """The holding of the least expected time per token, weighed, and why it is chosen.
 
-    holding: Holding
-    draft_length: int
-    reason: str
-
-    @property
-    def codec(self) -> str:
-        return self.holding.codec
-
-    @property
-    def draft(self) -> bool:
-        return self.holding.draft
-
-
-def choose(outlook: Outlook, holdings: Sequence[Holding]) -> Choice:
-    """The way of the least expected time per token: what `--codec auto` and, until cycles were
-    measured, `--draft-length auto` go by.
-
-    Raises SpeqError where there is no way at all.
+    Raises SpeqError where there is no holding at all.
     """
-    candidates = sorted(outlook.candidates(holdings), key=lambda candidate: candidate.tpot_s)
-    if not candidates:
+    ranked = sorted(map(outlook.weighed, holdings), key=lambda holding: holding.tpot_s)
+    if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
-    best, others = candidates[0], candidates[1:]
-    beside = ", ".join(f"{c.holding.name} {c.tpot_s * 1e3:.1f}" for c in others)
-    return Choice(
-        best.holding,
-        best.cycle.draft_length,
-        f"{best.holding.name}, k={best.cycle.draft_length}: {best.tpot_s * 1e3:.1f} ms a token "
-        f"expected, most of it {best.cycle.limit}" + (f" ({beside})" if beside else ""),
+    best, others = ranked[0], ranked[1:]
+    beside = ", ".join(f"{other.name} {other.tpot_s * 1e3:.1f}" for other in others)
+    cycle = best.cycle
+    reason = (
+        f"{best.name}, k={cycle.draft_length}: {best.tpot_s * 1e3:.1f} ms a token expected, most "
+        f"of it {cycle.limit}"
     )
+    return best, reason + (f" ({beside})" if beside else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError, checked_choice, checked_int
+from speq.registries import DRAFTERS
 from speq.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -52,6 +53,7 @@ class RunConfig:
     context_length: int | None = None
     draft: str = "auto"
     draft_length: int | None = None
+    drafter: str = "auto"
     cache_policy: str = "lru"
     prefetch: str = "none"
     codec: str = "auto"
@@ -89,6 +91,7 @@ class RunConfig:
         checked_int("reader_threads", config.reader_threads, 1, MAX_READER_THREADS)
         checked_choice("device", config.device, DEVICES)
         checked_choice("dtype", config.dtype, DTYPES)
+        checked_choice("drafter", config.drafter, ("auto", "none", *DRAFTERS.names))
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
         checked_choice("codec", config.codec, CODECS)

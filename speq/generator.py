@@ -15,8 +15,9 @@ from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
 from speq.decode.sequence import Sequence as Request
 from speq.errors import SpeqError
+from speq.load import load
 from speq.models.opened import open_model
-from speq.runtime import CONTEXT_STEP, Runtime
+from speq.runtime import Runtime
 from speq.stats import RunStats
 from speq.text import TextStream, load_tokenizer, tokens_of
 from speq.units import Progress
@@ -92,11 +93,11 @@ class Generator:
         opened = open_model(model, config.verify_reads)
         try:
             tokenizer = load_tokenizer(opened.checkpoint.path)
-            context = CONTEXT_STEP
+            context = 0
             if first_request is not None:
                 prompt, max_new_tokens = first_request
                 context = len(tokens_of(tokenizer, prompt)) + max_new_tokens
-            return cls(Runtime(opened, config, progress, context), tokenizer)
+            return cls(Runtime(load(opened, config, progress, context)), tokenizer)
         except BaseException:
             opened.close()
             raise

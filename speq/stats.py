@@ -256,15 +256,13 @@ def ratio(part: float, whole: float) -> float | None:
 class RunStats:
     """The steps of one generation, and what they add up to. README defines each figure.
 
-    codec, representations  how experts lay in slots, and what the budget would have bought of
-                            other ways
-    planned                 why, where a profile let the planner choose that and the draft
+    codec    of the experts in slots
+    planned  why, where a profile let the planner choose that and the draft
     """
 
     start_s: float
     memory: dict[str, int]
     codec: str = "raw"
-    representations: list[dict[str, int | str | bool]] = field(default_factory=list)
     planned: str | None = None
     steps: list[StepStats] = field(default_factory=list)
     layers: dict[int, LayerStats] = field(default_factory=dict)
@@ -341,6 +339,5 @@ class RunStats:
             ],
             "memory": dict(self.memory),
             "codec": self.codec,
-            "representations": self.representations,
             "planned": self.planned,
         }

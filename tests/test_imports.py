@@ -74,7 +74,7 @@ TABLE = {
         ("speq.planning",), (*BELOW_MODELS, "models", "governor", "drafts", "planning")
     ),
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
-    "runtime": Layer(("speq.runtime",), (*BELOW_LOAD, "runtime")),
+    "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
     "generator": Layer(
         ("speq.generator", "speq.text"), ("leaves", "models", "decode", "runtime", "generator")
     ),

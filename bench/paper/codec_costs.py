@@ -11,7 +11,7 @@ from torch import Tensor
 from speq.bench.paper.candidates import CodecCost
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import CODECS, ExpertCodec, codec_of
+from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Arena
@@ -20,6 +20,7 @@ from speq.experts.slots import SlotExperts
 from speq.files.alignment import aligned_bytes
 from speq.measure.report import Column
 from speq.models.opened import Opened, open_model
+from speq.registries import CODECS
 from speq.units import Clock, Progress, format_bytes
 
 # Experts whose arithmetic is timed together, and how often.
@@ -52,7 +53,7 @@ def measure(
             open_draft("auto", raw.checkpoint, raw.store, raw.shape.experts)
         ))  # fmt: skip
         sizes = {name: _packed_sizes(each) for name, each in opened.items()}
-        codecs = {name: codec_of(name, raw.store.codec.shape) for name in CODECS}
+        codecs = {name: codec_of(name, raw.store.codec.shape) for name in CODECS.names}
         missing = {name: codec for name, codec in codecs.items() if name not in sizes}
         sizes |= encoded_sizes(raw, draft, missing, progress)
         compute = compute_ratios(raw, draft, codecs, clock)

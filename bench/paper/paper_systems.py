@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from speq.files.atomic_file import check_target
+from speq.governor.holding import Holding
 from speq.governor.locality import PUBLISHED, Locality
-from speq.governor.planner import Candidate, Holding, Outlook
+from speq.governor.planner import Outlook
 from speq.governor.presets import preset
 from speq.measure.report import Column, Report
-from speq.planning.budget_plan import Assumptions, BudgetPlan, plan
-from speq.planning.subject import Budget, Subject
+from speq.planning.assumptions import Assumptions
+from speq.planning.budget_plan import BudgetPlan, plan
+from speq.planning.demand import Budget
+from speq.planning.subject import Subject
 from speq.units import parse_bytes
 
 # "PCIe 4.0 x16, ... 16 GB/s per direction" beside an A100 of 40 GB (MoE-SpeQ 4.1.1).
@@ -84,9 +87,9 @@ def systems(subject: Subject, budget: Budget) -> list[dict[str, Any]]:
     return [
         {
             "system": name,
-            "codec": candidate.holding.codec,
-            "slots": candidate.holding.slots,
-            "held": candidate.holding.slots / subject.count,
+            "codec": candidate.codec,
+            "slots": candidate.slots,
+            "held": candidate.slots / subject.count,
             "draft_length": candidate.cycle.draft_length,
             "tpot_ms": candidate.tpot_s * 1e3,
             "moved_bytes_per_token": candidate.moved_bytes_per_token,
@@ -97,30 +100,30 @@ def systems(subject: Subject, budget: Budget) -> list[dict[str, Any]]:
     ]
 
 
-def paper_systems(made: BudgetPlan, assumptions: Assumptions) -> dict[str, Candidate]:
+def paper_systems(made: BudgetPlan, assumptions: Assumptions) -> dict[str, Holding]:
     """The paper's four systems in this budget; none where it has no room for the draft."""
-    raw = {c.holding.draft: c for c in made.candidates if c.holding.codec == "raw"}
+    raw = {c.drafts: c for c in made.candidates if c.codec == "raw"}
     if len(raw) < 2:
         return {}
-    subject, holdings = made.subject, [c.holding for c in raw.values()]
+    subject, holdings = made.subject, list(raw.values())
     outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
-    same_cache = replace(raw[False].holding, slots=raw[True].holding.slots)
+    same_cache = replace(raw[False], slots=raw[True].slots)
     return {
         "moe-speq": raw[True],
         "sm": raw[False],
-        "sc": outlook.candidate(same_cache),
-        "transformers": without_cache(outlook, raw[False].holding, subject),
+        "sc": outlook.weighed(same_cache),
+        "transformers": without_cache(outlook, raw[False], subject),
     }
 
 
-def without_cache(outlook: Outlook, holding: Holding, subject: Subject) -> Candidate:
+def without_cache(outlook: Outlook, holding: Holding, subject: Subject) -> Holding:
     """A fixed share of the experts is there; the others are moved at every use, and waited for."""
     absent = 1 - holding.slots / subject.count
     moved_bytes = absent * subject.num_layers * subject.shape.top_k * holding.moved_bytes
     cycle = outlook.cycle(holding, 0)._replace(
         new_s=outlook.link.transfer_s(moved_bytes), moved_bytes=moved_bytes, exposed=1.0
     )
-    return Candidate(holding, cycle)
+    return replace(holding, expected=cycle)
 
 
 def notes(report: Report) -> list[str]:

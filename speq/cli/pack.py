@@ -69,10 +69,11 @@ def packing_of(opened: "Opened", codec: str, draft: str) -> "Packing":
     """What the options ask for. Raises SpeqError where the model or the draft forbids it."""
     from speq.drafts.draft_source import open_draft
     from speq.errors import SpeqError, checked_choice
-    from speq.experts.codec import CODECS, codec_of
+    from speq.experts.codec import codec_of
     from speq.experts.record_writer import Packing
+    from speq.registries import CODECS
 
-    checked_choice("codec", codec, tuple(CODECS))
+    checked_choice("codec", codec, CODECS.names)
     made = codec_of(codec, opened.store.codec.shape)
     if not made.needs_draft:
         if draft != "auto":

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from speq.governor.presets import Rates
     from speq.governor.profile import Profile
     from speq.models.opened import Opened
-    from speq.planning.budget_plan import Assumptions, BudgetPlan
+    from speq.planning.assumptions import Assumptions
+    from speq.planning.budget_plan import BudgetPlan
     from speq.planning.subject import Subject
 
 # Read to measure this machine's memory and disk: seconds, not minutes.
@@ -68,7 +69,7 @@ def plan(
     from speq.errors import SpeqError
     from speq.governor.presets import PRESETS
     from speq.planning.budget_plan import plan as make_plan
-    from speq.planning.subject import Budget
+    from speq.planning.demand import Budget
     from speq.units import parse_bytes, parse_rate
 
     if preset == "?":
@@ -197,7 +198,7 @@ def assumptions(
     from speq.governor.profile import Profile
     from speq.measure.route_trace import RouteTrace
     from speq.measure.routes import acceptance_of, curve_of
-    from speq.planning.budget_plan import DEFAULT_ACCEPTANCE, Assumptions, routes_of
+    from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 
     experts, top_k = subject.shape.experts, subject.shape.top_k
     curve = CURVES[locality or "published"]
@@ -255,13 +256,12 @@ def show(made: "BudgetPlan") -> None:
 def findings(made: "BudgetPlan") -> list[str]:
     """What the tables do not say."""
     assumed = made.assumptions
-    lines = [f"best: {made.choice.reason}"]
+    lines = [f"best: {made.reason}"]
     lines += [f"{name} is left out: {reason}" for name, reason in made.left_out.items()]
-    worst = made.worst
     lines.append(
-        f"were routes independent, the worst there can be: {worst.reason.partition(' (')[0]}"
+        f"were routes independent, the worst there can be: {made.worst.partition(' (')[0]}"
     )
-    if len({candidate.holding.draft for candidate in made.candidates}) == 2:
+    if len({holding.drafts for holding in made.candidates}) == 2:
         lines.append(_acceptance_line(made.break_even_acceptance))
         link = assumed.link.bandwidth_bytes_per_s
         lines.append(_link_line(made.break_even_link_bytes_per_s, link))

@@ -64,18 +64,7 @@ def print_summary(stats: dict[str, Any]) -> None:
         table.add_row(title, _shown(stats[name], show))
     experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
-    table.add_row("experts that this budget holds", representations(stats))
     Console(stderr=True).print(table)
-
-
-def representations(stats: dict[str, Any]) -> str:
-    """Slots of every way to keep experts, the one in use marked; `~` is an estimate."""
-    lines: dict[bool, list[str]] = {False: [], True: []}
-    for row in stats["representations"]:
-        in_use = (row["codec"], row["draft"]) == (stats["codec"], stats["memory"]["draft"] > 0)
-        about, mark = "~" if row["estimated"] else "", "*" if in_use else ""
-        lines[row["draft"]].append(f"{row['codec']}{mark} {about}{row['slots']}")
-    return f"{', '.join(lines[False])}; beside a draft {', '.join(lines[True])}"
 
 
 def print_layers(stats: dict[str, Any]) -> None:

@@ -1,16 +1,39 @@
 """The protocol of drafters, and the one that proposes nothing."""
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from speq.decode.sequence import Draft, Sequence
-from speq.layers.draft_experts import OnRoute
+from speq.layers.draft_experts import DraftExperts, OnRoute
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
 
 # Asked before each further token of a draft, told how many there are.
 GoOn = Callable[[int], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class DraftBase:
+    """The loaded parts that a drafter may draft with.
+
+    cache  the exact model's; a drafter leaves its length as it was
+    int4   the INT4 copy of the experts, where one is held
+    """
+
+    model: MoEModel
+    cache: KVCache
+    int4: DraftExperts | None
+
+
 class Drafter(Protocol):
+    """Made over a `DraftBase` whenever arenas are laid out.
+
+    needs_int4  whether it drafts with the INT4 copy, which then must fit the budget
+    """
+
+    needs_int4: ClassVar[bool]
+
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
@@ -23,6 +46,8 @@ class Drafter(Protocol):
 
 class PlainDecoding:
     """Proposes nothing: the exact model emits one token a step."""
+
+    needs_int4: ClassVar[bool] = False
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn

@@ -1,35 +1,28 @@
 """Two banks of exact experts over one arena of slots, and what fills it."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from speq.experts.expert_store import ExpertStore
 from speq.experts.host_tier import HostTier
+from speq.experts.slots import SlotExperts
+from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
 from speq.layers.offloaded_experts import ExpertBank
-from speq.scheduler.expert_cache import ExpertKey
+from speq.registries import CACHE_POLICIES, PREFETCHERS
+from speq.routing import Route
+from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.layer_stream import LayerStream
+from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import Prefetcher
+from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Fetch, MovedBytes
+from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
+from speq.stats import Recorder
 
-
-def fetch_from(source: ExpertStore | HostTier) -> Fetch:
-    """Reads of one source, which holds on to nothing else."""
-
-    def fetch(key: ExpertKey, slot: Tensor) -> int:
-        return source.read(key.layer, key.expert, slot)
-
-    return fetch
-
-
-def moved_from(source: ExpertStore | HostTier) -> MovedBytes:
-    """What such reads move."""
-
-    def moved_bytes(key: ExpertKey) -> int:
-        return source.moved_bytes(key.layer, key.expert)
-
-    return moved_bytes
+logger = logging.getLogger("speq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +39,82 @@ class Offload:
     stream: LayerStream
     supply: ExpertSupply
     slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How slots are filled and emptied, by name.
+
+    beside  whether transfers run beside the computation
+    """
+
+    cache_policy: str
+    prefetch: str
+    beside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSizes:
+    """num_layers: MoE layers; num_experts: of each."""
+
+    num_layers: int
+    num_experts: int
+    activation: str
+
+
+def offload_over(
+    slots: Tensor,
+    experts: SlotExperts,
+    transfer: TransferEngine,
+    sizes: MoeSizes,
+    scheduling: Scheduling,
+    recorder: Recorder,
+) -> Offload:
+    """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes]."""
+    policy = CACHE_POLICIES[scheduling.cache_policy](
+        len(slots), sizes.num_layers, sizes.num_experts
+    )
+    supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, recorder)
+    prefetch = scheduling.prefetch
+    if prefetch != "none" and not scheduling.beside:
+        logger.warning(
+            "prefetch %s needs transfers beside the computation, which the device %s does not have "
+            "yet: experts are fetched on demand",
+            prefetch,
+            slots.device.type,
+        )
+        prefetch = "none"
+    prefetcher: Prefetcher = PREFETCHERS[prefetch](supply, LookaheadBuffer(sizes.num_layers))
+    history = RouteHistory(sizes.num_layers, sizes.num_experts)
+    stream = LayerStream(supply, history, sizes.num_layers, ahead=scheduling.beside)
+
+    def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
+        table = SlotTable(sizes.num_experts, slots.device)
+        return ExactExperts(server, experts, table, sizes.activation, recorder, on_route)
+
+    return Offload(
+        target=bank(prefetcher, prefetcher.observe),
+        prefetcher=prefetcher,
+        reader=bank(stream, stream.observe),
+        stream=stream,
+        supply=supply,
+        slots=slots,
+    )
+
+
+def fetch_from(source: ExpertStore | HostTier) -> Fetch:
+    """Reads of one source, which holds on to nothing else."""
+
+    def fetch(key: ExpertKey, slot: Tensor) -> int:
+        return source.read(key.layer, key.expert, slot)
+
+    return fetch
+
+
+def moved_from(source: ExpertStore | HostTier) -> MovedBytes:
+    """Bytes that such reads move."""
+
+    def moved_bytes(key: ExpertKey) -> int:
+        return source.moved_bytes(key.layer, key.expert)
+
+    return moved_bytes

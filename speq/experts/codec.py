@@ -4,7 +4,8 @@ raw       the checkpoint's words
 lossless  11 to 12 bits a BF16 weight, without a draft
 residual  under 9 bits a BF16 weight: what the draft's INT4 codes do not already say
 
-Nothing outside this file asks which of them it has.
+Nothing outside this file asks which of them it has: callers ask what a codec can do. A new codec is
+a class and a line of `speq.registries.CODECS`.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from speq.experts.slots import LosslessExperts, RawExperts, ResidualExperts, Slo
 from speq.files.alignment import aligned
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
+from speq.registries import CODECS
 
 # gate_up_proj [2F, H], gate over up, and down_proj [H, F].
 Matrices = tuple[Tensor, Tensor]
@@ -70,6 +72,14 @@ class ExpertCodec(Protocol):
         """Whether records are read over the codes of a draft."""
 
     @property
+    def usual_bits(self) -> float | None:
+        """Bits a weight that records usually take; None: all records are of one known size."""
+
+    @property
+    def op(self) -> str:
+        """The kernel that runs experts out of slots."""
+
+    @property
     def shape(self) -> ExpertShape: ...
 
     @property
@@ -106,7 +116,14 @@ class RawCodec:
 
     name: ClassVar[str] = "raw"
     needs_draft: ClassVar[bool] = False
+    usual_bits: ClassVar[float | None] = None
+    op: ClassVar[str] = "moe_grouped"
     shape: ExpertShape
+
+    @classmethod
+    def codes(cls, dtype: torch.dtype) -> bool:
+        """Whether the codec codes experts of that dtype."""
+        return True
 
     @property
     def record_bytes(self) -> int:
@@ -153,8 +170,15 @@ class CompactCodec:
 
     name: ClassVar[str]
     needs_draft: ClassVar[bool]
+    usual_bits: ClassVar[float | None]
+    op: ClassVar[str]
     shape: ExpertShape
     largest_bytes: int | None = None
+
+    @classmethod
+    def codes(cls, dtype: torch.dtype) -> bool:
+        """Whether the codec codes experts of that dtype. FP16 would save 11 % of its 16 bits."""
+        return dtype == torch.bfloat16
 
     @property
     def layout(self) -> CompactLayout:
@@ -179,6 +203,9 @@ class LosslessCodec(CompactCodec):
 
     name: ClassVar[str] = "lossless"
     needs_draft: ClassVar[bool] = False
+    # `speq pack models/tiny-moe --codec lossless` prints 11.31.
+    usual_bits: ClassVar[float | None] = 11.4
+    op: ClassVar[str] = "moe_grouped_lossless"
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         return compact_ops.encode_lossless_into(*exact, slot)
@@ -198,6 +225,9 @@ class ResidualCodec(CompactCodec):
 
     name: ClassVar[str] = "residual"
     needs_draft: ClassVar[bool] = True
+    # 8.63 over rounded codes; up to 9 over codes that GPTQ moved.
+    usual_bits: ClassVar[float | None] = 8.9
+    op: ClassVar[str] = "moe_grouped_residual"
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         base = needed(base)
@@ -225,22 +255,25 @@ def needed(base: Base | None) -> Base:
     return base
 
 
-CODECS: dict[str, type[RawCodec] | type[LosslessCodec] | type[ResidualCodec]] = {
-    codec.name: codec for codec in (RawCodec, LosslessCodec, ResidualCodec)
-}
-
-
 def codec_of(name: str, shape: ExpertShape) -> ExpertCodec:
     """The codec of that name. Raises SpeqError for words it does not code."""
-    codec = CODECS[name](shape)
-    if name not in codecs_for(shape.dtype):
+    made = CODECS[name]
+    if not made.codes(shape.dtype):
         raise SpeqError(
             f"codec {name} codes bfloat16 and the model's experts are "
             f"{str(shape.dtype).removeprefix('torch.')}; use codec raw"
         )
+    codec: ExpertCodec = made(shape)
     return codec
 
 
 def codecs_for(dtype: torch.dtype) -> tuple[str, ...]:
-    """Codecs of experts of a dtype. Of 16 bits of FP16 a compact code would save 11 %."""
-    return tuple(CODECS) if dtype == torch.bfloat16 else (RawCodec.name,)
+    """Codecs of experts of a dtype, by name."""
+    return tuple(name for name in CODECS.names if CODECS[name].codes(dtype))
+
+
+def usual_bytes(codec: ExpertCodec) -> int:
+    """What a slot usually has to hold, before any record is known."""
+    if codec.usual_bits is None:
+        return codec.slot_bytes
+    return aligned(int(codec.usual_bits * codec.shape.weights / 8))

@@ -31,6 +31,8 @@ class EncodingStore:
     plans made by that refuse no budget that would do.
     """
 
+    published = False
+
     def __init__(self, words: SafetensorsExpertStore, codec: ExpertCodec) -> None:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts

@@ -32,8 +32,12 @@ def is_expert_tensor(name: str) -> bool:
 
 
 class ExpertStore(Protocol):
-    """Records of exact experts. Layers count MoE layers only."""
+    """Records of exact experts. Layers count MoE layers only.
 
+    published  whether records are words as published, which a run may encode as it reads them
+    """
+
+    published: bool
     num_layers: int
     num_experts: int
 
@@ -80,6 +84,8 @@ class SafetensorsExpertStore:
 
     Raises SpeqError where an expert is absent or not of the shape and dtype the others have.
     """
+
+    published = True
 
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
         self.num_layers = len(layout.layers)

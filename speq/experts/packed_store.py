@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.experts.codec import CODECS, ExpertCodec, ExpertShape, codec_of
+from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned
@@ -23,6 +23,7 @@ from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.json_file import read_json
 from speq.files.range_file import RangeFile, bytes_of
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
+from speq.registries import CODECS
 
 RECORDS_FILE = "experts.bin"
 FORMAT = "speq-experts-1"
@@ -123,7 +124,7 @@ class Manifest:
         if self.codec not in CODECS or self.dtype not in DTYPES:
             raise SpeqError(
                 f"{path} has codec {self.codec!r} and dtype {self.dtype!r}; this version reads "
-                f"{', '.join(CODECS)}: pack the model again"
+                f"{', '.join(CODECS.names)}: pack the model again"
             )
         if CODECS[self.codec].needs_draft != (self.draft is not None):
             raise SpeqError(
@@ -137,6 +138,8 @@ class PackedExpertStore:
 
     Raises SpeqError where the manifest or the records are damaged or not of the model's shape.
     """
+
+    published = False
 
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
         path = checkpoint.path / EXPERTS_MANIFEST

@@ -1,7 +1,7 @@
 """One budget for everything on the device, item by item; exact-expert slots get what is left."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from speq.errors import SpeqError
 from speq.units import format_bytes
@@ -19,8 +19,7 @@ class Demand:
     """What a model asks of memory.
 
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
-    draft_bytes    0 where no draft is wanted
-    draft_needed   whether exact experts are read over the draft, which then cannot be left out
+    draft_bytes    of the INT4 copy of all experts; 0: none is held
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
@@ -34,21 +33,6 @@ class Demand:
     slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
-    draft_needed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Representation:
-    """A way to keep exact experts in slots.
-
-    draft_bytes  of the draft beside them; 0: none
-    estimated    whether slot_bytes is what such experts usually take, not what these do
-    """
-
-    codec: str
-    draft_bytes: int
-    slot_bytes: int
-    estimated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +59,26 @@ class MemoryPlan:
 
 
 def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
-    """Spend `budget`: with a draft where that leaves two slots, else without if that will do.
+    """Spend `budget` bytes on a context of so many tokens.
 
-    Raises SpeqError, item by item, where even that is too little.
+    Raises SpeqError, item by item, where it leaves fewer than two slots.
     """
     fewest = min(MIN_SLOTS, demand.num_experts)
     loading = demand.non_expert_bytes + demand.loading_bytes
-    drafts = (demand.draft_bytes, demand.draft_bytes if demand.draft_needed else 0)
-    for draft_bytes in dict.fromkeys(drafts):
-        items = {
-            "non_expert_weights": demand.non_expert_bytes,
-            "draft": draft_bytes,
-            "kv_cache": context * demand.kv_bytes_per_token,
-            "read_buffers": demand.reading_bytes,
-        }
-        room = budget - sum(items.values()) - fewest * demand.slot_bytes
-        spare = room - (demand.num_experts - fewest) * demand.slot_bytes
-        chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)
-        items["workspace"] = demand.workspace(chunk, context)
-        slots = min((budget - sum(items.values())) // demand.slot_bytes, demand.num_experts)
-        if slots >= fewest and loading <= budget:
-            items["slots"] = slots * demand.slot_bytes
-            return MemoryPlan(budget, context, chunk, slots, items)
+    items = {
+        "non_expert_weights": demand.non_expert_bytes,
+        "draft": demand.draft_bytes,
+        "kv_cache": context * demand.kv_bytes_per_token,
+        "read_buffers": demand.reading_bytes,
+    }
+    room = budget - sum(items.values()) - fewest * demand.slot_bytes
+    spare = room - (demand.num_experts - fewest) * demand.slot_bytes
+    chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)
+    items["workspace"] = demand.workspace(chunk, context)
+    slots = min((budget - sum(items.values())) // demand.slot_bytes, demand.num_experts)
+    if slots >= fewest and loading <= budget:
+        items["slots"] = slots * demand.slot_bytes
+        return MemoryPlan(budget, context, chunk, slots, items)
     items["slots"] = fewest * demand.slot_bytes
     needed = max(sum(items.values()), loading)
     listed = ", ".join(
@@ -109,34 +91,6 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "
         f"({format_bytes(needed)}), or less with a shorter context"
     )
-
-
-def slots_of(
-    demand: Demand, budget: int, context: int, representations: list[Representation]
-) -> list[dict[str, int | str | bool]]:
-    """What a budget would buy of each representation: slots, 0 where it does not fit."""
-    rows: list[dict[str, int | str | bool]] = []
-    for each in representations:
-        other = replace(
-            demand,
-            draft_bytes=each.draft_bytes,
-            draft_needed=True,
-            slot_bytes=each.slot_bytes,
-        )
-        try:
-            slots = plan(other, budget, context).slots
-        except SpeqError:
-            slots = 0
-        rows.append(
-            {
-                "codec": each.codec,
-                "draft": each.draft_bytes > 0,
-                "slots": slots,
-                "slot_bytes": each.slot_bytes,
-                "estimated": each.estimated,
-            }
-        )
-    return rows
 
 
 def _chunk(demand: Demand, room: float, context: int) -> int:

@@ -1,20 +1,21 @@
 """The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
 
-from speq.decode.drafter import GoOn
+from typing import ClassVar
+
+from speq.decode.drafter import DraftBase, GoOn
 from speq.decode.sampling import chosen
 from speq.decode.sequence import Draft, Sequence
-from speq.layers.draft_experts import DraftExperts, OnRoute
-from speq.models.kv_cache import KVCache
-from speq.models.moe_model import MoEModel
+from speq.layers.draft_experts import OnRoute
 
 
-class SelfDraft:
+class Int4Drafter:
     """Drafts a chain, one pass over the INT4 experts for each token."""
 
-    def __init__(self, model: MoEModel, bank: DraftExperts, cache: KVCache) -> None:
-        self._model = model
-        self._bank = bank
-        self._cache = cache
+    needs_int4: ClassVar[bool] = True
+
+    def __init__(self, base: DraftBase) -> None:
+        assert base.int4 is not None, "planned for"
+        self._model, self._bank, self._cache = base.model, base.int4, base.cache
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn

@@ -1,0 +1,68 @@
+"""A way to hold a model's exact experts in a budget: the one type that is proposed, planned,
+weighed and settled on.
+"""
+
+from dataclasses import dataclass
+
+from speq.governor.roofline import Cycle
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Exact experts in slots by one codec, and who drafts beside them.
+
+    codec        of the experts in slots
+    drafter      "int4" with the copy held beside the slots, "none", or another one by name
+    slot_bytes   of one slot
+    moved_bytes  moved for a miss: a record, or the words that one is encoded from
+    read_bytes   read to compute with one: the record, and the codes it is read over
+    draft_bytes  of the INT4 copy of all experts; 0: none is held
+    needs_draft  whether records are read over that copy, which then cannot be left out
+    encoded      whether experts are encoded from published words as they are read
+    estimated    whether slot_bytes is what such experts usually take, not what these do
+    encode_s     added to a miss by encoding; 0 where records are moved
+    slots        for exact experts, of all layers together; 0: not planned yet
+    expected     a round at the best draft length; None: not weighed yet
+    """
+
+    codec: str
+    drafter: str
+    slot_bytes: int
+    moved_bytes: int
+    read_bytes: int
+    draft_bytes: int = 0
+    needs_draft: bool = False
+    encoded: bool = False
+    estimated: bool = False
+    encode_s: float = 0.0
+    slots: int = 0
+    expected: Cycle | None = None
+
+    @property
+    def drafts(self) -> bool:
+        return self.drafter != "none"
+
+    @property
+    def can_drop_draft(self) -> bool:
+        """Whether the INT4 copy only drafts, so that a run goes on without it."""
+        return self.draft_bytes > 0 and not self.needs_draft
+
+    @property
+    def name(self) -> str:
+        encoded = " encoded as read," if self.encode_s else ""
+        return f"{self.codec}{encoded} {'with' if self.drafts else 'without'} a draft"
+
+    @property
+    def cycle(self) -> Cycle:
+        """The expected round, of a holding that was weighed."""
+        assert self.expected is not None, "weighed first"
+        return self.expected
+
+    @property
+    def tpot_s(self) -> float:
+        """Expected time per token."""
+        return self.cycle.token_s
+
+    @property
+    def moved_bytes_per_token(self) -> float:
+        return self.cycle.moved_bytes / self.cycle.tokens

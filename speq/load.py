@@ -1,0 +1,224 @@
+"""From an opened model and a budget to a loaded one: settle, check, load, measure.
+
+What does not depend on the length of the context is made here, once: weights, the INT4 copy, and
+the store that fills slots. `Runtime` lays out the rest.
+"""
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from speq.config import RunConfig
+from speq.drafts.draft_source import RoundedDraft, open_draft
+from speq.errors import SpeqError
+from speq.experts.codec import ExpertCodec, codec_of
+from speq.experts.draft_codes import DraftSource
+from speq.experts.encoding_store import EncodingStore
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.experts.int4 import Int4Arena
+from speq.governor.adaptive import make_governor
+from speq.governor.draft_length import Governor
+from speq.governor.profile import Profile
+from speq.kernels import library
+from speq.layers.draft_experts import DraftExperts
+from speq.machine import available_bytes, resolve_device
+from speq.models import moe_model
+from speq.models.moe_model import MoEModel
+from speq.models.opened import Opened
+from speq.planning import profiles
+from speq.planning.demand import Budget
+from speq.planning.memory import MemoryPlan
+from speq.planning.settle import Settled, objectives_of, replan, settle
+from speq.planning.subject import Subject
+from speq.planning.trial import Trial
+from speq.planning.ways import drafter_of, wants_int4
+from speq.units import Done, Progress, format_bytes
+
+logger = logging.getLogger("speq")
+
+# Contexts grow in these steps, so that a chat does not lay its arenas out anew at every turn.
+CONTEXT_STEP = 64
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model in memory, and how its experts are held.
+
+    opened    the checkpoint; its store is the one that fills slots
+    subject   the model as it was planned for, its slots as large as was measured
+    settled   the holding, with memory planned for the first request
+    draft_bank  the INT4 copy, where one is held
+    governor  outlives arenas that are laid out anew, with what it has learnt
+    """
+
+    config: RunConfig
+    opened: Opened
+    device: torch.device
+    subject: Subject
+    settled: Settled
+    model: MoEModel
+    arena: Int4Arena | None
+    draft_bank: DraftExperts | None
+    governor: Governor
+
+    def budget(self, context: int) -> Budget:
+        return budget_of(self.config, context, self.device)
+
+
+def load(
+    opened: Opened, config: RunConfig, progress: Progress | None = None, first_context: int = 0
+) -> Loaded:
+    """Load a model under a budget.
+
+    first_context  tokens that the first request needs; 0 where that is not known
+
+    Raises SpeqError where options, files or the budget do not allow it.
+    """
+    # A model's modules refer to each other in circles: one that was closed may still be there.
+    gc.collect()
+    device = resolve_device(config.device)
+    profile = profiles.wanted(config.profile, opened, device.type, config.memory_budget)
+    context = first_context_of(config, opened, first_context)
+    # Drafts are refused before weights are loaded, and even where the budget has no room.
+    with contextlib.closing(draft_source(opened, config)) as draft:
+        subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
+        budget = budget_of(config, context, device)
+        settled = settle(subject, budget, config, profile, trial_of(opened.store))
+        check_room(settled.memory, device)
+        opened = replace(opened, store=store_of(opened.store, settled))
+        library.report_backends(device.type)
+        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
+        arena = None
+        if settled.holding.draft_bytes:
+            arena = int4_copy(draft, opened, settled, device, progress)
+    if isinstance(opened.store, EncodingStore):
+        settled = measured(opened.store, arena, subject, settled, budget, progress)
+    bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
+    governor = governor_of(config, profile, settled)
+    return Loaded(config, opened, device, subject, settled, model, arena, bank, governor)
+
+
+def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:
+    """The context that memory is planned for first. Raises SpeqError beyond the model's limit."""
+    limit, fixed = opened.shape.max_context, config.context_length
+    if fixed is not None and fixed > limit:
+        raise SpeqError(f"context_length is {fixed}; the model's limit is {limit}")
+    return min(fixed or wanted or CONTEXT_STEP, limit)
+
+
+def budget_of(config: RunConfig, context: int, device: torch.device) -> Budget:
+    on_cpu = device.type == "cpu"
+    if config.draft_length is None:
+        return Budget(config.memory_budget, context, on_cpu, config.reader_threads)
+    return Budget(config.memory_budget, context, on_cpu, config.reader_threads, config.draft_length)
+
+
+def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
+    """The draft that options name, opened and checked. Raises SpeqError where it does not fit."""
+    checkpoint, store, experts = opened.checkpoint, opened.store, opened.shape.experts
+    wanted = wants_int4(config, store.codec)
+    if config.draft == "none" and wanted:
+        drafter_of(config)  # refuses one that has nothing to draft with
+        raise SpeqError(
+            "draft is none, and experts of codec residual are read over a draft's codes; leave "
+            "draft to be auto"
+        )
+    if config.draft in ("auto", "none") and not wanted:
+        return RoundedDraft(checkpoint, store, experts, owned=False)
+    source = open_draft(config.draft, checkpoint, store, experts)
+    try:
+        _ = source.layout.nbytes  # refuses experts that INT4 codes cannot be packed for
+    except SpeqError:
+        source.close()
+        raise
+    return source
+
+
+def trial_of(store: ExpertStore) -> Callable[[ExpertCodec], Trial]:
+    def trial(codec: ExpertCodec) -> Trial:
+        assert isinstance(store, SafetensorsExpertStore), "only published experts are tried"
+        return Trial.of(store, codec)
+
+    return trial
+
+
+def store_of(store: ExpertStore, settled: Settled) -> ExpertStore:
+    """The store that fills slots as settled: as it is, or encoding what it reads."""
+    if not settled.holding.encoded:
+        return store
+    assert isinstance(store, SafetensorsExpertStore), "only published experts are encoded"
+    return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
+
+
+def check_room(memory: MemoryPlan, device: torch.device) -> None:
+    """The budget is a promise about memory that must exist."""
+    planned = sum(memory.items.values())
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        if planned > free:
+            raise SpeqError(
+                f"the run would take {format_bytes(planned)} of the memory budget and "
+                f"{format_bytes(free)} are free on the GPU; give a smaller budget"
+            )
+    elif planned > available_bytes():
+        logger.warning(
+            "the run would take %s and the machine has %s of memory left",
+            format_bytes(planned),
+            format_bytes(available_bytes()),
+        )
+
+
+def int4_copy(
+    draft: DraftSource,
+    opened: Opened,
+    settled: Settled,
+    device: torch.device,
+    progress: Progress | None,
+) -> Int4Arena:
+    """The INT4 copy of all experts, on the device."""
+    experts, holding = opened.shape.experts, settled.holding
+    arena = Int4Arena(
+        draft.layout,
+        len(experts.layers),
+        experts.num_experts,
+        device,
+        keep_orders=holding.encoded and holding.needs_draft,
+    )
+    draft.fill(arena, labelled(progress, draft.label))
+    tied = opened.store.tied_draft
+    if tied is not None:
+        tied.check(opened.checkpoint.path, arena)
+    return arena
+
+
+def measured(
+    store: EncodingStore,
+    arena: Int4Arena | None,
+    subject: Subject,
+    settled: Settled,
+    budget: Budget,
+    progress: Progress | None,
+) -> Settled:
+    """The same holding with slots that are known to hold the largest expert."""
+    store.measure(arena, budget.readers, labelled(progress, "measuring encoded experts"))
+    slot_bytes = store.codec.slot_bytes
+    known = replace(settled.holding, slot_bytes=slot_bytes, estimated=False)
+    holding, memory = replan(subject, known, budget)
+    return replace(settled, holding=holding, memory=memory)
+
+
+def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) -> Governor:
+    """The governor of runs that draft. Profiles time INT4 drafts and no others."""
+    if settled.holding.drafter != "int4":
+        profile = None
+    return make_governor(config.draft_length, objectives_of(config), profile, settled.longest)
+
+
+def labelled(progress: Progress | None, label: str) -> Done | None:
+    if progress is None:
+        return None
+    return lambda done, total: progress(label, done, total)

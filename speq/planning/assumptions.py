@@ -1,0 +1,102 @@
+"""What expected times rest on: a machine's bandwidths or a measured profile, routes, acceptance."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from speq.governor.holding import Holding
+from speq.governor.locality import PUBLISHED, Locality, RouteCurve
+from speq.governor.planner import Outlook, PassBytes, Speeds
+from speq.governor.presets import Rates
+from speq.governor.profile import Profile
+from speq.governor.roofline import Link
+from speq.models.shape import ModelShape
+
+# That a token drafted by INT4 experts stands, where it was never measured: "over 90 %" in MoE-SpeQ
+# 4.5; 0.92 to 0.98 on the bundled model.
+DEFAULT_ACCEPTANCE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What expected times rest on.
+
+    machine  bandwidths, or what was measured of this model
+    link     in place of the machine's; None: the machine's
+    """
+
+    machine: Rates | Profile
+    locality: Locality
+    acceptance: float
+    link_bytes_per_s: float | None = None
+
+    @classmethod
+    def of_profile(cls, profile: Profile, shape: ModelShape) -> "Assumptions":
+        """What was measured of this model; published routes and an acceptance where none were."""
+        experts = shape.experts
+        curve = routes_of(profile, shape) or PUBLISHED
+        return cls(
+            profile,
+            Locality(experts.num_experts, shape.top_k, curve),
+            DEFAULT_ACCEPTANCE if profile.acceptance is None else profile.acceptance,
+        )
+
+    @property
+    def link(self) -> Link:
+        machine = self.machine
+        link = machine.slow_tier if isinstance(machine, Profile) else Link(machine.link_bytes_per_s)
+        given = self.link_bytes_per_s
+        return link if given is None else Link(given, link.overhead_s, link.first_fetch_s)
+
+    @property
+    def source(self) -> str:
+        machine = self.machine
+        if isinstance(machine, Rates):
+            return machine.source
+        given = "" if self.link_bytes_per_s is None else ", link as given"
+        return f"profile measured on {machine.key.device}{given}"
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it is known how fast drafts are."""
+        return not isinstance(self.machine, Profile) or self.machine.drafted
+
+    def timed(self, holding: Holding, on_cpu: bool) -> bool:
+        """Whether it is known how fast published words are encoded, if a holding needs that. On a
+        GPU host memory holds them encoded already: a miss moves records.
+        """
+        if not holding.encoded:
+            return True
+        return (
+            on_cpu
+            and isinstance(self.machine, Profile)
+            and (holding.codec in self.machine.encode_bytes_per_s)
+        )
+
+    def priced(self, holding: Holding, words_bytes: int, on_cpu: bool) -> Holding:
+        """The holding with the time that encoding adds to a miss.
+
+        words_bytes  of one expert as published
+        """
+        if not (holding.encoded and on_cpu and isinstance(self.machine, Profile)):
+            return holding
+        return replace(
+            holding, encode_s=words_bytes / self.machine.encode_bytes_per_s[holding.codec]
+        )
+
+    def outlook(self, num_layers: int, sizes: PassBytes, holdings: Iterable[Holding]) -> Outlook:
+        machine, locality = self.machine, self.locality
+        if isinstance(machine, Profile):
+            speeds = Speeds.of_profile(
+                machine, lambda rows: num_layers * locality.distinct(rows), holdings
+            )
+        else:
+            speeds = Speeds.of_rates(machine, sizes, holdings)
+        return Outlook(num_layers, locality, speeds, self.link, self.acceptance)
+
+
+def routes_of(profile: Profile, shape: ModelShape) -> RouteCurve | None:
+    """The model's own, where they were recorded for long enough."""
+    if len(profile.routes) < 2:
+        return None
+    source = "this model, recorded with the profile"
+    return RouteCurve(source, shape.experts.num_experts, shape.top_k, profile.routes)

@@ -1,0 +1,224 @@
+"""Decides how a run holds its experts and who drafts: one decision, made before anything is loaded.
+
+Options and files leave some ways open, and the budget leaves some of those. With a profile of
+`speq tune` the planner takes the way of the least expected time per token. Without one a rule
+decides, which assumes nothing: whether drafts pay is left to the governor, which measures them.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.experts.codec import ExpertCodec, codec_of, codecs_for
+from speq.governor.adaptive import LONGEST
+from speq.governor.holding import Holding
+from speq.governor.planner import Outlook, choose
+from speq.governor.profile import Profile
+from speq.governor.slo import Objectives, longest_within
+from speq.kernels import library
+from speq.planning.assumptions import Assumptions
+from speq.planning.demand import Budget
+from speq.planning.fitting import Fitting, fit, fitted, least_refusal, smallest
+from speq.planning.memory import MemoryPlan
+from speq.planning.subject import Subject
+from speq.planning.trial import Trial
+from speq.planning.ways import drafter_of, open_ways
+from speq.units import format_bytes
+
+logger = logging.getLogger("speq")
+
+# Times a few published experts by a codec.
+Try = Callable[[ExpertCodec], Trial]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How a run holds its experts.
+
+    memory          planned for it
+    reason          the planner's; None where there was nothing to weigh
+    gives_up_draft  whether a draft would fit and is expected to lose
+    longest         no draft is longer: by the profile, longer ones miss the time objectives
+    """
+
+    holding: Holding
+    memory: MemoryPlan
+    reason: str | None = None
+    gives_up_draft: bool = False
+    longest: int = LONGEST
+
+
+def settle(
+    subject: Subject, budget: Budget, config: RunConfig, profile: Profile | None, trial: Try
+) -> Settled:
+    """The way to hold the experts, and its memory.
+
+    Raises SpeqError where options and files contradict each other or nothing fits.
+    """
+    ways = open_ways(subject, config, budget.on_cpu)
+    fitting, refused = fitted(subject, ways, budget)
+    more, _ = fitted(subject, [smallest(subject, way) for way, _ in refused], budget)
+    fitting += more
+    if not fitting:
+        raise least_refusal(refused)
+    settled = None
+    if profile is not None:
+        settled = by_profile(subject, budget, config, profile, fitting)
+    if settled is None:
+        settled = by_rule(subject, budget, config, fitting, trial)
+    holding = smallest(subject, settled.holding)
+    if holding.slot_bytes != settled.holding.slot_bytes:
+        holding, made = fit(subject, holding, budget)
+        settled = replace(settled, holding=holding, memory=made)
+    if drafter_of(config) != "none" and not holding.drafts and not settled.gives_up_draft:
+        logger.warning(
+            "the INT4 draft takes %s and does not fit the budget: running without one",
+            format_bytes(subject.draft_bytes),
+        )
+    return settled
+
+
+def by_rule(
+    subject: Subject, budget: Budget, config: RunConfig, fitting: Sequence[Fitting], trial: Try
+) -> Settled:
+    """Without a profile: a draft where it fits; the codec by `automatic` where it is left open."""
+    codec = config.codec if subject.published else subject.codec.name
+    if codec == "auto":
+        published = [entry for entry in fitting if entry[0].codec == subject.codec.name]
+        all_fit = bool(published) and drafting_first(published)[0].slots == subject.count
+        codec = automatic(subject, all_fit, budget, trial)
+    allowed = [entry for entry in fitting if entry[0].codec == codec]
+    return Settled(*drafting_first(allowed or fitting))
+
+
+def drafting_first(fitting: Sequence[Fitting]) -> Fitting:
+    """The first that drafts, or else the first."""
+    return next((entry for entry in fitting if entry[0].drafts), fitting[0])
+
+
+def automatic(subject: Subject, all_fit: bool, budget: Budget, trial: Try) -> str:
+    """The codec of published experts where the words of some lie outside the slots.
+
+    As published where all fit, where no compact codec codes them or where only the slow reference
+    could run records; else compact where the reading threads together encode faster than one of
+    them reads; else as published.
+    """
+    given = subject.codec
+    made = [codec_of(name, given.shape) for name in codecs_for(given.shape.dtype)]
+    compact = [codec for codec in made if codec.usual_bits is not None and not codec.needs_draft]
+    if all_fit or not compact:
+        return given.name
+    codec = compact[0]
+    backend = library.backend_of(codec.op, "cpu" if budget.on_cpu else "cuda")
+    if backend.name == "reference":
+        logger.info(
+            "codec %s: %s has no fast kernel here (%s)", given.name, codec.name, backend.reason
+        )
+        return given.name
+    speeds = trial(codec)
+    encoded = budget.readers * speeds.encode_bytes_per_s
+    worth = encoded > speeds.read_bytes_per_s
+    logger.info(
+        "codec %s: encoding experts as they are read would %s (%d threads encode %.2f GB/s, and "
+        "one reads %.2f GB/s); `speq pack --codec %s` encodes them once, and less is read",
+        codec.name if worth else given.name,
+        "keep up with reading" if worth else "hold reading up",
+        budget.readers,
+        encoded / 1e9,
+        speeds.read_bytes_per_s / 1e9,
+        codec.name,
+    )
+    return codec.name if worth else given.name
+
+
+def by_profile(
+    subject: Subject,
+    budget: Budget,
+    config: RunConfig,
+    profile: Profile,
+    fitting: Sequence[Fitting],
+) -> Settled | None:
+    """The way of the least expected time per token, of those whose speeds were measured; None where
+    the profile cannot tell.
+    """
+    assumptions = Assumptions.of_profile(profile, subject.shape)
+    computed = {*profile.decode_bytes_per_s, profile.codec}
+    words_bytes = subject.codec.shape.nbytes
+    weighed = [
+        (assumptions.priced(way, words_bytes, budget.on_cpu), made)
+        for way, made in fitting
+        if way.codec in computed and (assumptions.timed(way, budget.on_cpu) or not budget.on_cpu)
+    ]
+    drafting = [entry for entry in weighed if entry[0].drafter == "int4"]
+    if not profile.drafted and drafting:
+        logger.info("nothing is planned: a draft fits, and the profile was measured without one")
+        return None
+    if must_draft(config) and drafting:  # as far as there is room
+        weighed = drafting
+    if not weighed:
+        return None
+    holdings = [holding for holding, _ in weighed]
+    outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
+    outlook = replace(outlook, ahead=config.prefetch != "none")
+    if len(weighed) == 1:
+        [(holding, made)] = weighed
+        return Settled(holding, made, longest=longest_for(config, outlook, holding))
+    if config.draft_length:
+        outlook = replace(outlook, lengths=(config.draft_length,))
+    chosen, reason = choose(outlook, holdings)
+    gives_up = bool(drafting) and not chosen.drafts
+    logger.info(
+        "planned (%s; %s): %s%s",
+        assumptions.source,
+        assumptions.locality.source,
+        "no draft, though one would fit: " if gives_up else "",
+        reason,
+    )
+    at = holdings.index(replace(chosen, expected=None))
+    longest = longest_for(config, outlook, chosen)
+    return Settled(chosen, weighed[at][1], reason, gives_up, longest)
+
+
+def must_draft(config: RunConfig) -> bool:
+    """Whether a draft is asked for by name or by its length."""
+    named = config.draft not in ("auto", "none") or config.drafter not in ("auto", "none")
+    return named or bool(config.draft_length)
+
+
+def longest_for(config: RunConfig, outlook: Outlook, holding: Holding) -> int:
+    """The longest draft within the time objectives. Where the profile finds none, cycles will have
+    to tell.
+    """
+    objectives = objectives_of(config)
+    if config.draft_length is not None or objectives == Objectives():
+        return LONGEST
+    longest = longest_within(
+        objectives, (outlook.cycle(holding, length) for length in range(LONGEST + 1))
+    )
+    if longest is None:
+        logger.info("by the profile no draft length meets the objectives")
+        return LONGEST
+    logger.info("drafts are no longer than %d: by the profile, longer ones miss the goals", longest)
+    return longest
+
+
+def objectives_of(config: RunConfig) -> Objectives:
+    def seconds(limit_ms: float | None) -> float:
+        return math.inf if limit_ms is None else limit_ms / 1e3
+
+    return Objectives(seconds(config.tpot_slo_ms), seconds(config.latency_slo_ms))
+
+
+def replan(subject: Subject, holding: Holding, budget: Budget) -> Fitting:
+    """Memory for another context, or for slots of which more is known: with the draft as before,
+    or without it where only that fits.
+    """
+    try:
+        return fit(subject, holding, budget)
+    except SpeqError:
+        if not holding.can_drop_draft:
+            raise
+        return fit(subject, replace(holding, drafter="none", draft_bytes=0), budget)

@@ -1,0 +1,101 @@
+"""The ways to hold a model's exact experts: all there are, and those that options leave open."""
+
+from dataclasses import replace
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
+from speq.governor.holding import Holding
+from speq.planning.subject import Subject
+from speq.registries import DRAFTERS
+
+
+def ways_of(subject: Subject, on_cpu: bool) -> list[Holding]:
+    """Each codec with and without an INT4 draft, and published words encoded as they are read.
+
+    Experts of another codec than that at hand are thought to lie in it where they are read from,
+    as `speq pack` would write them.
+    """
+    held = [_way(subject, name, "none") for name in codecs_for(subject.words)]
+    if subject.draft is not None:
+        held += [_way(subject, name, "int4") for name in codecs_for(subject.words)]
+    held = [way for way in held if way.draft_bytes or not way.needs_draft]
+    if not subject.published:
+        return held
+    # On a GPU host memory holds encoded experts, and a miss moves records.
+    words_bytes = subject.codec.shape.nbytes
+    return held + [
+        replace(way, encoded=True, moved_bytes=words_bytes if on_cpu else way.moved_bytes)
+        for way in held
+        if way.codec != subject.codec.name
+    ]
+
+
+def open_ways(subject: Subject, config: RunConfig, on_cpu: bool) -> list[Holding]:
+    """The ways that a run's options and files allow. Raises SpeqError where options exclude all."""
+    given = subject.codec.name
+    if not subject.published and config.codec not in ("auto", given):
+        raise SpeqError(
+            f"codec {config.codec} was asked for and the model is packed with codec {given}; leave "
+            f"it to be auto, or pack the published model with --codec {config.codec}"
+        )
+    if config.codec != "auto":
+        codec_of(config.codec, subject.codec.shape)  # refuses words that it does not code
+    drafter = drafter_of(config)
+    with_int4 = drafter != "none" and DRAFTERS[drafter].needs_int4
+    found = []
+    for way in ways_of(subject, on_cpu):
+        readable = way.encoded or way.codec == given
+        if not readable or config.codec not in ("auto", way.codec):
+            continue
+        if with_int4:
+            # Without the copy, which may not fit, nobody drafts.
+            found.append(replace(way, drafter=drafter) if way.drafts else way)
+        elif not way.drafts or (way.needs_draft and way.codec in (given, config.codec)):
+            found.append(replace(way, drafter=drafter))
+    return found
+
+
+def drafter_of(config: RunConfig) -> str:
+    """Who is to draft, if there is room."""
+    if config.draft_length == 0:
+        return "none"
+    if config.drafter == "auto":
+        return "none" if config.draft == "none" else "int4"
+    if config.draft == "none" and config.drafter != "none" and DRAFTERS[config.drafter].needs_int4:
+        raise SpeqError(
+            f"drafter {config.drafter} drafts with the INT4 copy and draft is none; leave draft to "
+            "be auto, or choose another drafter"
+        )
+    return config.drafter
+
+
+def wants_int4(config: RunConfig, codec: ExpertCodec) -> bool:
+    """Whether an INT4 copy is to be held: to draft with, or to read exact experts over.
+
+    codec  of the experts at hand
+    """
+    drafter = drafter_of(config)
+    if drafter != "none" and DRAFTERS[drafter].needs_int4:
+        return True
+    asked = codec if config.codec == "auto" else codec_of(config.codec, codec.shape)
+    return codec.needs_draft or asked.needs_draft
+
+
+def _way(subject: Subject, name: str, drafter: str) -> Holding:
+    """Experts as records of a codec, moved as they are."""
+    known = name == subject.codec.name
+    codec = subject.codec if known else codec_of(name, subject.codec.shape)
+    slot_bytes = codec.slot_bytes if known else usual_bytes(codec)
+    draft_bytes = subject.draft_bytes if drafter == "int4" else 0
+    codes_bytes = draft_bytes // subject.count if codec.needs_draft else 0
+    return Holding(
+        codec=name,
+        drafter=drafter,
+        slot_bytes=slot_bytes,
+        moved_bytes=slot_bytes,
+        read_bytes=slot_bytes + codes_bytes,
+        draft_bytes=draft_bytes,
+        needs_draft=codec.needs_draft,
+        estimated=not known and codec.usual_bits is not None,
+    )
