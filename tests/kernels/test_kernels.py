@@ -10,7 +10,6 @@ tolerance.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from speq.kernels import library, reference
 
-ON_HOST = Path(library.__file__).parent / "libspeq_cuda_on_host.so"
+ON_HOST = library.FOLDER / "libspeq_cuda_on_host.so"
 POISON = float("nan")
 
 
