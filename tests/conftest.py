@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_models import write_model, write_perturbed
+from tests.helpers.tiny_models import write_model, write_perturbed
 
 # Models this small are fastest on one thread, and the tests run in as many processes as cores.
 torch.set_num_threads(1)

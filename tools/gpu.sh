@@ -26,8 +26,8 @@ status=0
 if command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck; do
     timeout 120 compute-sanitizer --tool "$tool" --error-exitcode 3 --log-file "$out/$tool.txt" \
-      "$python" -m pytest -q -p no:cacheprovider -m gpu tests/test_kernels.py \
-      tests/test_compact_cuda.py \
+      "$python" -m pytest -q -p no:cacheprovider -m gpu tests/kernels/test_kernels.py \
+      tests/kernels/test_compact_cuda.py \
       -k "all_rows_on_one_expert or permuted or absent or read_sum or damaged" || status=$?
   done
 else

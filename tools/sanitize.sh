@@ -34,4 +34,4 @@ cd "$out/package"
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 \
   "$python" -m pytest -q -c "$root/pyproject.toml" --rootdir . -p no:cacheprovider -n "${JOBS:-auto}" \
   --need-backend cuda_on_host -m "not gpu" \
-  tests/test_kernels.py tests/test_ops.py tests/test_compact.py tests/test_compact_cuda.py "$@"
+  tests/kernels "$@"

@@ -19,7 +19,8 @@ from speq.kernels.reference import ACTIVATIONS
 
 logger = logging.getLogger("speq")
 
-FOLDER = Path(__file__).parent
+# The package, which libraries are built into.
+FOLDER = Path(__file__).parent.parent
 CPU_LIBRARY = FOLDER / "libspeq_cpu.so"
 CUDA_LIBRARY = FOLDER / "libspeq_cuda.so"
 # An activation's number, which is how ops take it; csrc/activation.h has the same order.

@@ -2,7 +2,8 @@
 
     GPTQMODEL_CPU_WORKERS=2 python make.py FOLDER
 
-FOLDER is to hold a small model, made by `tests/tiny_models.py`; results go to subfolders of here.
+FOLDER is to hold a small model, made by `tests/helpers/tiny_models.py`; results go to subfolders
+of here.
 """
 
 import hashlib

@@ -1,0 +1,558 @@
+"""The `speq` command: what goes to stdout, what to stderr, and how it ends."""
+
+import errno
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import speq
+from speq import cli
+from speq.generator import Generator
+from speq.measure import check as bench_check
+from speq.models.moe_model import MoEModel
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+
+Folder = Callable[[str], Path]
+
+ROOT = Path(__file__).parent.parent.parent
+PROMPT = "Once upon a time there was a little dog named"
+# Processes that should have ended long before are taken for hung.
+PATIENCE_S = 60
+MEASURED = {
+    "new_tokens",
+    "ttft_ms",
+    "tpot_ms",
+    "draft_length_mean",
+    "accept_length_mean",
+    "acceptance_rate",
+    "route_recall",
+    "hit_rate",
+    "moved_bytes",
+    "moved_bytes_per_token",
+    "rejected_bytes",
+    "used",
+    "wasted",
+    "layers",
+    "link_s",
+    "hidden_share",
+    "late_s",
+    "stall_s",
+    "draft_s",
+    "verify_s",
+    "transfer_s",
+    "memory",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of the command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+def command_in_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """Runs the command inside this process."""
+
+    def run(*arguments: object, stdin: str = "") -> Ended:
+        monkeypatch.setenv("COLUMNS", "200")  # tables and help in one piece
+        monkeypatch.setattr(sys, "argv", ["speq", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Ended(code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return command_in_process(monkeypatch, capsys)
+
+
+def arguments_of(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "speq", *map(str, arguments)]
+
+
+def start(*arguments: object) -> subprocess.Popen[bytes]:
+    """Start the command in a process of its own."""
+    return subprocess.Popen(
+        arguments_of(*arguments),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        preexec_fn=heed_interrupts,
+    )
+
+
+def heed_interrupts() -> None:
+    """Tests run in the background of a script inherit that interrupts are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What plain transformers makes of a prompt on the bundled model, in float32."""
+
+    model: Any
+    tokenizer: Any
+
+    def tokens(self, text: str, count: int) -> list[int]:
+        return greedy_tokens(self.model, self.tokenizer(text)["input_ids"], count)
+
+    def text(self, text: str, count: int) -> str:
+        return str(self.tokenizer.decode(self.tokens(text, count), skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def oracle(bundled: Path) -> Oracle:
+    return Oracle(load_plain(bundled), AutoTokenizer.from_pretrained(bundled))
+
+
+@pytest.fixture
+def short_prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two"}\n\n{"prompt": "three"}\n')
+    return path
+
+
+def test_version_and_help(command: Command) -> None:
+    shown = command("--version")
+    assert (shown.code, shown.out) == (0, f"speq {speq.__version__}\n")
+    assert speq.__version__ == (ROOT / "speq" / "VERSION").read_text().strip()
+    for option in ("--help", "-h"):
+        shown = command(option)
+        assert shown.code == 0
+        for name in ("generate", "chat", "check", "bench"):
+            assert f" {name} " in shown.out
+    shown = command("generate", "--help")
+    assert shown.code == 0
+    for option in ("--memory-budget", "--draft-length", "--temperature", "--json"):
+        assert option in shown.out
+
+
+def generate_arguments(bundled: Path, *more: object) -> list[object]:
+    options = ["--memory-budget", "40MiB", "--dtype", "float32", "--max-new-tokens", 16]
+    return ["generate", "--model", bundled, "--prompt", PROMPT, *options, "--ignore-eos", *more]
+
+
+def test_generate_prints_one_json_object(command: Command, bundled: Path, oracle: Oracle) -> None:
+    ended = command(*generate_arguments(bundled, "--json"))
+    assert ended.code == 0
+    assert ended.out.count("\n") == 1
+    answer = json.loads(ended.out)
+    assert set(answer) == {"text", "token_ids", "finish_reason", "stats"}
+    assert answer["token_ids"] == oracle.tokens(PROMPT, 16)
+    assert answer["text"] == oracle.text(PROMPT, 16)
+    assert answer["finish_reason"] == "length"
+    stats = answer["stats"]
+    assert set(stats) >= MEASURED
+    assert stats["new_tokens"] == 16
+    assert stats["draft_length_mean"] > 1
+    assert 1 <= stats["accept_length_mean"] <= 1 + stats["draft_length_mean"]
+    for name in ("acceptance_rate", "route_recall", "hit_rate"):
+        assert 0 < stats[name] <= 1
+    for name in ("ttft_ms", "tpot_ms", "draft_s", "verify_s"):
+        assert stats[name] > 0
+    # The first token comes from the prompt, not from decoding.
+    assert stats["moved_bytes_per_token"] == pytest.approx(stats["moved_bytes"] / 15)
+    # Fetched on demand and read one beside the other, in whole blocks.
+    assert stats["transfer_s"] > 0
+    assert stats["stall_s"] >= 0
+    assert stats["read_bytes"] >= stats["moved_bytes"]
+    memory = stats["memory"]
+    assert memory.pop("budget") == 40 << 20
+    assert set(memory) >= {"non_expert_weights", "draft", "kv_cache", "workspace", "slots"}
+    assert all(isinstance(size, int) and size >= 0 for size in memory.values())
+    assert memory["draft"] > 0 < memory["slots"]
+    assert sum(memory.values()) == 40 << 20
+
+
+def test_generate_prints_the_prompt_and_the_text(
+    command: Command, bundled: Path, oracle: Oracle
+) -> None:
+    ended = command(*generate_arguments(bundled))
+    assert ended.code == 0
+    assert ended.out == f"{PROMPT}{oracle.text(PROMPT, 16)}\n"
+    for title in ("time per output token", "acceptance rate", "expert hit rate", "memory budget"):
+        assert title in ended.err
+    assert "40 MiB" in ended.err
+
+
+def test_generate_stops_before_a_stop_string(
+    command: Command, bundled: Path, oracle: Oracle
+) -> None:
+    text = oracle.text(PROMPT, 16)
+    stop = text.split()[4]
+    ended = command(*generate_arguments(bundled, "--stop", "@@", "--stop", stop))
+    assert ended.code == 0
+    assert ended.out == f"{PROMPT}{text[: text.index(stop)]}\n"
+
+
+def test_generate_samples_by_seed(command: Command, bundled: Path) -> None:
+    options = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--seed")
+    first, again, other = (
+        command(*generate_arguments(bundled, *options, seed)).out for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and signals as POSIX has them")
+def test_generate_ends_when_nobody_reads_on(tiny: Folder) -> None:
+    process = start(
+        "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
+        "--max-new-tokens", 500, "--ignore-eos",
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1) == b"h"
+    process.stdout.close()
+    with process.stderr:
+        err = process.stderr.read()
+    assert process.wait(PATIENCE_S) == 1
+    assert b"Traceback" not in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes and signals as POSIX has them")
+def test_generate_ends_at_an_interrupt(bundled: Path) -> None:
+    """In a run of many seconds: a machine that is busy may deliver the signal late."""
+    process = start(
+        "generate", "--model", bundled, "--prompt", "hello", "--memory-budget", "48MiB",
+        "--max-new-tokens", 2000, "--ignore-eos",
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"h"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert out.startswith(b"ello")
+    assert b"Traceback" not in err
+
+
+def test_generate_writes_nothing_before_a_refusal(command: Command, tiny: Folder) -> None:
+    ended = command(
+        "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
+        "--max-new-tokens", 508,
+    )  # fmt: skip
+    assert (ended.code, ended.out) == (1, "")
+    assert "error: the prompt and max_new_tokens need a context of 513 tokens" in ended.err
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_a_full_disk_behind_stdout(
+    name: str, command: Command, bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What breaks the loop over a stream must not leave the generator waiting for it."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            if self.getvalue().strip("> "):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    given = chat_arguments(bundled) if name == "chat" else generate_arguments(bundled)
+    finished: list[Ended] = []
+    thread = threading.Thread(
+        target=lambda: finished.append(command(*given, stdin=f"{FIRST}\n")), daemon=True
+    )
+    thread.start()
+    thread.join(PATIENCE_S)
+    (ended,) = finished
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].startswith("error: input or output failed: ")
+    assert "No space left on device" in ended.err
+
+
+# Chat.
+
+FIRST, SECOND = "Name a tree.", "And a bird?"
+
+
+def chat_arguments(bundled: Path) -> list[object]:
+    options = ["--dtype", "float32", "--max-new-tokens", 12, "--stop", "###"]
+    return ["chat", "--model", bundled, "--memory-budget", "40MiB", *options]
+
+
+def reply(oracle: Oracle, text: str) -> str:
+    return oracle.text(text, 12).split("###")[0]
+
+
+def test_chat_ends_with_its_input(bundled: Path, oracle: Oracle) -> None:
+    first_prompt = f"### Instruction: {FIRST}\n### Response:"
+    first = reply(oracle, first_prompt)
+    second_prompt = f"{first_prompt} {first.strip()}\n\n### Instruction: {SECOND}\n### Response:"
+    second = reply(oracle, second_prompt)
+    ended = subprocess.run(
+        arguments_of(*chat_arguments(bundled)),
+        cwd=ROOT,
+        input=f"{FIRST}\n\n{SECOND}\n".encode(),
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert ended.stdout.decode() == f"> {first}\n> > {second}\n> "
+    assert ended.stderr.count(b" tokens, ") == 2
+    assert b"Traceback" not in ended.stderr
+
+
+def test_chat_begins_with_a_system_message_and_ends_at_quit(
+    command: Command, bundled: Path, oracle: Oracle
+) -> None:
+    arguments = [*chat_arguments(bundled), "--system", "Be brief."]
+    ended = command(*arguments, stdin=f"{FIRST}\n/quit\n{SECOND}\n")
+    wanted = reply(oracle, f"Be brief.\n\n### Instruction: {FIRST}\n### Response:")
+    assert (ended.code, ended.out) == (0, f"> {wanted}\n> ")
+
+
+def test_chat_goes_on_after_an_interrupted_answer(
+    command: Command, bundled: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, passes = MoEModel.forward, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        if len(passes) == 2:  # the first answer's second pass: one token is out
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(MoEModel, "forward", interrupted)
+    ended = command(*chat_arguments(bundled), stdin=f"{FIRST}\n{SECOND}\n")
+    prompt = f"### Instruction: {FIRST}\n### Response:"
+    begun = oracle.text(prompt, 1)
+    prompt += f" {begun.strip()}\n\n### Instruction: {SECOND}\n### Response:"
+    assert (ended.code, ended.out) == (0, f"> {begun}\n> {reply(oracle, prompt)}\n> ")
+
+
+def test_chat_ends_where_the_context_is_full(command: Command, bundled: Path) -> None:
+    arguments = [*chat_arguments(bundled), "--context-length", 30]
+    ended = command(*arguments, stdin=f"{FIRST}\n{SECOND}\n{SECOND}\n")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == (
+        "error: the conversation fills the model's context; start a new one"
+    )
+
+
+def test_chat_input_that_is_no_text(command: Command, bundled: Path) -> None:
+    ended = command(*chat_arguments(bundled), stdin="tree\udcff\n")
+    assert (ended.code, ended.out) == (1, "> ")
+    assert "which is no Unicode text" in ended.err.splitlines()[-1]
+
+
+def test_chat_needs_a_template(command: Command, tiny: Folder) -> None:
+    model = tiny("qwen2_moe")
+    ended = command("chat", "--model", model, "--memory-budget", "2MiB", stdin="hello\n")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.splitlines()[-1] == (
+        f"error: model {model} has no chat template; use speq generate"
+    )
+
+
+# Measurements.
+
+
+def test_bench_tpot_writes_its_results(
+    command: Command, tiny: Folder, tmp_path: Path, short_prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    target = tmp_path / "results" / "tpot.json"
+    arguments = [
+        "bench", "tpot", tiny("qwen2_moe"), "--budgets", "1000KiB, 2MiB", "--draft-lengths", "0,2",
+        "--prompts", short_prompts, "--num-prompts", 2, "--max-new-tokens", 4, "--rounds", 2,
+        "--json", target,
+    ]  # fmt: skip
+    ended = command(*arguments)
+    assert ended.code == 0, ended.err
+    for title in ("budget", "TPOT ms", "accepted", "moved/token"):
+        assert title in ended.out
+    report = json.loads(target.read_text())
+    assert set(report) == {"bench", "version", "commit", "machine", "model", "settings", "rows"}
+    assert (report["bench"], report["version"]) == ("tpot", speq.__version__)
+    assert report["model"] == str(tiny("qwen2_moe"))
+    assert report["settings"]["rounds"] == 2
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["machine"]["cores"] == os.cpu_count()
+    settings = [(row["budget"], row["draft_length"]) for row in report["rows"]]
+    assert settings == [("1000KiB", "0"), ("1000KiB", "2"), ("2MiB", "0"), ("2MiB", "2")]
+    for row in report["rows"]:
+        assert row["budget_bytes"] == {"1000KiB": 1000 << 10, "2MiB": 2 << 20}[row["budget"]]
+        assert row["samples"] == 4
+        assert row["tpot_ms"] > 0
+        assert (row["draft_bytes"] > 0) == (row["draft_length"] == "2")
+        assert (row["acceptance_rate"] is None) == (row["draft_length"] == "0")
+    scarce, all_fits = report["rows"][0], report["rows"][2]
+    assert scarce["moved_bytes_per_token"] > all_fits["moved_bytes_per_token"]
+    assert [path.name for path in target.parent.iterdir()] == ["tpot.json"]
+
+    # Refused before anything is measured.
+    measured: list[object] = []
+    monkeypatch.setattr(Generator, "from_pretrained", lambda *args, **kwargs: measured.append(args))
+    before = target.read_bytes()
+    ended = command(*arguments)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == f"error: {target} exists already; choose another name or add --force\n"
+    assert (target.read_bytes(), measured) == (before, [])
+
+
+def test_force_replaces_results(
+    command: Command, tiny: Folder, tmp_path: Path, short_prompts: Path
+) -> None:
+    target = tmp_path / "tpot.json"
+    target.write_text("old")
+    ended = command(
+        "bench", "tpot", tiny("qwen2_moe"), "--budgets", "2MiB", "--draft-lengths", "0",
+        "--prompts", short_prompts, "--num-prompts", 1, "--max-new-tokens", 2, "--rounds", 1,
+        "--json", target, "--force",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert json.loads(target.read_text())["bench"] == "tpot"
+
+
+def check_arguments(model: Path, *more: object) -> list[object]:
+    options = ["--memory-budget", "2MiB", "--dtype", "float32", "--num-prompts", 1]
+    return ["check", model, *options, *more]
+
+
+def test_check_passes_on_a_sound_model(command: Command, tiny: Folder, tmp_path: Path) -> None:
+    target, prompts = tmp_path / "check.json", tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "".join(chr(32 + i * i % 90) for i in range(300))}))
+    ended = command(*check_arguments(tiny("qwen2_moe"), "--prompts", prompts, "--json", target))
+    assert ended.code == 0, ended.err
+    assert "passed: the exact path and transformers choose the same token at 100.00%" in ended.out
+    report = json.loads(target.read_text())
+    assert report["bench"] == "check"
+    (row,) = report["rows"]
+    assert row["tokens"] == bench_check.MAX_TOKENS
+    assert row["agreement"] == 1
+    assert 0 <= row["max_logit_difference"] < 1e-3 * row["max_logit"]
+    assert 0.2 < row["draft_agreement"] < 1
+    assert 0.5 < row["route_recall"] <= 1
+
+
+def test_check_fails_where_the_two_disagree(
+    command: Command, tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with plain transformers on another checkpoint of the same shape."""
+    other = write_model(tmp_path / "other", "qwen2_moe", seed=1)
+    load = AutoModelForCausalLM.from_pretrained
+
+    class Elsewhere:
+        @staticmethod
+        def from_pretrained(path: Path, **options: Any) -> Any:
+            assert path == tiny("qwen2_moe")
+            return load(other, **options)
+
+    monkeypatch.setattr(bench_check, "AutoModelForCausalLM", Elsewhere)
+    ended = command(*check_arguments(tiny("qwen2_moe")))
+    assert ended.code == 1
+    assert "FAILED: the exact path and transformers choose the same token at " in ended.out
+    assert "(100% wanted)" in ended.out
+
+
+def test_check_of_a_model_with_a_short_context(command: Command, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "short", "qwen3_moe", max_position_embeddings=48)
+    ended = command(*check_arguments(model))
+    assert ended.code == 0, ended.err
+    assert "the same token at 100.00% of 48 positions" in ended.out
+
+
+def test_figures_that_do_not_exist_are_dashes(command: Command, tiny: Folder) -> None:
+    """A single token has no time between tokens."""
+    ended = command(
+        "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
+        "--max-new-tokens", 1,
+    )  # fmt: skip
+    assert ended.code == 0
+    shown = dict(re.findall(r"│ (.+?) +│ (.+?) +│", ended.err))
+    assert shown["tokens"] == "1"
+    for title in ("time per output token (TPOT)", "acceptance rate", "moved per token"):
+        assert shown[title] == "-"
+    assert shown["time to first token (TTFT)"].endswith(" ms")
+
+
+def test_generate_shows_layers_and_writes_a_timeline(
+    command: Command, tiny: Folder, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "trace.json"
+    arguments: list[object] = [
+        "generate", "--model", tiny("qwen3_moe"), "--prompt", "hello", "--memory-budget", "900KiB",
+        "--context-length", 64, "--max-new-tokens", 12, "--ignore-eos", "--draft-length", 4,
+        "--cache-policy", "lookahead", "--prefetch", "three-phase", "--trace", target,
+    ]  # fmt: skip
+    ended = command(*arguments, "--stats", "--json")
+    assert ended.code == 0, ended.err
+    stats = json.loads(ended.out)["stats"]
+    assert len(stats["layers"]) == 3
+    # A line for each layer and one for all, with the figures of --json.
+    rows = [line.split() for line in ended.err.splitlines() if re.match(r" *(\d+|all) +\d", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2", "all"]
+    for row, layer in zip(rows, stats["layers"], strict=False):
+        assert [int(row[1]), int(row[2]), int(row[3])] == [
+            layer["requests"], layer["hits"], layer["late"],
+        ]  # fmt: skip
+        assert row[4] == f"{layer['demand_bytes'] / (1 << 20):.1f}"
+        assert row[5] == f"{layer['ahead_bytes'] / (1 << 20):.1f}"
+        assert row[6:8] == [str(layer["used"]), str(layer["wasted"])]
+    for column, name in ((1, "requests"), (2, "hits"), (3, "late")):
+        assert int(rows[3][column]) == sum(layer[name] for layer in stats["layers"])
+    hidden = f"{stats['hidden_share']:.1%} of it behind computation"
+    assert f"under way for {stats['link_s']:.2f} s, {hidden}" in " ".join(ended.err.split())
+    events = json.loads(target.read_text())["traceEvents"]
+    assert sum(event["name"].startswith("decode ") for event in events) == stats["steps"]
+
+    # It is not replaced unasked, and that is said before a model is loaded.
+    before = target.read_bytes()
+    ended = command(*arguments)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == f"error: {target} exists already; choose another name or add --force\n"
+    assert target.read_bytes() == before
+    ended = command(*arguments, "--force")
+    assert ended.code == 0, ended.err
+    assert target.read_bytes() != before
+    assert [path.name for path in target.parent.iterdir()] == ["trace.json"]
+
+
+def test_a_timeline_that_cannot_be_written(command: Command, tiny: Folder, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path, tmp_path / "file" / "trace.json"):
+        ended = command(
+            "generate", "--model", tiny("qwen3_moe"), "--prompt", "hello", "--memory-budget",
+            "2MiB", "--trace", target,
+        )  # fmt: skip
+        assert (ended.code, ended.out) == (1, "")
+        assert (
+            ended.err == f"error: {target} cannot be written; choose a file in a folder of yours\n"
+        )
+
+
+def test_an_unknown_option_is_a_usage_error(command: Command) -> None:
+    for arguments in (["generate", "--nope"], ["--nope"], ["nope"], ["bench", "nope"]):
+        ended = command(*arguments)
+        assert (ended.code, ended.out) == (2, "")
+        assert "nope" in ended.err
+        assert "Traceback" not in ended.err

@@ -1,0 +1,402 @@
+"""The keystone: the exact model's own tokens come out, whatever the draft length, budget and draft,
+wherever experts are read from, in whatever order they arrive, whoever is evicted or prefetched.
+
+The oracle is plain transformers' `generate` on the same checkpoint, in float32 and float64, where
+the shape of a pass does not turn near-ties.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speq import Generator
+from speq.cli.pack import packing_of
+from speq.config import CACHE_POLICIES, PREFETCH_MODES, SamplingParams
+from speq.decode.offload import fetch_from
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.experts.pack import pack
+from speq.measure.report import read_prompts
+from speq.models.opened import open_model
+from speq.scheduler.transfer import Fetch
+from speq.stats import StepStats
+from tests.helpers.fake_transfer import Reordering
+from tests.helpers.gptq_files import Packing, write_gptq
+from tests.helpers.pairwise import pairwise
+from tests.helpers.smallest import two_slot_budget
+from tests.helpers.tiny_models import (
+    FAMILIES,
+    drawn_tokens,
+    greedy_tokens,
+    load_plain,
+    write_model,
+    write_perturbed,
+)
+
+Folder = Callable[[str], Path]
+
+NEW_TOKENS = 200
+DRAFT_LENGTHS = (0, 1, 3, 8)
+BUDGETS = ("two slots", "half", "all")
+DRAFTS = ("own", "poor", "gptq")
+STORES = ("plain", "packed")
+# Out of a plain store, experts are encoded as they are read.
+CODECS = ("raw", "lossless", "residual")
+READERS = (1, 2, 4, 8)
+# Two runs of different length, so that prompts end inside and at the end of a chunk.
+PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    draft_length: int
+    budget: str
+    draft: str
+    store: str = "plain"
+    readers: int = 2
+    cache_policy: str = "lru"
+    prefetch: str = "none"
+    codec: str = "raw"
+
+
+@pytest.fixture(autouse=True)
+def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts arrive in an order that is not the one they were asked for in."""
+
+    def fetch(store: ExpertStore) -> Fetch:
+        return Reordering(fetch_from(store), seed=3)
+
+    monkeypatch.setattr("speq.runtime.fetch_from", fetch)
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where small models lie, and their drafts and packs once a cell asks for them.
+
+    Compact codecs are of bfloat16; all others run in float32, as the models are stored.
+    """
+
+    root: Path
+    float32: Folder
+    bfloat16: Folder
+
+    def published(self, family: str, cell: Cell) -> Path:
+        return (self.float32 if cell.codec == "raw" else self.bfloat16)(family)
+
+    def draft(self, family: str, cell: Cell) -> str:
+        """The draft option; where a pack has its draft in it, what it is packed with."""
+        if cell.draft == "own":
+            return "auto"
+        model = self.published(family, cell)
+        path = self.root / f"{family}-{model.parent.name}-{cell.draft}"
+        if not path.exists() and cell.draft == "poor":
+            write_perturbed(path, model, noise=0.5)
+        elif not path.exists():
+            write_gptq(path, model, Packing(2, desc_act=True, group_size=16))
+        return str(path)
+
+    def of(self, family: str, cell: Cell) -> tuple[Path, str]:
+        """The model a cell runs, and its draft option."""
+        model, draft = self.published(family, cell), self.draft(family, cell)
+        if cell.store == "plain":
+            return model, draft
+        tied = cell.codec == "residual"
+        path = self.root / f"{family}-packed-{cell.codec}{f'-{cell.draft}' if tied else ''}"
+        if not path.exists():
+            opened = open_model(model)
+            assert isinstance(opened.store, SafetensorsExpertStore)
+            packing = packing_of(opened, cell.codec, draft if tied else "auto")
+            pack(opened.checkpoint, opened.store, path, packing)
+            if packing.draft is not None:
+                packing.draft.close()
+            opened.close()
+        return path, "auto" if tied else draft
+
+
+@pytest.fixture(scope="session")
+def folders(
+    tiny: Folder, tiny_bfloat16: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Folders:
+    return Folders(tmp_path_factory.mktemp("forms"), tiny, tiny_bfloat16)
+
+
+def outcomes(steps: list[StepStats]) -> set[str]:
+    """Which of fully accepted, partly accepted and wholly rejected drafts occurred."""
+    seen = set()
+    for step in steps:
+        if step.draft_length:
+            full = step.accepted == step.draft_length
+            seen.add("full" if full else "partial" if step.accepted else "rejected")
+    return seen
+
+
+def run_cell(
+    cell: Cell,
+    model: Path,
+    draft: str,
+    dtype: str,
+    prompt: list[int],
+    expected: list[int],
+    **sampling: Any,
+) -> set[str]:
+    """Generate in one cell and compare; the outcomes of its drafts."""
+    context = len(prompt) + len(expected)
+    smallest, demand = two_slot_budget(
+        model, context, dtype, cell.draft_length, cell.readers, draft, cell.codec
+    )
+    experts = demand.num_experts
+    more = (experts // 2 - 2) * demand.slot_bytes
+    budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        dtype=dtype,
+        context_length=context,
+        draft=draft,
+        draft_length=cell.draft_length,
+        reader_threads=cell.readers,
+        cache_policy=cell.cache_policy,
+        prefetch=cell.prefetch,
+        codec=cell.codec,
+    )
+    slots = generator.runtime.plan.slots
+    assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
+    result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True, **sampling)
+    assert result.token_ids == expected, cell
+    steps = generator.last_run.decode
+    if cell.draft_length:
+        assert max(step.draft_length for step in steps) == cell.draft_length
+        assert generator.runtime.plan.has_draft
+    else:
+        assert result.stats["draft_length_mean"] == 0
+    generator.close()
+    return outcomes(steps)
+
+
+def check_family(family: str, cells: list[Cell], folders: Folders, dtype: str) -> None:
+    expected: dict[tuple[Path, int], list[int]] = {}
+    seen: set[str] = set()
+    for at, cell in enumerate(cells):
+        which = at % len(PROMPTS)
+        key = folders.published(family, cell), which
+        if key not in expected:
+            plain = load_plain(key[0], DTYPES[dtype])
+            expected[key] = greedy_tokens(plain, PROMPTS[which], NEW_TOKENS)
+        model, draft = folders.of(family, cell)
+        seen |= run_cell(cell, model, draft, dtype, PROMPTS[which], expected[key])
+    assert seen == {"full", "partial", "rejected"}
+
+
+@cache
+def pairwise_cells() -> list[Cell]:
+    factors = (
+        DRAFT_LENGTHS,
+        BUDGETS,
+        DRAFTS,
+        STORES,
+        READERS,
+        CACHE_POLICIES,
+        PREFETCH_MODES,
+        CODECS,
+    )
+    return [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
+    """Every cell with three of the families: what options do does not depend on the family."""
+    half = list(FAMILIES).index(family) % 2
+    check_family(family, pairwise_cells()[half::2], folders, "float32")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_in_every_cell(family: str, folders: Folders) -> None:
+    check_family(family, pairwise_cells(), folders, "float32")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
+    cells = [
+        Cell(1, "half", "own", "packed", 4),
+        Cell(3, "two slots", "poor"),
+        Cell(8, "all", "own"),
+        Cell(0, "two slots", "own", "packed", 1),
+        Cell(3, "half", "gptq"),
+        Cell(3, "half", "own", "packed", codec="lossless"),
+        Cell(3, "half", "gptq", "packed", codec="residual"),
+    ]
+    check_family(family, cells, folders, "float64")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v2"])
+def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
+    """A seed gives the text that the exact model alone draws with it, whatever drafts."""
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    plain = load_plain(folders.float32(family))
+    sampling = SamplingParams(**options)
+    expected = drawn_tokens(plain, PROMPTS[0], 100, sampling)
+    assert expected != greedy_tokens(plain, PROMPTS[0], 100)
+    seen: set[str] = set()
+    for cell in (
+        Cell(0, "half", "own"),
+        Cell(1, "two slots", "own", "packed"),
+        Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
+        Cell(8, "all", "gptq", readers=4),
+    ):
+        model, draft = folders.of(family, cell)
+        seen |= run_cell(cell, model, draft, "float32", PROMPTS[0], expected, **options)
+    assert seen == {"full", "partial", "rejected"}
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("readers", range(1, 9))
+def test_any_number_of_readers_gives_the_exact_tokens(
+    readers: int, store: str, folders: Folders
+) -> None:
+    expected = greedy_tokens(load_plain(folders.float32("qwen3_moe")), PROMPTS[1], 60)
+    for draft_length in (0, 3):
+        cell = Cell(draft_length, "half", "own", store, readers)
+        run_cell(cell, *folders.of("qwen3_moe", cell), "float32", PROMPTS[1], expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_full_product(family: str, dtype: str, folders: Folders) -> None:
+    cells = []
+    for at, values in enumerate(product(DRAFT_LENGTHS, BUDGETS, DRAFTS, STORES)):
+        cells += [Cell(*values, readers=1 + at * 5 % 8, codec=codec) for codec in CODECS]
+    check_family(family, cells, folders, dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None:
+    cells = [
+        Cell(draft_length, budget, DRAFTS[at % 3], STORES[at // 2 % 2], 2, policy, mode)
+        for at, (policy, mode, budget, draft_length) in enumerate(
+            product(CACHE_POLICIES, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
+        )
+    ]
+    check_family(family, cells, folders, "float32")
+
+
+VARIANTS = {
+    "qwen2_moe with windows in some layers": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_moe with a window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}),
+    "mixtral without a window": ("mixtral", {"sliding_window": None}),
+    "phimoe with a window": ("phimoe", {"sliding_window": 20}),
+    "deepseek_v2 with groups": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 20,
+        },
+    ),
+    "olmoe with clipped and tied weights": (
+        "olmoe",
+        {"clip_qkv": 1.5, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe in gelu": ("qwen2_moe", {"hidden_act": "gelu"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_within_a_family(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    model = write_model(tmp_path / family, family, max_shard_size="200KB", **overrides)
+    assert len(list(model.glob("*.safetensors"))) > 1
+    expected = greedy_tokens(load_plain(model), PROMPTS[1], NEW_TOKENS)
+    run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[1], expected)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_checkpoints_computed_in_float32(stored: torch.dtype, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "olmoe", dtype=stored)
+    expected = greedy_tokens(load_plain(model), PROMPTS[0], NEW_TOKENS)
+    run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[0], expected)
+
+
+def test_bundled_model_on_twenty_prompts(bundled: Path) -> None:
+    compare_bundled(bundled, [(4, "40MiB")])
+
+
+@pytest.mark.full
+def test_bundled_model_on_twenty_prompts_full(bundled: Path) -> None:
+    budgets = ("38MiB", "44MiB", "80MiB")
+    compare_bundled(bundled, list(product(DRAFT_LENGTHS, budgets)))
+
+
+def compare_bundled(model: Path, settings: list[tuple[int, str]]) -> None:
+    """20 prompts of seven kinds x 128 tokens, in float32."""
+    prompts = read_prompts(None, 20)
+    assert len(prompts) == 20
+    plain = load_plain(model)
+    generator = Generator.from_pretrained(model, "64MiB", draft="none", draft_length=0)
+    encoded = [generator.encode(prompt) for prompt in prompts]
+    generator.close()
+    expected = [greedy_tokens(plain, ids, 128) for ids in encoded]
+    mismatches = []
+    for draft_length, budget in settings:
+        generator = Generator.from_pretrained(
+            model, budget, dtype="float32", draft_length=draft_length
+        )
+        drafted = 0
+        for at, (ids, tokens) in enumerate(zip(encoded, expected, strict=True)):
+            result = generator.generate(ids, max_new_tokens=128, ignore_eos=True)
+            drafted += sum(step.draft_length for step in generator.last_run.decode)
+            if result.token_ids != tokens:
+                mismatches.append((draft_length, budget, at))
+        assert (drafted > 0) == (draft_length > 0)
+        generator.close()
+    assert mismatches == []
+
+
+def test_sixteen_bit_output_does_not_depend_on_what_lies_in_slots(bundled: Path) -> None:
+    """In 16 bits the shape of a pass matters (here prompts of one chunk), and nothing else."""
+    texts = set()
+    for budget, codec in (("20MiB", "raw"), ("26MiB", "lossless"), ("64MiB", "raw")):
+        generator = Generator.from_pretrained(
+            bundled, budget, draft_length=4, context_length=160, codec=codec
+        )
+        chunk = generator.runtime.plan.chunk
+        assert chunk >= 16
+        result = generator.generate([5, 6, 7, 8], max_new_tokens=100, ignore_eos=True)
+        assert result.stats["draft_length_mean"] > 3
+        texts.add(json.dumps(result.token_ids))
+        generator.close()
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) -> None:
+    expected = greedy_tokens(load_plain(tiny(family)), PROMPTS[0], 60)
+    recalled = {}
+    for kernel in ("fused", "unfused"):
+        generator = Generator.from_pretrained(
+            tiny(family), "64MiB", draft_length=3, draft_kernel=kernel, dtype="float32"
+        )
+        result = generator.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+        generator.close()
+        assert result.token_ids == expected
+        recalled[kernel] = result.stats["route_recall"]
+    # One arithmetic, two ways to call it: the drafts differ by no more than a near-tie.
+    assert recalled["fused"] == pytest.approx(recalled["unfused"], abs=0.02)

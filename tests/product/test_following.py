@@ -1,0 +1,445 @@
+"""Runs follow the planner: by made-up profiles, in the real runtime."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from speq import Generator, SpeqError
+from speq.cli import app
+from speq.config import RunConfig
+from speq.experts.codec import ExpertShape, codec_of
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.int4 import Int4Layout
+from speq.experts.pack import Packing, pack
+from speq.governor.adaptive import AdaptiveDraftLength, make_governor
+from speq.governor.profile import Profile
+from speq.governor.slo import Objectives
+from speq.measure import tune
+from speq.models.opened import open_model
+from speq.planning import memory, profiles
+from speq.planning.budget_plan import Assumptions
+from speq.planning.follow_profile import Course, course_of
+from speq.planning.subject import Budget, Subject
+from speq.text import load_tokenizer, tokens_of
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+
+BUDGET_BYTES = 5 << 19
+LAYERS, EXPERTS, TOP_K = 2, 64, 4
+PROMPT = "the sea"
+TOKENS = 12
+# Of each codec, bytes of words a second: as fast as each other, computed with and encoded.
+EVEN = {"raw": 1e9, "lossless": 1e9, "residual": 1e9}
+ENCODES = {"lossless": 1e12, "residual": 1e12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of experts enough that a budget holds a draft, and some slots beside it."""
+    path = tmp_path_factory.mktemp("following") / "model"
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    return write_model(path, "qwen2_moe", torch.bfloat16, **sizes)
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> list[int]:
+    """What transformers gives."""
+    return greedy_tokens(load_plain(model), tokens_of(load_tokenizer(model), PROMPT), TOKENS)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def profile(model: Path, **changes: Any) -> Profile:
+    """Drafting wins: a draft takes next to nothing, and a pass over many rows what one takes."""
+    opened = open_model(model)
+    try:
+        key = profiles.key_of(opened, "cpu", BUDGET_BYTES)
+    finally:
+        opened.close()
+    made = Profile(
+        key=key,
+        link=((20480.0, 1e9),),
+        transfer_overhead_s=0.0,
+        first_fetch_s=0.0,
+        expert_bytes=18432,
+        draft_base_s=0.0,
+        draft_token_s=1e-4,
+        verify=((1.0, 0.1), (5.0, 0.11), (13.0, 0.12)),
+        distinct=((1.0, 8.0), (5.0, 30.0), (13.0, 60.0)),
+        routes=((1.0, 4.0), (2.0, 7.0), (5.0, 13.0), (17.0, 30.0)),
+        decode_bytes_per_s=EVEN,
+        encode_bytes_per_s=ENCODES,
+        acceptance=0.9,
+    )
+    return replace(made, **changes)
+
+
+LOSES: dict[str, Any] = {"draft_token_s": 0.2, "acceptance": 0.5}
+# Every miss is waited for, and words move in any codec: what counts is how many slots there are.
+SLOW_LINK: dict[str, Any] = {"link": ((20480.0, 1e5),)}
+SLOW_ENCODING: dict[str, Any] = {"encode_bytes_per_s": {"lossless": 1e4, "residual": 1e4}}
+
+
+@contextmanager
+def running(model: Path, **options: Any) -> Iterator[Generator]:
+    given = {"device": "cpu", "dtype": "float32", "draft_length": "auto"} | options
+    generator = Generator.from_pretrained(model, BUDGET_BYTES, **given)
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+def written(tmp_path: Path, made: Profile) -> Path:
+    profiles.write(made, tmp_path / "profile.json")
+    return tmp_path / "profile.json"
+
+
+def planned(model: Path, made: Profile, **options: Any) -> Course:
+    """The course of a run with these options, without loading the model."""
+    opened = open_model(model)
+    try:
+        subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48))
+    finally:
+        opened.close()
+    config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
+    return course_of(config, made, subject, Budget(BUDGET_BYTES, 64, on_cpu=True))
+
+
+# In the runtime.
+
+
+def test_a_draft_that_loses_is_not_loaded(
+    model: Path, exact: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    slots = {}
+    for name, changes in (("wins", {}), ("loses", LOSES)):
+        file = written(tmp_path, profile(model, **changes))
+        with running(model, codec="raw", profile=file) as generator:
+            made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+            runtime, run = generator.runtime, generator.last_run
+            assert made.token_ids == exact
+            assert (runtime.draft_bank is not None) == (name == "wins")
+            assert run is not None
+            slots[name] = runtime.plan.slots
+            reason = made.stats["planned"]
+            assert reason.startswith("raw with" + ("" if name == "wins" else "out"))
+            drafted = sum(step.draft_length for step in run.decode)
+            assert (drafted > 0) == (name == "wins")
+            if name == "loses":
+                assert {step.reason for step in run.decode} == {"a draft is expected to lose"}
+                assert f"no draft, though one would fit: {reason}" in caplog.text
+    # The draft's bytes are slots.
+    layout = Int4Layout(64, 48)
+    gained = LAYERS * EXPERTS * layout.nbytes // 20480
+    assert slots["loses"] >= slots["wins"] + gained
+
+
+def test_the_first_decision_is_made_by_the_profile(model: Path, tmp_path: Path) -> None:
+    with running(model, profile=written(tmp_path, profile(model))) as generator:
+        generator.generate(PROMPT, max_new_tokens=2 * TOKENS, ignore_eos=True)
+        run = generator.last_run
+        assert run is not None
+        first = run.decode[0]
+        assert first.ground == "best" and first.draft_length > 0
+        assert first.forecast is not None
+    with running(model, profile="none") as generator:
+        generator.generate(PROMPT, max_new_tokens=2 * TOKENS, ignore_eos=True)
+        run = generator.last_run
+        assert run is not None and run.planned is None
+        assert run.decode[0].reason == "plain decoding is measured first"
+
+
+@pytest.mark.parametrize(("changes", "codec"), [(SLOW_LINK, "lossless"), (SLOW_ENCODING, "raw")])
+def test_the_codec_of_published_experts_is_planned(
+    model: Path, exact: list[int], tmp_path: Path, changes: dict[str, Any], codec: str
+) -> None:
+    file = written(tmp_path, profile(model, **LOSES, **changes))
+    with running(model, profile=file) as generator:
+        made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+        assert made.token_ids == exact
+        assert made.stats["codec"] == generator.runtime.opened.store.codec.name == codec
+
+
+def test_residuals_are_planned_beside_a_draft(
+    model: Path, exact: list[int], tmp_path: Path
+) -> None:
+    """Where slots are what counts, and drafts stand."""
+    file = written(tmp_path, profile(model, acceptance=1.0, **SLOW_LINK))
+    with running(model, profile=file, draft_length=2) as generator:
+        assert generator.runtime.opened.store.codec.name == "residual"
+        made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+        assert made.token_ids == exact
+
+
+def test_a_kept_profile_is_found_and_none_is_none(model: Path, home: Path) -> None:
+    made = profile(model, **LOSES)
+    path = profiles.kept_path(made.key)
+    assert path is not None and path.is_relative_to(home)
+    profiles.write(made, path)
+    with running(model, codec="raw") as generator:
+        assert generator.runtime.draft_bank is None
+    with running(model, codec="raw", profile="none") as generator:
+        assert generator.runtime.draft_bank is not None
+    path.write_text("{")
+    with pytest.raises(SpeqError, match=r"no profile of format .* with `speq tune`$"):
+        Generator.from_pretrained(model, BUDGET_BYTES, device="cpu")
+
+
+def test_what_a_way_takes_is_what_its_run_takes(model: Path) -> None:
+    """Item by item, but for slots of a size that is estimated."""
+    opened = open_model(model)
+    subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48))
+    opened.close()
+    budget = Budget(BUDGET_BYTES, 64, on_cpu=True)
+    for codec, draft in (("lossless", "none"), ("residual", "auto")):
+        with running(model, codec=codec, draft=draft, profile="none") as generator:
+            real = generator.runtime.plan.items
+        way = next(
+            way
+            for way in subject.ways(ENCODES)
+            if way.encoded and (way.codec, way.drafts) == (codec, draft == "auto")
+        )
+        items = memory.plan(subject.demand(way, budget), BUDGET_BYTES, 64).items
+        assert items | {"slots": 0} == real | {"slots": 0}
+        assert items["slots"] == pytest.approx(real["slots"], rel=0.05)
+
+
+# What is left open.
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "codec", "draft", "drafts"),
+    [
+        ({}, {"codec": "raw"}, "raw", "auto", True),
+        (LOSES, {"codec": "raw"}, "raw", "none", False),
+        # A length above 0 and a draft by name ask for one; 0 and none for none.
+        (LOSES, {"codec": "raw", "draft_length": 3}, "raw", "auto", None),
+        (LOSES, {"codec": "raw", "draft": "somewhere"}, "raw", "somewhere", None),
+        ({}, {"codec": "raw", "draft_length": 0}, "raw", "auto", None),
+        ({}, {"codec": "raw", "draft": "none"}, "raw", "none", None),
+        (SLOW_LINK, {"draft": "none"}, "lossless", "none", False),
+        (SLOW_LINK, {"draft_length": 0}, "lossless", "auto", False),
+        (SLOW_LINK | {"acceptance": 1.0}, {"draft": "somewhere"}, "residual", "somewhere", True),
+        # Residuals are nothing without a draft.
+        (LOSES, {"codec": "residual"}, "residual", "auto", None),
+        # What was not measured is not weighed.
+        (SLOW_LINK | {"draft_token_s": 0.0}, {}, "auto", "auto", None),
+        (SLOW_LINK | {"draft_token_s": 0.0}, {"draft": "none"}, "lossless", "none", False),
+        (SLOW_LINK | {"encode_bytes_per_s": {}} | LOSES, {}, "raw", "none", False),
+        (SLOW_LINK | {"decode_bytes_per_s": {"raw": 1e9}} | LOSES, {}, "raw", "none", False),
+    ],
+)
+def test_options_are_respected(
+    model: Path,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    codec: str,
+    draft: str,
+    drafts: bool | None,
+) -> None:
+    """drafts: what the planner chose; None: there was nothing to choose."""
+    course = planned(model, profile(model, **changes), **options)
+    assert (course.config.codec, course.config.draft) == (codec, draft)
+    if drafts is None:
+        assert (course.reason, course.gives_up_draft) == (None, False)
+    else:
+        assert course.reason is not None
+        assert course.reason.startswith(codec)
+        assert (f"{'with' if drafts else 'without'} a draft, k=") in course.reason.partition(":")[0]
+
+
+def test_a_fixed_length_is_what_a_draft_is_weighed_at(model: Path) -> None:
+    course = planned(model, profile(model), draft_length=5)
+    assert course.reason is not None and "with a draft, k=5: " in course.reason
+
+
+def test_a_draft_that_fetches_ahead_is_expected_to_be_faster(model: Path) -> None:
+    made = profile(model, link=((20480.0, 1e7),))
+    token_ms = []
+    for prefetch in ("three-phase", "none"):
+        course = planned(model, made, codec="raw", prefetch=prefetch)
+        assert course.reason is not None
+        found = re.search(r"raw with a draft(?:, k=\d+:)? ([\d.]+)", course.reason)
+        assert found is not None
+        token_ms.append(float(found[1]))
+    assert token_ms[0] < 0.95 * token_ms[1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "longest"),
+    [
+        ({}, 12),
+        ({"latency_slo_ms": 750}, 3),  # 0.1 s and some more, and 0.2 s for each drafted token
+        ({"latency_slo_ms": 250}, 0),
+        ({"latency_slo_ms": 50}, 12),  # none does, which is left to the run
+        ({"tpot_slo_ms": 195}, 2),  # 0.3 / 1.9, 0.5 / 2.71, 0.7 / 3.44 s and some more
+        ({"tpot_slo_ms": 195, "latency_slo_ms": 350}, 1),
+    ],
+)
+def test_no_draft_is_longer_than_objectives_allow_by_the_profile(
+    model: Path, limits: dict[str, int], longest: int
+) -> None:
+    made = profile(model, draft_token_s=0.2, link=((20480.0, 1e12),))
+    assert planned(model, made, codec="raw", draft="folder", **limits).longest == longest
+
+
+def test_the_governor_keeps_to_the_bound(model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, profile(model, draft_token_s=0.02))
+    with running(model, codec="raw", profile=file, latency_slo_ms=170) as generator:
+        governor = generator.runtime.engine.governor
+        assert isinstance(governor, AdaptiveDraftLength)
+        assert governor.longest == 3
+
+
+def test_a_length_that_is_fixed_is_not_bounded(model: Path) -> None:
+    assert planned(model, profile(model, draft_token_s=0.2), draft_length=8).longest == 12
+
+
+def test_without_a_profile_all_stays_open(model: Path) -> None:
+    with running(model) as generator:
+        given = RunConfig.of(BUDGET_BYTES, "auto", device="cpu", dtype="float32")
+        assert generator.runtime.course == Course(given)
+        assert generator.runtime.plan.has_draft
+
+
+def test_a_packed_model_keeps_its_codec(model: Path, tmp_path: Path) -> None:
+    opened = open_model(model)
+    assert isinstance(opened.store, SafetensorsExpertStore)
+    codec = codec_of("lossless", opened.store.codec.shape)
+    pack(opened.checkpoint, opened.store, tmp_path / "packed", Packing(codec))
+    opened.close()
+    for changes, draft in (({}, "auto"), (LOSES, "none")):
+        course = planned(tmp_path / "packed", profile(tmp_path / "packed", **changes))
+        assert (course.config.codec, course.config.draft) == ("lossless", draft)
+        assert course.reason is not None and "encoded" not in course.reason
+    assert planned(tmp_path / "packed", profile(model), draft="none").reason is None
+
+
+def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> None:
+    made = profile(model, encode_bytes_per_s={"lossless": 1e6})
+    opened = open_model(model)
+    try:
+        subject = Subject.of_draft("model", opened, "float32", None)
+    finally:
+        opened.close()
+    assumptions = Assumptions.of_profile(made, subject.shape)
+    ways = {
+        (way.codec, way.encoded): way for way in subject.ways(assumptions.encoded_by(on_cpu=True))
+    }
+    assert set(ways) == {("raw", False), ("lossless", False), ("lossless", True)}
+    budget = Budget(BUDGET_BYTES, 64, on_cpu=True)
+    encoded = assumptions.holding(subject, budget, ways["lossless", True], 30)
+    words_bytes = 3 * 64 * 48 * 2
+    assert (encoded.moved_bytes, encoded.encode_s) == (words_bytes, words_bytes / 1e6)
+    packed = assumptions.holding(subject, budget, ways["lossless", False], 30)
+    assert (packed.moved_bytes, packed.encode_s) == (packed.read_bytes, 0)
+    assert encoded.read_bytes == packed.read_bytes < words_bytes
+    # In host memory they lie encoded, whatever the disk has.
+    on_gpu = replace(budget, on_cpu=False)
+    assert assumptions.holding(subject, on_gpu, ways["lossless", True], 30) == packed
+    outlook = assumptions.outlook(LAYERS, subject.pass_bytes, [encoded])
+    cycle = outlook.cycle(encoded, 0)
+    missed = cycle.moved_bytes / words_bytes
+    assert missed > 0
+    assert cycle.new_s == pytest.approx(missed * words_bytes * (1 / 1e9 + 1 / 1e6))
+    assert encoded.name == "lossless encoded as read, without a draft"
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "others"}, "is of another model than .*, by the digest of its weights; run"),
+        ({"device": "cuda: some"}, "was measured on cuda: some and this is cpu: .*; run"),
+    ],
+)
+def test_profiles_of_others_are_refused(
+    model: Path, tmp_path: Path, changes: dict[str, str], sentence: str
+) -> None:
+    made = profile(model)
+    file = written(tmp_path, replace(made, key=replace(made.key, **changes)))
+    with pytest.raises(SpeqError, match=sentence):
+        Generator.from_pretrained(model, BUDGET_BYTES, device="cpu", profile=file)
+
+
+def test_a_file_of_another_budget_or_version_is_said_to_be(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    made = profile(model)
+    key = replace(made.key, budget_bytes=1 << 30, version="0.0")
+    file = written(tmp_path, replace(made, key=key))
+    opened = open_model(model)
+    try:
+        assert profiles.wanted(str(file), opened, "cpu", BUDGET_BYTES) == replace(made, key=key)
+    finally:
+        opened.close()
+    assert "within 1 GiB; its speeds are taken for 2.5 MiB too" in caplog.text
+    assert "measured by version 0.0 of speq" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [("", "profile is empty; give auto, none, or a file"), ("/no/such", "cannot be read")],
+)
+def test_no_file(model: Path, option: str, sentence: str) -> None:
+    with pytest.raises(SpeqError, match=sentence):
+        Generator.from_pretrained(model, BUDGET_BYTES, device="cpu", profile=option)
+
+
+def test_the_command_says_why(model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, profile(model, **LOSES))
+    run = ("generate", "--model", model, "--memory-budget", BUDGET_BYTES, "--prompt", PROMPT)
+    options = ("--device", "cpu", "--codec", "raw", "--draft-length", "auto", "--profile", file)
+    arguments = [*map(str, (*run, *options, "--max-new-tokens", 2, "--explain"))]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "planned by a profile: raw without a draft, k=0" in " ".join(result.stderr.split())
+    # `speq plan` weighs what a run of these files would, beside what packed ones would give.
+    plan = ("plan", model, "--memory-budget", BUDGET_BYTES, "--profile", file, "--json")
+    found = CliRunner().invoke(
+        app, [*map(str, (*plan, "--context-length", 64))], catch_exceptions=False
+    )
+    ways = [(e["codec"], e["encoded"], e["draft"]) for e in json.loads(found.stdout)["candidates"]]
+    assert len(ways) == len(set(ways)) == 8
+    assert {codec for codec, encoded, _ in ways if encoded} == {"lossless", "residual"}
+
+
+# The governor.
+
+
+def test_a_governor_begins_with_what_is_known(model: Path) -> None:
+    made = profile(model)
+    governor = make_governor(None, Objectives(), made)
+    assert isinstance(governor, AdaptiveDraftLength)
+    assert governor.acceptance.overall == pytest.approx(0.9)
+    assert governor.decide().ground == "best"
+    # Experts that were not counted, and drafts that were not timed, are measured first.
+    uncounted = make_governor(None, Objectives(), replace(made, distinct=()))
+    assert uncounted.decide().reason == "plain decoding is measured first"
+    untimed = make_governor(None, Objectives(), replace(made, draft_token_s=0.0, acceptance=None))
+    assert untimed.decide().reason == "drafting is measured first"
+
+
+def test_encoding_is_timed_by_all_threads_together() -> None:
+    """By a clock that says that two seconds went by."""
+    shape = ExpertShape(64, 48, torch.bfloat16)
+    for codec in ("lossless", "residual"):
+        times = iter((3.0, 5.0))
+        speed = tune.encode_speed(codec_of(codec, shape), 3, times.__next__)
+        assert speed == 3 * tune.ENCODED * shape.nbytes / 2

@@ -1,0 +1,685 @@
+"""The Generator: kinds of prompts, streams, ends, interruptions, threads and contexts.
+
+Tokens are compared with those of plain transformers.
+"""
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from speq import Generator, SpeqError, Token
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.kernels import ops
+from speq.layers.draft_experts import DraftExperts
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+from speq.scheduler.expert_cache import ExpertCache
+from tests.helpers.tiny_models import greedy_tokens, load_plain
+
+Folder = Callable[[str], Path]
+
+# Threads that should have ended long before are taken for hung.
+PATIENCE_S = 60
+PROMPT = "Once upon a time there was a little dog named"
+# With a draft and a few slots only, so that experts are fetched all along.
+SCARCE = 1040 << 10
+ROOMY = 2 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A generator and the plain model it must agree with."""
+
+    generator: Generator
+    plain: Any
+
+    def wanted(self, prompt_ids: list[int], count: int) -> list[int]:
+        return greedy_tokens(self.plain, prompt_ids, count)
+
+    def check_ready(self, prompt_ids: list[int] | None = None, count: int = 10) -> None:
+        """The next call gives the right tokens and no slot was lost."""
+        ids = prompt_ids or [*b"ready?"]
+        result = self.generator.generate(ids, max_new_tokens=count, ignore_eos=True)
+        assert result.token_ids == self.wanted(ids, count)
+        supply = self.generator.runtime.engine.offload.supply
+        cache = supply.cache
+        assert cache.free_slots + len(cache) + supply.under_way == cache.num_slots
+
+
+@pytest.fixture(scope="module")
+def trained(bundled: Path) -> Iterator[Subject]:
+    """The bundled model, whose drafts are mostly accepted, beside its oracle."""
+    generator = Generator.from_pretrained(bundled, "48MiB", dtype="float32", draft_length=4)
+    yield Subject(generator, load_plain(bundled))
+    generator.close()
+
+
+@pytest.fixture(scope="module")
+def plain_small(tiny: Folder) -> Any:
+    return load_plain(tiny("qwen2_moe"))
+
+
+@pytest.fixture(scope="module")
+def small(tiny: Folder, plain_small: Any) -> Iterator[Subject]:
+    """A random model, whose drafts are accepted in part, short of slots."""
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), SCARCE, draft_length=4)
+    plan = generator.runtime.plan
+    assert plan.has_draft
+    assert 2 <= plan.slots < 8
+    yield Subject(generator, plain_small)
+    generator.close()
+
+
+def run_threads(*targets: Callable[[], None]) -> None:
+    """Run all to their end, and fail rather than hang where one has none."""
+    errors: list[BaseException] = []
+
+    def guarded(target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(each,), daemon=True) for each in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+# Prompts.
+
+
+def test_a_string_and_its_token_ids_give_the_same(trained: Subject, bundled: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    ids = tokenizer(PROMPT)["input_ids"]
+    wanted = trained.wanted(ids, 16)
+    for prompt in (PROMPT, ids, tuple(ids)):
+        result = trained.generator.generate(prompt, max_new_tokens=16, ignore_eos=True)
+        assert result.token_ids == wanted
+        assert result.text == tokenizer.decode(wanted, skip_special_tokens=True)
+        assert result.finish_reason == "length"
+        assert result.stats["new_tokens"] == 16
+
+
+def test_chat_messages_go_through_the_template(trained: Subject, bundled: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Name a tree."},
+        {"role": "assistant", "content": "Oak."},
+        {"role": "user", "content": "And a bird?"},
+    ]
+    text = (
+        "### Instruction: Name a tree.\n### Response: Oak.\n\n"
+        "### Instruction: And a bird?\n### Response:"
+    )
+    ids = AutoTokenizer.from_pretrained(bundled)(text)["input_ids"]
+    result = trained.generator.generate(messages, max_new_tokens=8, ignore_eos=True)
+    assert result.token_ids == trained.wanted(ids, 8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty; give at least one token"),
+        ([], "the prompt is empty"),
+        ([1, 264], "the prompt holds 264; token ids are whole numbers from 0 to 263"),
+        ([-1], "the prompt holds -1"),
+        ([1, 2.0], r"the prompt holds 2\.0"),
+        ([True], "the prompt holds True"),
+        (["hello"], "the prompt holds 'hello'"),
+        ([None], "the prompt holds None"),
+        ([{"role": "user", "content": "hello"}, 3], "the prompt holds {'role'"),
+        ([{"role": "user", "content": "hello"}], "the model has no chat template"),
+        (b"hello", "prompt is a bytes; give a string, token ids or chat messages"),
+        ({"role": "user"}, "prompt is a dict"),
+        (7, "prompt is a int"),
+        (None, "prompt is a NoneType"),
+        (torch.tensor([1, 2]), "prompt is a Tensor"),
+        ("a\udcffb", r"the prompt holds '\\udcff' at character 1, which is no Unicode text"),
+    ],
+    ids=repr,
+)
+def test_bad_prompts_are_refused(small: Subject, prompt: Any, message: str) -> None:
+    with pytest.raises(SpeqError, match=message) as refused:
+        small.generator.generate(prompt, max_new_tokens=4)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "robot", "content": "hello"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"content": "hello"}],
+        [{"role": "user", "content": "hello"}, {"role": "system", "content": "late"}],
+        [{}],
+    ],
+    ids=repr,
+)
+def test_messages_the_template_refuses(trained: Subject, messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(SpeqError, match="chat template refuses these messages") as refused:
+        trained.generator.generate(messages, max_new_tokens=4)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 3}, "unknown option max_tokens; the options are .*max_new_tokens"),
+        ({"eos_ids": [3]}, "unknown option eos_ids"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"max_new_tokens": -3}, "max_new_tokens is -3; it must be at least 1"),
+        ({"max_new_tokens": 3.5}, r"max_new_tokens is 3\.5; it must be a whole number"),
+        ({"stop": 5}, "stop is .*5.*non-empty strings"),
+        ({"stop": ""}, "stop is .*non-empty strings"),
+        ({"stop": ["a", ""]}, "stop is .*non-empty strings"),
+        ({"generation_config": {"num_beams": 4}}, "generation_config is a dict"),
+        ({"generation_config": GenerationConfig(num_beams=4)}, "sets num_beams, which speq does"),
+        (
+            {"generation_config": GenerationConfig(eos_token_id="x")},
+            "eos_token_id is 'x'; it must be a token id or a list of them",
+        ),
+        ({"generation_config": GenerationConfig(stop_strings=5)}, "stop is .*non-empty strings"),
+        ({"generation_config": GenerationConfig(max_length="x")}, "max_length is 'x'"),
+        ({"generation_config": GenerationConfig(max_length=2)}, "it must be at least 1"),
+    ],
+    ids=repr,
+)
+def test_bad_options_are_refused(small: Subject, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpeqError, match=message):
+        small.generator.generate([1, 2, 3], **options)
+    with pytest.raises(SpeqError, match=message):
+        next(small.generator.stream([1, 2, 3], **options))
+
+
+# Streams and ends.
+
+
+def test_a_stream_adds_up_to_what_generate_gives(trained: Subject) -> None:
+    whole = trained.generator.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    finished: list[tuple[str, dict[str, Any]]] = []
+    tokens = list(
+        trained.generator.stream(
+            PROMPT,
+            max_new_tokens=24,
+            ignore_eos=True,
+            on_finish=lambda reason, stats: finished.append((reason, stats)),
+        )
+    )
+    assert all(isinstance(token, Token) for token in tokens)
+    assert [token.id for token in tokens] == whole.token_ids
+    assert "".join(token.text for token in tokens) == whole.text
+    ((reason, stats),) = finished
+    assert reason == "length"
+    assert stats["new_tokens"] == 24
+
+
+def test_seeds_reproduce(small: Subject) -> None:
+    def sample(seed: int | None) -> tuple[int, ...]:
+        options = {"max_new_tokens": 12, "temperature": 2.0, "ignore_eos": True}
+        return tuple(small.generator.generate([5, 6, 7], seed=seed, **options).token_ids)
+
+    first = {seed: sample(seed) for seed in range(3)}
+    assert len(set(first.values())) == 3
+    small.check_ready()
+    assert {seed: sample(seed) for seed in reversed(range(3))} == first
+    assert sample(None) != sample(None)
+
+
+def test_a_stop_string_ends_within_an_accepted_run(trained: Subject, bundled: Path) -> None:
+    generator = trained.generator
+    ids = generator.encode(PROMPT)
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    wanted = trained.wanted(ids, 24)
+    text = tokenizer.decode(wanted)
+    ends = [len(tokenizer.decode(wanted[: n + 1])) for n in range(24)]
+    generator.generate(ids, max_new_tokens=24, ignore_eos=True)
+    runs = [1, *(step.emitted for step in generator.last_run.decode)]
+    last_of_runs = {end - 1 for end in accumulate(runs)}
+    cases = []
+    for at in range(1, 23):
+        for length in (2, ends[at] - ends[at - 1] + 2):  # within one token, and over two
+            stop = text[ends[at] - length : ends[at]]
+            completed = text.find(stop) + len(stop)
+            if at not in last_of_runs and ends[at - 1] < completed <= ends[at]:
+                cases.append((at, stop))
+    assert {len(stop) > ends[at] - ends[at - 1] for at, stop in cases} == {True, False}
+    for at, stop in cases[:3] + cases[-3:]:
+        result = generator.generate(ids, max_new_tokens=24, ignore_eos=True, stop=["@@", stop])
+        assert result.text == text[: text.find(stop)]
+        assert result.token_ids == wanted[: at + 1]
+        assert result.finish_reason == "stop"
+        assert result.stats["new_tokens"] == at + 1
+    trained.check_ready(ids)
+
+
+def test_an_end_of_text_ends(small: Subject) -> None:
+    ids = [10, 20, 30]
+    wanted = small.wanted(ids, 24)
+    # A token that first comes late, so that it is not the first to be emitted.
+    at = next(n for n in range(6, 24) if wanted[n] not in wanted[:n])
+    other = next(token for token in range(264) if token not in wanted)
+    for eos in (wanted[at], [other, wanted[at]]):
+        theirs = small.plain.generate(
+            torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=eos
+        )
+        config = GenerationConfig(eos_token_id=eos)
+        result = small.generator.generate(ids, max_new_tokens=24, generation_config=config)
+        assert result.token_ids == theirs[0, 3:].tolist() == wanted[: at + 1]
+        assert result.finish_reason == "eos"
+        assert result.stats["new_tokens"] == at + 1
+    result = small.generator.generate(
+        ids, max_new_tokens=24, generation_config=config, ignore_eos=True
+    )
+    assert result.token_ids == wanted
+    assert result.finish_reason == "length"
+
+
+def test_a_generation_config_is_honoured_and_overridden(small: Subject) -> None:
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=263)
+    ids = [10, 20, 30]
+    ours = small.generator.generate(ids, generation_config=config)
+    assert ours.token_ids == small.wanted(ids, 5)
+    longer = small.generator.generate(ids, generation_config=config, max_new_tokens=7)
+    assert longer.token_ids == small.wanted(ids, 7)
+
+
+def test_the_number_of_tokens_is_exact(trained: Subject) -> None:
+    ids = trained.generator.encode(PROMPT)
+    wanted = trained.wanted(ids, 10)
+    trained.generator.generate(ids, max_new_tokens=10, ignore_eos=True)
+    assert max(step.emitted for step in trained.generator.last_run.decode) > 3
+    for count in range(1, 10):
+        result = trained.generator.generate(ids, max_new_tokens=count, ignore_eos=True)
+        assert result.token_ids == wanted[:count]
+        assert result.finish_reason == "length"
+        assert result.stats["new_tokens"] == count
+
+
+# Interruptions.
+
+
+def test_a_stream_that_is_closed_or_dropped(small: Subject) -> None:
+    for end in ("close", "del"):
+        for count in (0, 1, 3):
+            stream = small.generator.stream([1, 2, 3], max_new_tokens=20, ignore_eos=True)
+            got = [next(stream).id for _ in range(count)]
+            assert got == small.wanted([1, 2, 3], 20)[:count]
+            if end == "close":
+                stream.close()
+            del stream
+            small.check_ready()
+
+
+def test_an_exception_in_the_loop(small: Subject) -> None:
+    def read() -> None:
+        for token in small.generator.stream([1, 2, 3], max_new_tokens=20):
+            raise LookupError(token)
+
+    with pytest.raises(LookupError):
+        read()
+    small.check_ready()
+
+
+def test_an_exception_in_a_callback(small: Subject) -> None:
+    def fail(*args: object) -> None:
+        raise LookupError(args)
+
+    for options in ({"progress": fail}, {"on_finish": fail}):
+        with pytest.raises(LookupError):
+            list(small.generator.stream([1, 2, 3], max_new_tokens=4, **options))
+        small.check_ready()
+
+
+class Interrupt:
+    """Counts calls of a function, by the phase they fall in, and interrupts one of them."""
+
+    def __init__(self, original: Callable[..., Any], phase: Callable[..., str]) -> None:
+        self._original = original
+        self._phase = phase
+        self.calls: Counter[str] = Counter()
+        self.at: tuple[str, int] | None = None
+        self.after = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        phase = self._phase(*args)
+        fires = (phase, self.calls[phase]) == self.at
+        self.calls[phase] += 1
+        result = self._original(*args, **kwargs) if self.after or not fires else None
+        if fires:
+            raise KeyboardInterrupt
+        return result
+
+
+def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) -> str:
+    if isinstance(bank, DraftExperts):
+        return "draft"
+    return "verify" if cache.lengths[0] else "prefill"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name", "phases"),
+    [
+        (MoEModel, "forward", {"prefill", "draft", "verify"}),
+        (SafetensorsExpertStore, "read", {"prefill", "decode"}),
+        (ops, "moe_grouped", {"prefill", "decode"}),
+        (DraftExperts, "__call__", {"decode"}),
+        (ExpertCache, "claim", {"prefill", "decode"}),
+        (ExpertCache, "publish", {"prefill", "decode"}),
+    ],
+    ids=["pass", "fetch", "exact experts", "draft experts", "claim", "publish"],
+)
+def test_an_interrupt_leaves_it_ready(
+    small: Subject,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    phases: set[str],
+    after: bool,
+) -> None:
+    def phase_of_step(*args: object) -> str:
+        return small.generator.runtime.recorder.step.phase
+
+    function = Interrupt(
+        getattr(owner, name), phase_of_pass if owner is MoEModel else phase_of_step
+    )
+
+    def run() -> None:
+        function.calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *args, **kwargs: function(*args, **kwargs))
+            small.generator.generate([*range(100, 120)], max_new_tokens=12, ignore_eos=True)
+
+    run()
+    calls = dict(function.calls)
+    assert set(calls) == phases
+    function.after = after
+    for phase, count in calls.items():
+        for at in sorted({0, count // 2}):
+            function.at = (phase, at)
+            with pytest.raises(KeyboardInterrupt) as held:
+                run()
+            # As in an interactive session, where the last traceback stays alive.
+            assert held.tb is not None
+            small.check_ready()
+
+
+def test_an_interrupt_while_memory_is_laid_out(
+    tiny: Folder, plain_small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    monkeypatch.setattr(KVCache, "__init__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        subject.generator.generate([1, 2, 3], max_new_tokens=80)
+    subject.check_ready()
+    subject.check_ready([4] * 60, 20)
+    subject.generator.close()
+
+
+def test_memory_that_is_not_to_be_had(
+    tiny: Folder, plain_small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer context that cannot be allocated leaves the shorter one in use."""
+    allocate = KVCache.__init__
+
+    def limited(cache: KVCache, *args: Any, **kwargs: Any) -> None:
+        if args[2] > 64:
+            raise MemoryError
+        allocate(cache, *args, **kwargs)
+
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    monkeypatch.setattr(KVCache, "__init__", limited)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            subject.generator.generate([1, 2, 3], max_new_tokens=80)
+        subject.check_ready()
+    monkeypatch.undo()
+    subject.check_ready([4] * 60, 20)
+    subject.generator.close()
+
+
+def test_a_damaged_read_leaves_it_ready(small: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise SpeqError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsExpertStore, "read", fail)
+        with pytest.raises(SpeqError, match="the disk is gone"):
+            small.generator.generate([*range(50)], max_new_tokens=4)
+    small.check_ready()
+
+
+# Threads.
+
+
+def test_two_threads_queue(small: Subject) -> None:
+    prompts = [[1, 2, 3], [200, 100, 50, 25]]
+    wanted = [small.wanted(ids, 12) for ids in prompts]
+    together = threading.Barrier(2)
+    results: dict[int, list[list[int]]] = {0: [], 1: []}
+
+    def work(which: int) -> None:
+        together.wait(PATIENCE_S)
+        for _ in range(3):
+            result = small.generator.generate(prompts[which], max_new_tokens=12, ignore_eos=True)
+            results[which].append(result.token_ids)
+
+    run_threads(lambda: work(0), lambda: work(1))
+    assert results == {0: [wanted[0]] * 3, 1: [wanted[1]] * 3}
+    small.check_ready()
+
+
+def test_a_thread_does_not_wait_for_itself(tiny: Folder, plain_small: Any) -> None:
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    generator = subject.generator
+
+    def work() -> None:
+        stream = generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+        got = [next(stream).id for _ in range(4)]
+        for attempt in (
+            lambda: generator.generate([4, 5], max_new_tokens=2),
+            lambda: next(generator.stream([4, 5], max_new_tokens=2)),
+            lambda: generator.reserve(100),
+            lambda: generator.close(),
+        ):
+            with pytest.raises(SpeqError, match="still reading an earlier stream"):
+                attempt()
+        # The open stream took no harm.
+        assert got + [token.id for token in stream] == subject.wanted([1, 2, 3], 12)
+        subject.check_ready()
+
+    run_threads(work)
+    generator.close()
+
+
+def test_others_wait_for_an_open_stream(small: Subject) -> None:
+    stream = small.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    next(stream)
+    begun, result = threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        ids = small.generator.generate([7, 8], max_new_tokens=6, ignore_eos=True).token_ids
+        result.append(ids)
+
+    other = threading.Thread(target=work, daemon=True)
+    other.start()
+    assert begun.wait(PATIENCE_S)
+    rest = [next(stream).id for _ in range(8)]
+    assert rest == small.wanted([1, 2, 3], 12)[1:9]
+    assert result == []
+    stream.close()
+    other.join(PATIENCE_S)
+    assert result == [small.wanted([7, 8], 6)]
+
+
+def test_a_stream_whose_thread_is_gone(small: Subject) -> None:
+    left = []
+
+    def leave() -> None:
+        left.append(small.generator.stream([1, 2, 3], max_new_tokens=12))
+        next(left[0])
+
+    run_threads(leave)
+    left.pop().close()
+    run_threads(small.check_ready)
+    small.check_ready()
+
+
+def test_a_stream_handed_to_another_thread(tiny: Folder, plain_small: Any) -> None:
+    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    stream = subject.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    got = [next(stream).id]
+
+    def read_on() -> None:
+        got.append(next(stream).id)
+        with pytest.raises(SpeqError, match="still reading an earlier stream"):
+            subject.generator.generate([4, 5], max_new_tokens=2)
+        got.extend(token.id for token in stream)
+
+    run_threads(read_on)
+    assert got == subject.wanted([1, 2, 3], 12)
+    subject.check_ready()
+    subject.generator.close()
+
+
+def test_a_closed_generator_says_so(tiny: Folder) -> None:
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY)
+    generator.generate([1], max_new_tokens=1)
+    generator.close()
+    generator.close()
+    for attempt in (
+        lambda: generator.generate([1], max_new_tokens=1),
+        lambda: next(generator.stream([1], max_new_tokens=1)),
+        lambda: generator.reserve(100),
+    ):
+        with pytest.raises(SpeqError, match="this generator was closed; make a new one"):
+            attempt()
+
+
+# Contexts, budgets and drafts.
+
+
+def test_the_context_grows(tiny: Folder, plain_small: Any) -> None:
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY)
+    subject = Subject(generator, plain_small)
+    contexts = []
+    for length in (5, 100, 5, 230):
+        subject.check_ready([(3 * i) % 250 for i in range(length)])
+        contexts.append(generator.runtime.plan.context)
+        memory = generator.generate([1], max_new_tokens=1).stats["memory"]
+        assert memory["budget"] == ROOMY == sum(memory.values()) - memory["budget"]
+        assert memory["unused"] >= 0
+    assert contexts[0] < 110 <= contexts[1] == contexts[2] < 240 <= contexts[3]
+    limit = generator.max_context
+    assert limit == 512
+    message = rf"need a context of 513 tokens and the model's limit is {limit}; shorten one"
+    with pytest.raises(SpeqError, match=message):
+        generator.generate([1] * 500, max_new_tokens=13)
+    subject.check_ready()
+    generator.close()
+
+
+def test_a_context_too_long_for_the_budget(tiny: Folder, plain_small: Any) -> None:
+    """What is refused leaves the memory as it was laid out before."""
+    model = tiny("qwen2_moe")
+    with pytest.raises(SpeqError, match="too small for a context of 64 tokens") as refused:
+        Generator.from_pretrained(model, 1)
+    smallest = smallest_budget(refused.value)
+    subject = Subject(Generator.from_pretrained(model, smallest), plain_small)
+    subject.check_ready()
+    with pytest.raises(SpeqError, match="too small for a context of") as refused:
+        subject.generator.generate([1] * 300, max_new_tokens=4)
+    assert smallest_budget(refused.value) > smallest
+    subject.check_ready()
+    subject.generator.close()
+
+
+def test_a_fixed_context(tiny: Folder, plain_small: Any) -> None:
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY, context_length=40)
+    subject = Subject(generator, plain_small)
+    assert generator.max_context == generator.runtime.plan.context == 40
+    subject.check_ready([1] * 25, 15)
+    with pytest.raises(SpeqError, match="need a context of 41 tokens and context_length is 40"):
+        generator.generate([1] * 25, max_new_tokens=16)
+    subject.check_ready([1] * 39, 1)
+    assert generator.runtime.plan.context == 40
+    generator.close()
+
+
+def smallest_budget(error: BaseException) -> int:
+    match = re.search(r"the smallest workable budget is (\d+) bytes", str(error))
+    assert match is not None
+    return int(match[1])
+
+
+def test_a_budget_without_room_for_the_draft(
+    tiny: Folder, plain_small: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("qwen2_moe")
+    with pytest.raises(SpeqError) as refused:
+        Generator.from_pretrained(model, 1)
+    with caplog.at_level(logging.WARNING, logger="speq"):
+        generator = Generator.from_pretrained(model, smallest_budget(refused.value))
+    assert "does not fit the budget: running without one" in caplog.text
+    result = generator.generate([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    assert result.token_ids == greedy_tokens(plain_small, [1, 2, 3], 12)
+    assert result.stats["draft_length_mean"] == 0
+    assert result.stats["acceptance_rate"] is None
+    assert result.stats["memory"]["draft"] == 0
+    reasons = {step.reason for step in generator.last_run.decode}
+    assert "the draft does not fit the budget" in reasons
+    generator.close()
+
+
+def test_a_draft_that_a_longer_context_drives_out(
+    tiny: Folder, plain_small: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("qwen2_moe")
+    with pytest.raises(SpeqError) as refused:
+        Generator.from_pretrained(model, 1, context_length=256)
+    generator = Generator.from_pretrained(model, smallest_budget(refused.value))
+    subject = Subject(generator, plain_small)
+    assert generator.runtime.plan.has_draft
+    subject.check_ready()
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING, logger="speq"):
+        subject.check_ready([1] * 246)
+    assert "the draft leaves no room for a context of 256 tokens" in caplog.text
+    assert generator.runtime.plan.items["draft"] == 0
+    subject.check_ready()
+    generator.close()
+
+
+@pytest.mark.parametrize("options", [{"draft": "none"}, {"draft_length": 0}], ids=repr)
+def test_no_draft_asked_for(
+    tiny: Folder, plain_small: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="speq"):
+        generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY, **options)
+    assert caplog.text == ""
+    result = generator.generate([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    assert result.token_ids == greedy_tokens(plain_small, [1, 2, 3], 12)
+    assert result.stats["draft_length_mean"] == 0
+    assert result.stats["steps"] == 11
+    assert result.stats["memory"]["draft"] == 0
+    generator.close()

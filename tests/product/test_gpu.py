@@ -1,0 +1,131 @@
+"""What needs a CUDA device. Run by `make gpu`; elsewhere these skip visibly."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq import Generator
+from speq.kernels import compact_ops, library, ops
+from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+PROMPT = [*range(40, 60)]
+
+
+@pytest.mark.parametrize("draft_length", [0, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_exact_models(
+    family: str, draft_length: int, tiny: Callable[[str], Path]
+) -> None:
+    """In float32, against plain transformers on the same device."""
+    expected = greedy_tokens(load_plain(tiny(family)).cuda(), PROMPT, 100)
+    generator = Generator.from_pretrained(
+        tiny(family), "16MiB", device="cuda", draft_length=draft_length
+    )
+    result = generator.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
+    assert result.token_ids == expected
+    assert (result.stats["draft_length_mean"] > 0) == (draft_length > 0)
+    generator.close()
+
+
+def test_bundled_model_stays_within_its_budget(bundled: Path) -> None:
+    """Allocations of ours on the device, at their peak, over a whole run."""
+    budget = 24 << 20
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    generator = Generator.from_pretrained(bundled, budget, device="cuda", draft_length=4)
+    result = generator.generate(PROMPT, max_new_tokens=64, ignore_eos=True)
+    assert len(result.token_ids) == 64
+    assert torch.cuda.max_memory_allocated() - before <= budget
+    generator.close()
+
+
+@pytest.mark.parametrize(
+    "op", ["moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"]
+)
+def test_kernels_are_captured_in_a_graph(op: str) -> None:
+    """Replayed with other inputs and other ids than were there when it was captured."""
+    assert library.backend_of(op, "cuda").name == "cuda"
+    generator = torch.Generator().manual_seed(1)
+    arena = torch.randn(6, 3 * 64 * 256, generator=generator).mul(0.1).bfloat16()
+    gate_up = arena[:, : 2 * 64 * 256].unflatten(1, (128, 256))
+    down = arena[:, 2 * 64 * 256 :].unflatten(1, (256, 64))
+    codes = [quantised(matrices) for matrices in (gate_up, down)]
+    bank = ops.Int4Bank(codes[0], codes[1])
+    on_device = ops.Int4Bank(
+        (codes[0][0].cuda(), codes[0][1].cuda()), (codes[1][0].cuda(), codes[1][1].cuda())
+    )
+
+    lossless = [compact_ops.encode_lossless(*pair) for pair in zip(gate_up, down, strict=True)]
+    residual = [
+        compact_ops.encode_residual(
+            *pair, (codes[0][0][e], codes[0][1][e]), (codes[1][0][e], codes[1][1][e])
+        )
+        for e, pair in enumerate(zip(gate_up, down, strict=True))
+    ]
+    slots = {"lossless": in_slots(lossless), "residual": in_slots(residual)}
+    # Before anything is captured: a copy from the host is no part of a graph.
+    held = {
+        device: (
+            {"cpu": bank, "cuda": on_device}[device],
+            (gate_up.to(device), down.to(device)),
+            {codec: records.to(device) for codec, records in slots.items()},
+            torch.arange(6, device=device),
+        )
+        for device in ("cpu", "cuda")
+    }
+
+    def run(hidden: Tensor, ids: Tensor, chances: Tensor) -> Tensor:
+        of_draft, words, records, table = held[hidden.device.type]
+        if op == "moe_int4":
+            return ops.moe_int4(hidden, ids, chances, table, of_draft, "silu")
+        out = hidden.new_empty(*ids.shape, 256)
+        head = hidden, ids, table
+        if op == "moe_grouped":
+            ops.moe_grouped(*head, *words, "silu", out)
+        elif op == "moe_grouped_lossless":
+            compact_ops.moe_grouped_lossless(*head, records["lossless"], 64, "silu", out)
+        else:
+            compact_ops.moe_grouped_residual(
+                *head, records["residual"], table, of_draft, "silu", out
+            )
+        return out
+
+    def problem() -> tuple[Tensor, Tensor, Tensor]:
+        ids = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(4)])
+        hidden = torch.randn(4, 256, generator=generator).bfloat16()
+        return hidden, ids, torch.rand(4, 3, generator=generator)
+
+    static = tuple(tensor.cuda() for tensor in problem())
+    run(*static)  # what is set up at the first call is no part of a graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(*static)
+    for _ in range(2):
+        arguments = problem()
+        for target, source in zip(static, arguments, strict=True):
+            target.copy_(source)
+        graph.replay()
+        wanted = run(*arguments)
+        error = (out.cpu().float() - wanted.float()).abs().max() / wanted.float().std()
+        assert error < 0.05
+
+
+def in_slots(records: list[Tensor]) -> Tensor:
+    slots = torch.zeros(len(records), -(-max(map(len, records)) // 64) * 64, dtype=torch.uint8)
+    for slot, record in zip(slots, records, strict=True):
+        slot[: len(record)] = record
+    return slots
+
+
+def quantised(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    pairs = [ops.quantize_int4(matrix, 64) for matrix in matrices]
+    return torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])

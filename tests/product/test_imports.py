@@ -1,0 +1,283 @@
+"""What may import what, and what the library never does."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+# Folders by the name their modules are installed under.
+FOLDERS = {
+    "speq": ROOT / "speq",
+    "speq.scheduler": ROOT / "scheduler",
+    "speq.governor": ROOT / "governor",
+    "speq.bench": ROOT / "bench",
+}
+BARE_NAMES = frozenset({"scheduler", "governor", "bench"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Modules (with all below them), the layers they may import, and foreign ones they may not."""
+
+    modules: tuple[str, ...]
+    imports: tuple[str, ...]
+    never: tuple[str, ...] = ()
+
+
+LEAVES = (
+    "speq.config",
+    "speq.errors",
+    "speq.machine",
+    "speq.registries",
+    "speq.routing",
+    "speq.stats",
+    "speq.units",
+    "speq.version",
+)
+BELOW_MODELS = ("leaves", "reference", "kernels", "files", "experts", "layers")
+BELOW_DECODE = (*BELOW_MODELS, "models", "scheduler", "governor")
+BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
+TABLE = {
+    "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
+    "reference": Layer(
+        ("speq.kernels.reference", "speq.kernels.reference_compact"),
+        ("leaves", "reference", "kernels"),
+        never=("transformers",),
+    ),
+    "kernels": Layer(
+        ("speq.kernels",), ("leaves", "reference", "kernels"), never=("transformers",)
+    ),
+    "files": Layer(("speq.files",), ("leaves", "files"), never=("transformers",)),
+    "experts": Layer(
+        ("speq.experts",), ("leaves", "kernels", "files", "experts"), never=("transformers",)
+    ),
+    "drafts": Layer(
+        ("speq.drafts",),
+        ("leaves", "kernels", "files", "experts", "drafts"),
+        never=("transformers",),
+    ),
+    "layers": Layer(
+        ("speq.layers",), ("leaves", "kernels", "experts", "layers"), never=("transformers",)
+    ),
+    "models": Layer(("speq.models",), (*BELOW_MODELS, "models")),
+    "scheduler": Layer(("speq.scheduler",), ("leaves", "scheduler"), never=("transformers",)),
+    "governor": Layer(
+        ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
+    ),
+    "decode": Layer(("speq.decode",), (*BELOW_DECODE, "decode")),
+    "planning": Layer(
+        ("speq.planning",), (*BELOW_MODELS, "models", "governor", "drafts", "planning")
+    ),
+    "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
+    "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
+    "generator": Layer(
+        ("speq.generator", "speq.text"), ("leaves", "models", "decode", "runtime", "generator")
+    ),
+    "package": Layer(("speq",), ("leaves", "generator")),
+    "measure": Layer(
+        ("speq.measure",), (*BELOW_LOAD, "runtime", "generator", "package", "measure")
+    ),
+    "bench": Layer(
+        ("speq.bench",), (*BELOW_LOAD, "runtime", "generator", "package", "measure", "bench")
+    ),
+    "cli": Layer(
+        ("speq.cli", "speq.__main__"),
+        (
+            *BELOW_LOAD,
+            *("runtime", "generator", "package", "quantizing", "measure"),
+            *("cli", "bench commands"),
+        ),
+    ),
+    "bench commands": Layer(
+        ("speq.cli.bench",), ("leaves", "measure", "bench", "cli", "bench commands")
+    ),
+}
+# Modules that even their layer's neighbours leave alone, and the only ones that do not.
+OPS = frozenset(f"speq.kernels.{name}" for name in ("ops", "compact_ops", "checks", "library"))
+ONLY_BY = {
+    "speq.kernels.reference": OPS | {"speq.kernels.reference_compact"},
+    "speq.kernels.reference_compact": OPS,
+}
+# Imports and attributes that execute what they read, or let the environment steer a run.
+FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})
+FORBIDDEN = frozenset(
+    {("os", "environ"), ("os", "environb"), ("os", "getenv"), ("os", "putenv"), ("torch", "load")}
+)
+
+
+def library() -> dict[str, str]:
+    """Source of every module of ours, by the name it is imported under."""
+    sources = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def layer_of(module: str) -> str | None:
+    """The layer whose entry is the longest that names `module` or a package above it."""
+    entries = {
+        entry: layer
+        for layer, rule in TABLE.items()
+        for entry in rule.modules
+        # The package itself stands for nothing below it.
+        if module == entry or (entry != "speq" and module.startswith(f"{entry}."))
+    }
+    return entries[max(entries, key=len)] if entries else None
+
+
+def imported(module: str, tree: ast.AST, ours: frozenset[str]) -> Iterator[str]:
+    """Full names of the modules that `tree`, the source of `module`, imports anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in ours else base
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """One sentence for each breach of the table or of the rules below it."""
+    found = []
+    ours = frozenset(sources) | frozenset(library())
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        layer = layer_of(module)
+        if layer is None:
+            found.append(f"{module} belongs to no layer")
+            continue
+        for target in imported(module, tree, ours):
+            found += _breaches(module, layer, target)
+        found += [f"{module}: {what}" for what in _dangers(tree)]
+    return found
+
+
+def _breaches(module: str, layer: str, target: str) -> Iterator[str]:
+    root = target.partition(".")[0]
+    if root in BARE_NAMES:
+        yield f"{module} imports the bare name {target}"
+    if root in FORBIDDEN_MODULES:
+        yield f"{module} imports {target}"
+    if root in TABLE[layer].never:
+        yield f"{module} imports {target}, foreign to {layer}"
+    if root != "speq":
+        return
+    if layer_of(target) not in TABLE[layer].imports:
+        yield f"{module} imports {target}: {layer} may not import {layer_of(target)}"
+    if target in ONLY_BY and module not in ONLY_BY[target]:
+        yield f"{module} imports {target}, which is not for it"
+
+
+def _dangers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        used = []
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used = [(node.value.id, node.attr)]
+        elif isinstance(node, ast.ImportFrom):
+            used = [(node.module or "", alias.name) for alias in node.names]
+        yield from (f"uses {owner}.{name}" for owner, name in used if (owner, name) in FORBIDDEN)
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+            refused = isinstance(node.value, ast.Constant) and node.value.value is False
+            if not refused:
+                yield "does not set trust_remote_code to False"
+
+
+def test_all_folders_are_read() -> None:
+    modules = library()
+    for name in ("speq", "speq.decode.engine", "speq.experts.codec", "speq.cli.generate"):
+        assert name in modules
+    for folder in ("speq.scheduler", "speq.governor", "speq.bench"):
+        assert sum(name.startswith(f"{folder}.") for name in modules) >= 1
+
+
+def test_library_keeps_to_the_table() -> None:
+    assert violations(library()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "sentence"),
+    [
+        ("speq.stats", "import speq.kernels.ops", "leaves may not import kernels"),
+        ("speq.errors", "from speq.decode import engine", "leaves may not import decode"),
+        ("speq.experts.int4", "from speq.kernels.reference import ACTIVATIONS", "not for it"),
+        ("speq.runtime", "from speq.kernels import reference", "which is not for it"),
+        ("speq.kernels.ops", "from speq.experts import codec", "kernels may not import experts"),
+        ("speq.files.shards", "from speq.experts import codec", "files may not import experts"),
+        ("speq.experts.codec", "from speq.models import shape", "may not import models"),
+        ("speq.experts.codec", "from ..models.shape import DTYPES", "may not import models"),
+        ("speq.experts.codec", "from speq.drafts import kinship", "may not import drafts"),
+        ("speq.scheduler.prefetch", "import speq.layers.x", "scheduler may not import layers"),
+        ("speq.scheduler.prefetch", "import transformers", "foreign to scheduler"),
+        ("speq.governor.draft_length", "from torch import Tensor", "foreign to governor"),
+        ("speq.governor.draft_length", "import speq.scheduler", "may not import scheduler"),
+        ("speq.layers.draft_experts", "from speq.files import shards", "may not import files"),
+        ("speq.models.shape", "from speq.decode import drafter", "may not import decode"),
+        ("speq.decode.drafter", "from speq.planning import memory", "may not import planning"),
+        ("speq.planning.memory", "from speq.decode import engine", "may not import decode"),
+        ("speq.planning.memory", "from speq.runtime import Runtime", "may not import runtime"),
+        ("speq.quantizing.gptq", "from speq.runtime import Runtime", "may not import runtime"),
+        ("speq.runtime", "from speq.quantizing import gptq", "runtime may not import quantizing"),
+        ("speq.decode.sampling", "def f():\n    import speq.text", "may not import generator"),
+        ("speq.generator", "from speq.measure import report", "may not import measure"),
+        ("speq.generator", "from speq.cli import options", "generator may not import cli"),
+        ("speq.measure.tune", "from speq.bench import widen", "measure may not import bench"),
+        ("speq.cli.tune", "from speq.bench import widen", "cli may not import bench"),
+        ("speq.bench.runs.tpot", "from speq.cli import options", "bench may not import cli"),
+        ("speq.planning.profiles", "from speq import __version__", "may not import package"),
+        ("speq.runtime", "from scheduler.lookahead import x", "bare name scheduler.lookahead"),
+        ("speq.runtime", "import bench", "bare name bench"),
+        ("speq.novelty", "import math", "belongs to no layer"),
+        ("speq.runtime", "import os\nos.environ.get('A')", "uses os.environ"),
+        ("speq.runtime", "from os import getenv", "uses os.getenv"),
+        ("speq.runtime", "import pickle", "imports pickle"),
+        ("speq.runtime", "import torch\ntorch.load('x')", "uses torch.load"),
+        ("speq.runtime", "load(trust_remote_code=True)", "trust_remote_code"),
+        ("speq.runtime", "load(trust_remote_code=wanted)", "trust_remote_code"),
+    ],
+)
+def test_checker_catches(module: str, source: str, sentence: str) -> None:
+    found = violations({module: source})
+    assert any(sentence in violation for violation in found), found
+
+
+def test_checker_leaves_good_code_alone() -> None:
+    good = {
+        "speq.models.shape": "from speq.kernels.ops import ACTIVATIONS",
+        "speq.models.moe_model": "load(trust_remote_code=False)",
+        "speq.cli.options": "from speq.measure import report\nimport speq.generator",
+        "speq.cli.bench.runs": "from speq.bench.runs import tpot",
+        "speq.experts.codec": "from speq.experts import int4\nfrom . import packed_store",
+    }
+    assert violations(good) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "speq",
+        "speq.governor.draft_length",
+        "speq.governor.planner",
+        "speq.stats",
+        "speq.config",
+        "speq.planning.memory",
+        "speq.scheduler.expert_cache",
+        "speq.cli",
+    ],
+)
+def test_module_is_imported_without_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,296 @@
+"""Eviction by the next use, against LRU and against the best that any policy could do."""
+
+import math
+import random
+from functools import cache
+
+import pytest
+
+from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey
+from speq.scheduler.lookahead_policy import DARING, RECENCY, LookaheadPolicy
+from speq.scheduler.policies import LruPolicy
+from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.transfer import Priority
+from speq.stats import Recorder
+from tests.helpers.fake_transfer import FakeTransfer
+
+Trace = list[tuple[int, list[int]]]
+
+
+def random_trace(rng: random.Random, layers: int, experts: int, passes: int, most: int) -> Trace:
+    """Layers in turn; some experts are more wanted than others, and tastes change."""
+    weights = [[rng.random() ** 3 + 0.01 for _ in range(experts)] for _ in range(layers)]
+    trace = []
+    for _ in range(passes):
+        for layer in range(layers):
+            if rng.random() < 0.1:
+                rng.shuffle(weights[layer])
+            wanted = set(rng.choices(range(experts), weights[layer], k=rng.randint(1, most)))
+            trace.append((layer, sorted(wanted)))
+    return trace
+
+
+def loads(policy: EvictionPolicy, slots: int, trace: Trace) -> int:
+    """Experts that serving a trace on demand brings into slots."""
+    transfer = FakeTransfer()
+    supply = ExpertSupply(ExpertCache(slots, policy), transfer, Recorder())
+    for layer, experts in trace:
+        served = [expert for wave in supply.serve(layer, experts) for expert in wave]
+        assert sorted(served) == experts
+    return len(transfer.asked)
+
+
+def knowing(slots: int, layers: int, experts: int, trace: Trace) -> LookaheadPolicy:
+    policy = LookaheadPolicy(slots, layers, experts)
+    for layer, wanted in trace:
+        policy.foresee(layer, wanted)
+    return policy
+
+
+def fewest_loads(slots: int, trace: Trace) -> int:
+    """The least that any choice of victims needs, by trying all."""
+    visits = [frozenset(ExpertKey(layer, e) for e in experts) for layer, experts in trace]
+
+    @cache
+    def rest(at: int, held: frozenset[ExpertKey]) -> int:
+        if at == len(visits):
+            return 0
+        wanted = visits[at]
+        missing = len(wanted - held)
+        kept = sorted(held - wanted)
+        room = slots - len(wanted)
+        best = None
+        for mask in range(1 << len(kept)):
+            keep = frozenset(key for i, key in enumerate(kept) if mask >> i & 1)
+            # Throwing away what there is room for never helps.
+            if len(keep) == min(room, len(kept)):
+                found = rest(at + 1, keep | wanted)
+                best = found if best is None else min(best, found)
+        assert best is not None
+        return missing + best
+
+    return rest(0, frozenset())
+
+
+def test_with_a_known_future_nothing_does_better() -> None:
+    rng = random.Random(1)
+    differ = 0
+    for _ in range(150):
+        layers, experts = rng.choice([(1, 5), (2, 4), (3, 3)])
+        slots = rng.randint(2, 5)
+        trace = random_trace(rng, layers, experts, passes=9 // layers, most=2)
+        best = fewest_loads(slots, trace)
+        assert loads(knowing(slots, layers, experts, trace), slots, trace) == best
+        differ += loads(LruPolicy(slots, layers), slots, trace) > best
+    assert differ > 30  # cases in which it matters who goes
+
+
+def test_with_a_known_future_it_never_moves_more_than_lru() -> None:
+    """Where a layer's share of LRU holds a visit. With less, LRU lets experts pass one by one
+    through a single slot, which keeps others and has but one read under way at a time.
+    """
+    rng = random.Random(2)
+    total = {"lru": 0, "lookahead": 0}
+    for _ in range(1000):
+        layers, experts = rng.randint(1, 4), rng.randint(3, 9)
+        most = rng.randint(1, 3)
+        slots = rng.randint(layers * most, layers * experts)
+        trace = random_trace(rng, layers, experts, passes=12, most=most)
+        lru = loads(LruPolicy(slots, layers), slots, trace)
+        known = loads(knowing(slots, layers, experts, trace), slots, trace)
+        assert known <= lru
+        total["lru"] += lru
+        total["lookahead"] += known
+    assert total["lookahead"] < 0.95 * total["lru"]
+
+
+def test_without_any_knowledge_every_trace_is_served() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        layers, experts, slots = rng.randint(1, 4), rng.randint(3, 9), rng.randint(1, 12)
+        trace = random_trace(rng, layers, experts, passes=12, most=3)
+        distinct = {(layer, expert) for layer, wanted in trace for expert in wanted}
+        asked = loads(LookaheadPolicy(slots, layers, experts), slots, trace)
+        assert asked >= len(distinct)
+        if slots >= len(distinct):
+            assert asked == len(distinct)
+
+
+def order(policy: LookaheadPolicy, layer: int | None = None) -> list[tuple[int, int]]:
+    return [tuple(key) for key in policy.candidates(layer)]
+
+
+def test_who_goes_first() -> None:
+    policy = LookaheadPolicy(8, 3, 4)
+    for key in [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2)]:
+        policy.touch(ExpertKey(*key))
+    policy.visit(0, [1])
+    # Equally likely ones go by their layers: layer 1 is next, layer 0 was just visited. What a
+    # visit just wanted is likelier than the rest, and here that counts for more.
+    assert order(policy) == [(0, 2), (2, 1), (1, 1), (1, 2), (0, 1)]
+    policy.foretell(2, [1, 3])
+    policy.foretell(1, [2])
+    # Foretold ones stay, the sooner the surer.
+    assert order(policy)[-2:] == [(2, 1), (1, 2)]
+    assert order(policy, layer=1) == [(1, 1), (1, 2)]
+    policy.visit(1, [2])
+    policy.visit(2, [0])
+    # Its visit is past, foretold or not.
+    assert order(policy)[0] == (2, 1)
+    policy.forget(ExpertKey(2, 1))
+    assert (2, 1) not in order(policy)
+
+
+def test_a_prefetch_evicts_nobody_who_is_wanted_in_this_pass() -> None:
+    policy = LookaheadPolicy(4, 4, 4)
+    supply = ExpertSupply(ExpertCache(4, policy), FakeTransfer(), Recorder())
+    for layer in (0, 1, 2, 3):
+        list(supply.serve(layer, [0]))
+    for layer in (0, 1, 2):
+        policy.foretell(layer, [0, 1])
+    # Layer 3 is not foretold: its expert makes room.
+    assert supply.load(ExpertKey(1, 1), Priority.PREFETCH)
+    assert ExpertKey(3, 0) not in supply.cache
+    # Those of layers 0 to 2 are all wanted, also by layers behind the one that asks.
+    assert not supply.load(ExpertKey(3, 1), Priority.PREFETCH)
+    assert not supply.load(ExpertKey(0, 1), Priority.PREFETCH)
+    assert all(ExpertKey(layer, 0) in supply.cache for layer in (0, 1, 2))
+    # Once layer 0 has passed, it can spare what it had.
+    list(supply.serve(0, [0]))
+    assert supply.load(ExpertKey(2, 1), Priority.PREFETCH)
+    assert ExpertKey(0, 0) not in supply.cache
+    # On demand, whoever is needed last goes, wanted or not.
+    list(supply.serve(1, [0, 1, 2]))
+
+
+class Stated:
+    """What `_doomed` says, told step by step from its description: who is resident, what the next
+    visit of each layer wants as far as was foretold, and how often each expert was wanted.
+    """
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.layers = layers
+        self.probability = {
+            ExpertKey(at, e): 1 / experts for at in range(layers) for e in range(experts)
+        }
+        self.resident: set[ExpertKey] = set()
+        self.wanted: set[ExpertKey] = set()
+        self.known = dict.fromkeys(range(layers), 0.0)
+        self.at = layers - 1
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        self.at = layer
+        self.known[layer] = 0.0
+        self.wanted = {key for key in self.wanted if key.layer != layer}
+        for key in self.probability:
+            if key.layer == layer:
+                self.probability[key] *= 1 - RECENCY
+                if key.expert in experts:
+                    self.probability[key] += RECENCY
+
+    def foretell(self, layer: int, experts: list[int], known: float) -> None:
+        self.known[layer] = known
+        self.wanted |= {ExpertKey(layer, expert) for expert in experts}
+
+    def needed(self, key: ExpertKey) -> float:
+        """In how many visits of any layer: for what is wanted in this pass, the time after."""
+        turns = (key.layer - self.at - 1) % self.layers + 1
+        this_pass = 1.0 if key in self.wanted else self.known[key.layer]
+        return turns + self.layers * (1 / self.probability[key] - 1 + this_pass)
+
+    def doomed(self) -> list[ExpertKey]:
+        """Of all that are there or still come, those needed last: as many as come, times DARING,
+        and one. Of them, who is there and not wanted in this pass.
+        """
+        coming = len(self.wanted - self.resident)
+        last = sorted(sorted(self.resident | self.wanted), key=self.needed, reverse=True)
+        last = last[: 1 + math.ceil(DARING * coming)]
+        return [key for key in last if key not in self.wanted]
+
+
+def test_whom_a_prefetch_may_evict_is_as_stated() -> None:
+    rng = random.Random(4)
+    some, none, held_back = 0, 0, 0
+    for _ in range(60):
+        layers, experts = rng.randint(1, 4), rng.randint(2, 6)
+        policy, stated = LookaheadPolicy(9, layers, experts), Stated(layers, experts)
+        everyone = sorted(stated.probability)
+        at = 0
+        for _ in range(60):
+            turn = rng.random()
+            if turn < 0.35:
+                wanted = rng.sample(range(experts), rng.randint(1, experts))
+                policy.visit(at, wanted)
+                stated.visit(at, wanted)
+                at = (at + 1) % layers
+            elif turn < 0.6:
+                layer, known = rng.randrange(layers), rng.choice([0.0, 0.25, 0.5, 1.0])
+                told = rng.sample(range(experts), rng.randint(0, min(2, experts)))
+                policy.foretell(layer, told, known)
+                stated.foretell(layer, told, known)
+            elif turn < 0.9:
+                key = rng.choice(everyone)
+                policy.touch(key)
+                stated.resident.add(key)
+            elif stated.resident:
+                key = rng.choice(sorted(stated.resident))
+                policy.forget(key)
+                stated.resident.remove(key)
+            doomed = stated.doomed()
+            assert list(policy.candidates(None, ahead=True)) == doomed
+            assert stated.wanted.isdisjoint(doomed)
+            some += bool(doomed)
+            none += not doomed
+            held_back += len(doomed) < len(stated.resident - stated.wanted)
+    assert min(some, none, held_back) > 200
+
+
+def test_prefetches_leave_what_this_pass_wants() -> None:
+    """Random foretold passes, prefetched in any order over a full cache."""
+    rng = random.Random(5)
+    evicted, refused = 0, 0
+    for _ in range(150):
+        layers, experts = rng.randint(2, 4), rng.randint(3, 7)
+        slots = rng.randint(layers, layers * experts - 2)
+        policy = LookaheadPolicy(slots, layers, experts)
+        cache = ExpertCache(slots, policy)
+        transfer = FakeTransfer()
+        supply = ExpertSupply(cache, transfer, Recorder())
+        for layer, experts_of in random_trace(rng, layers, experts, passes=4, most=3):
+            list(supply.serve(layer, experts_of))
+        told = {ExpertKey(rng.randrange(layers), rng.randrange(experts)) for _ in range(6)}
+        for key in told:
+            policy.foretell(key.layer, [key.expert], rng.random())
+        kept = {key for key in told if key in cache}
+        everyone = [ExpertKey(layer, e) for layer in range(layers) for e in range(experts)]
+        before = len(cache)
+        missing = [key for key in told if key not in cache]
+        others = [key for key in everyone if key not in told and key not in cache]
+        for key in [*missing, *rng.sample(others, min(3, len(others)))]:
+            refused += not supply.load(key, Priority.PREFETCH)
+        assert all(key in cache for key in kept)
+        evicted += before - len(cache)
+    assert min(evicted, refused) > 100
+
+
+def test_with_nothing_to_come_a_prefetch_evicts_only_who_is_needed_last() -> None:
+    policy = LookaheadPolicy(3, 1, 6)
+    for expert in (0, 1, 2):
+        policy.touch(ExpertKey(0, expert))
+    policy.visit(0, [0, 1])
+    policy.visit(0, [1])
+    assert list(policy.candidates(0, ahead=True)) == [ExpertKey(0, 2)]
+    policy.foretell(0, [2])
+    # 2 would be needed last, and is wanted: nobody else goes in its stead.
+    assert list(policy.candidates(0, ahead=True)) == []
+    policy.foretell(0, [5])
+    # One comes: ceil(1.75) and one, of 5, 2, 0 and 1, that are needed last in this order.
+    assert list(policy.candidates(0, ahead=True)) == [ExpertKey(0, 0)]
+
+
+@pytest.mark.parametrize("slots", [3, 6])
+def test_shares_do_not_bind_a_layer(slots: int) -> None:
+    policy = LookaheadPolicy(slots, 3, 9)
+    supply = ExpertSupply(ExpertCache(slots, policy), FakeTransfer(), Recorder())
+    list(supply.serve(0, list(range(slots))))
+    assert all(ExpertKey(0, expert) in supply.cache for expert in range(slots))

@@ -1,0 +1,522 @@
+"""`speq plan`: its memory, its times, its break-evens, and what it prints."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from speq import SpeqError
+from speq.bench.paper import paper_systems
+from speq.bench.replay import locality as bench_locality
+from speq.cli import app
+from speq.config import RunConfig
+from speq.drafts.draft_source import RoundedDraft
+from speq.experts.codec import codec_of
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.pack import Packing, pack
+from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve
+from speq.governor.planner import Holding, Outlook, PassBytes, Speeds, choose
+from speq.governor.presets import PRESETS, preset
+from speq.governor.profile import Profile, ProfileKey
+from speq.governor.roofline import Link
+from speq.measure.route_trace import RouteTrace
+from speq.models.opened import open_model
+from speq.planning.budget_plan import Assumptions, BudgetPlan, plan
+from speq.planning.subject import Budget, Subject
+from speq.runtime import Runtime
+from speq.units import format_rate, parse_bytes, parse_rate
+from tests.bench.test_replay import RECORDED
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+QWEN = CONFIGS / "Qwen1.5-MoE-A2.7B"
+DEEPSEEK = CONFIGS / "DeepSeek-V2-Lite"
+PHI = CONFIGS / "Phi-3.5-MoE-instruct"
+GIB = 1 << 30
+
+
+@cache
+def subject(path: Path) -> Subject:
+    return Subject.of_config(path.name, path, "auto")
+
+
+def planned(path: Path, budget: str, **changes: Any) -> BudgetPlan:
+    of = subject(path)
+    experts = of.shape.experts
+    given = Assumptions(
+        preset("rtx-4090"), Locality(experts.num_experts, of.shape.top_k), acceptance=0.9
+    )
+    room = Budget.of(parse_bytes(budget), 4096, False, of.shape)
+    return plan(of, room, replace(given, **changes))
+
+
+def by_way(made: BudgetPlan) -> dict[tuple[str, bool], int]:
+    """Slots by codec and draft."""
+    return {(c.holding.codec, c.holding.draft): c.holding.slots for c in made.candidates}
+
+
+# Memory.
+
+
+def test_items_of_qwen_are_what_its_config_implies() -> None:
+    made = planned(QWEN, "24GiB")
+    hidden, layers, vocab, expert = 2048, 24, 151936, 3 * 2048 * 1408
+    attention = 4 * hidden * hidden + 3 * hidden
+    shared = 3 * hidden * 5632 + hidden
+    of_layer = attention + shared + 60 * hidden + 2 * hidden
+    weights = 2 * vocab * hidden + layers * of_layer + hidden
+    rotary_bytes = 64 * 4
+    way = [(c.holding.codec, c.holding.draft) for c in made.candidates].index(("raw", True))
+    items = made.memory[way].items
+    # transformers holds its rotary frequencies once or twice.
+    assert items["non_expert_weights"] - 2 * weights in (rotary_bytes, 2 * rotary_bytes)
+    assert items["kv_cache"] == 4096 * 2 * layers * hidden * 2
+    assert items["draft"] == 60 * layers * (expert // 2 + expert // 128 * 2)
+    assert items["slots"] == made.memory[way].slots * expert * 2
+    assert items["read_buffers"] == 4096
+    used = sum(items.values())
+    assert 0 <= 24 * GIB - used < expert * 2
+
+
+def test_slots_of_each_codec_by_bits_of_a_weight() -> None:
+    made = planned(QWEN, "16GiB")
+    for candidate in made.candidates:
+        bits = {"raw": 16, "lossless": 11.4, "residual": 8.9}[candidate.holding.codec]
+        exact = bits * 3 * 2048 * 1408 / 8
+        assert exact - 1 <= candidate.holding.moved_bytes < exact + 4096
+        codes = 4.125 * 3 * 2048 * 1408 / 8 if candidate.holding.codec == "residual" else 0
+        assert candidate.holding.read_bytes == candidate.holding.moved_bytes + codes
+
+
+@pytest.mark.parametrize(
+    ("path", "billions", "layers", "experts", "top_k"),
+    [(QWEN, 14.3, 24, 60, 4), (DEEPSEEK, 15.7, 26, 64, 6), (PHI, 41.9, 32, 16, 2)],
+)
+def test_models_of_the_paper(
+    path: Path, billions: float, layers: int, experts: int, top_k: int
+) -> None:
+    """Table 1 agrees, but for Phi-3.5-MoE's 8 experts: with these sizes only 16 make 41.9 billion
+    parameters."""
+    of = subject(path)
+    weights = of.shape.resident_weights + of.count * of.codec.shape.weights
+    assert round(weights / 1e9, 1) == billions
+    assert (of.num_layers, of.shape.experts.num_experts, of.shape.top_k) == (layers, experts, top_k)
+
+
+@pytest.mark.parametrize("path", [QWEN, DEEPSEEK, PHI])
+def test_more_budget_never_buys_fewer_slots(path: Path) -> None:
+    before: dict[tuple[str, bool], int] = {}
+    for gib in (*range(8, 40, 4), 56, 72, 84, 110):
+        slots = by_way(planned(path, f"{gib}GiB"))
+        assert all(slots[way] >= count for way, count in before.items())
+        before = slots
+    assert set(before.values()) == {subject(path).count}
+
+
+@pytest.mark.parametrize(
+    ("codec", "draft"),
+    [
+        *(("raw", "auto"), ("raw", "none"), ("lossless", "auto"), ("lossless", "none")),
+        ("residual", "auto"),
+    ],
+)
+def test_a_plan_and_a_run_report_the_same_bytes(
+    bundled: Path, tmp_path: Path, draft: str, codec: str
+) -> None:
+    folder = bundled
+    if codec != "raw":
+        folder = tmp_path / "packed"
+        words = open_model(bundled)
+        assert isinstance(words.store, SafetensorsExpertStore)
+        rounded = RoundedDraft(words.checkpoint, words.store, words.shape.experts, owned=False)
+        codes = rounded if codec == "residual" else None
+        packing = Packing(codec_of(codec, words.store.codec.shape), codes)
+        pack(words.checkpoint, words.store, folder, packing)
+        words.close()
+    config = RunConfig.of(
+        "26MiB",
+        context_length=512,
+        draft=draft,
+        draft_length="auto",
+        codec=codec,
+        device="cpu",
+    )
+    opened = open_model(folder)
+    of = Subject.of_model("bundled", opened, "auto")
+    runtime = Runtime(opened, config)
+    try:
+        given = Assumptions(preset("laptop-ddr5"), Locality(32, 4, BUNDLED), 0.9)
+        made = plan(of, Budget.of(26 << 20, 512, True, of.shape), given)
+        ways = [(c.holding.codec, c.holding.draft) for c in made.candidates]
+        assert made.memory[ways.index((codec, draft == "auto"))].items == runtime.plan.items
+    finally:
+        runtime.close()
+
+
+def test_a_config_alone_plans_as_the_model_does(bundled: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((bundled / "config.json").read_text())
+    opened = open_model(bundled)
+    try:
+        whole = Subject.of_model("tiny", opened, "auto")
+    finally:
+        opened.close()
+    assert Subject.of_config("tiny", tmp_path, "auto") == whole
+
+
+# Routes.
+
+
+@pytest.mark.parametrize("slots", [8, 20, 32])
+def test_independent_routes_miss_what_is_not_held(slots: int) -> None:
+    """LRU keeps any experts as well as any others: one token misses K (1 - S / E)."""
+    of = Locality(32, 4, None)
+    assert of.distinct(1) == pytest.approx(4)
+    assert of.distinct(2) == pytest.approx(4 + 4 * 28 / 32)
+    assert of.misses(slots, 1) == pytest.approx(4 * (1 - slots / 32))
+
+
+@pytest.mark.parametrize(
+    ("slots", "hits"), [(6, 0.292), (16, 0.5094), (22, 0.6113), (32, 0.7656), (48, 0.9577)]
+)
+def test_published_routes_hit_as_in_table_3(slots: int, hits: float) -> None:
+    assert 1 - Locality(64, 6, PUBLISHED).misses(slots, 1) / 6 == pytest.approx(hits, abs=0.05)
+
+
+@pytest.mark.parametrize("window", [1, 5, 9])
+@pytest.mark.parametrize("slots", [4, 8, 16])
+def test_a_curve_misses_as_the_real_cache_does(window: int, slots: int) -> None:
+    trace = RouteTrace.read(RECORDED)
+    of = Locality(32, 4, bench_locality.curve_of(trace))
+    real = [
+        bench_locality.replayed(trace, window, slots, *policy)
+        for policy in bench_locality.POLICIES.values()
+    ]
+    slack = 0.1 * of.distinct(window)
+    assert min(real) - slack <= of.misses(slots, window) <= max(real) + slack
+
+
+@pytest.mark.parametrize("curve", [BUNDLED, PUBLISHED, None])
+def test_misses_grow_with_tokens_and_shrink_with_slots(curve: RouteCurve | None) -> None:
+    of = Locality(60, 4, curve)
+    assert of.misses(60, 13) == 0
+    for tokens in (1, 2, 5, 13, 50):
+        row = [of.misses(slots, tokens) for slots in range(0, 61, 4)]
+        assert row[0] == pytest.approx(of.distinct(tokens))
+        assert row == sorted(row, reverse=True)
+        assert of.misses(20, tokens) < of.misses(20, tokens + 1)
+
+
+@pytest.mark.parametrize(
+    "points", [((1, 4),), ((1, 3), (2, 6)), ((1, 4), (2, 4)), ((2, 5), (1, 4)), ((1, 4), (2, 32))]
+)
+def test_a_curve_that_no_routes_have_is_refused(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(SpeqError, match="somewhere"):
+        RouteCurve("somewhere", 32, 4, points)
+
+
+def test_windows_are_decoded_token_by_token() -> None:
+    trace = RouteTrace.read(RECORDED)
+    routes = bench_locality.in_windows(trace, 5)
+    plain = trace.plain().steps
+    assert len(routes.steps) == len(plain) // 5
+    assert routes.steps[1].used[3] == [step.used[3][0] for step in plain[5:10]]
+    assert routes.steps[1].drafted[0][3][0] == plain[6].used[3][0]
+
+
+# Times.
+
+PLAIN = Holding("raw", False, 96, 1000, 1000)
+DRAFT = Holding("residual", True, 80, 600, 900)
+
+
+def outlook(link: float = 1e6, **changes: Any) -> Outlook:
+    speeds = Speeds(10e-3, 0.0, 4e-3, {"raw": 1e-4, "residual": 1e-4})
+    made = Outlook(8, Locality(32, 4, BUNDLED), speeds, Link(link), 0.9)
+    return replace(made, **changes)
+
+
+def test_a_cycle_by_hand() -> None:
+    of = replace(outlook(), locality=Locality(32, 4, None), acceptance=0.5)
+    cycle = of.cycle(PLAIN, 0)
+    assert cycle.verify_s == pytest.approx(10e-3 + 8 * 4 * 1e-4)
+    # 12 slots of 32 a layer: each of the 32 requests misses with 20 / 32.
+    assert cycle.moved_bytes == pytest.approx(32 * 20 / 32 * 1000)
+    assert cycle.new_s == pytest.approx(0.02)
+    # The longer of 13.2 and 20 ms, and three quarters of what is between that and their sum.
+    assert of.candidate(PLAIN).tpot_s == pytest.approx(0.02 + 0.75 * 0.0132)
+    drafted = of.cycle(DRAFT, 2)
+    assert drafted.tokens == pytest.approx(1 + 0.5 + 0.25)
+    assert drafted.draft_s == pytest.approx(8e-3)
+    stays = (1 - 4 / 32) ** 3
+    assert drafted.verify_s == pytest.approx(10e-3 + 8 * 32 * (1 - stays) * 1e-4)
+    assert drafted.moved_bytes == pytest.approx(8 * 22 * (1 - stays) * 600)
+
+
+def test_speeds_of_bandwidths_by_hand() -> None:
+    rates = replace(preset("rtx-4090"), memory_bytes_per_s=1e9, layer_s=1e-3)
+    speeds = Speeds.of_rates(rates, PassBytes(10, 2_000_000, 500_000), [PLAIN, DRAFT])
+    assert speeds.pass_s == pytest.approx(12e-3)
+    assert speeds.draft_token_s == pytest.approx(12.5e-3)
+    assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(0.9e-6)}
+
+
+def profile(**changes: Any) -> Profile:
+    made = Profile(
+        key=ProfileKey("model", "cpu: some", 1 << 20, "1"),
+        link=((1000.0, 5e5), (100_000.0, 1e6)),
+        transfer_overhead_s=1e-4,
+        first_fetch_s=2e-3,
+        expert_bytes=1000,
+        draft_base_s=1e-3,
+        draft_token_s=4e-3,
+        verify=tuple((float(rows), 10e-3 + 1e-4 * 30 * rows) for rows in (1, 2, 5, 9)),
+        distinct=tuple((float(rows), 30.0 * rows) for rows in (1, 2, 5, 9)),
+    )
+    return replace(made, **changes)
+
+
+def test_speeds_of_a_profile_are_those_measured() -> None:
+    def never(rows: float) -> float:
+        raise AssertionError("the profile counted them")
+
+    speeds = Speeds.of_profile(profile(), never, [PLAIN, DRAFT])
+    # A prior of little weight holds the slope, hence some percent.
+    assert speeds.pass_s == pytest.approx(10e-3, rel=0.1)
+    assert speeds.expert_s["raw"] == pytest.approx(1e-4, rel=0.05)
+    assert speeds.expert_s["residual"] == pytest.approx(0.9 * speeds.expert_s["raw"])
+    assert (speeds.draft_base_s, speeds.draft_token_s) == (1e-3, 4e-3)
+    timed = profile(decode_bytes_per_s={"raw": 2e9, "residual": 1e9})
+    speeds = Speeds.of_profile(timed, never, [PLAIN, DRAFT])
+    assert speeds.expert_s["residual"] == pytest.approx(2 * speeds.expert_s["raw"])
+
+
+def test_the_best_draft_length_is_the_best() -> None:
+    of = outlook()
+    best = of.candidate(DRAFT)
+    assert best.tpot_s == min(of.cycle(DRAFT, k).token_s for k in (1, 2, 3, 4, 6, 8, 10, 12))
+    choice = choose(of, [PLAIN, DRAFT])
+    winner = min((of.candidate(PLAIN), best), key=lambda candidate: candidate.tpot_s)
+    assert (choice.codec, choice.draft) == (winner.holding.codec, winner.holding.draft)
+    assert f"{winner.tpot_s * 1e3:.1f} ms" in choice.reason
+    with pytest.raises(SpeqError, match="no way"):
+        choose(of, [])
+
+
+@pytest.mark.parametrize("link", [1e5, 3e5, 1e6, 3e6])
+def test_below_the_break_even_acceptance_speculation_loses(link: float) -> None:
+    of, holdings = outlook(link), [PLAIN, DRAFT]
+    border = of.break_even_acceptance(holdings)
+    assert border is not None and 0 < border < 1
+    below = replace(of, acceptance=border - 1e-3).gain(holdings)
+    above = replace(of, acceptance=border + 1e-3).gain(holdings)
+    assert below is not None and above is not None and below < 1 < above
+
+
+def test_above_the_break_even_link_speculation_is_not_needed() -> None:
+    # Drafting costs as much as decoding: all that it can do is to hide transfers.
+    speeds = Speeds(10e-3, 0.0, 13e-3, {"raw": 1e-4, "residual": 1e-4})
+    of, holdings = outlook(speeds=speeds), [PLAIN, DRAFT]
+    border = of.break_even_link(holdings)
+    assert border is not None and border > 0
+    slower = replace(of, link=Link(border * 0.99)).gain(holdings)
+    assert slower is not None and slower > 1
+    for faster in (1.01, 2, 10, 1000):
+        gain = replace(of, link=Link(border * faster)).gain(holdings)
+        assert gain is not None and gain <= 1
+
+
+def test_break_evens_that_are_none() -> None:
+    free = outlook(speeds=Speeds(10e-3, 0.0, 1e-9, {"raw": 1e-4, "residual": 1e-9}))
+    assert free.break_even_acceptance([PLAIN, replace(DRAFT, slots=256)]) == 0
+    assert free.break_even_link([PLAIN, replace(DRAFT, slots=256)]) is None
+    dear = outlook(speeds=Speeds(10e-3, 0.0, 1.0, {"raw": 1e-4, "residual": 1e-4}))
+    assert dear.break_even_acceptance([PLAIN, DRAFT]) is None
+    assert dear.break_even_link([PLAIN, replace(DRAFT, slots=8)]) == 0
+    assert outlook().break_even_acceptance([PLAIN]) is None
+    assert outlook().break_even_link([DRAFT]) is None
+    assert outlook().gain([PLAIN]) is None
+
+
+@pytest.mark.parametrize("changes", [{"acceptance": 1.1}, {"acceptance": -0.1}])
+def test_an_outlook_on_nonsense_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(SpeqError, match=r"acceptance is .* from 0 to 1"):
+        outlook(**changes)
+    with pytest.raises(SpeqError, match=r"link gives 0.0 bytes/s"):
+        outlook(link=0.0)
+
+
+def test_a_faster_link_and_a_larger_budget_are_never_slower() -> None:
+    times = [
+        min(c.tpot_s for c in planned(DEEPSEEK, "16GiB", link_bytes_per_s=link).candidates)
+        for link in (4e9, 8e9, 16e9, 32e9, 64e9)
+    ]
+    assert times == sorted(times, reverse=True)
+    times = [
+        min(c.tpot_s for c in planned(DEEPSEEK, f"{gib}GiB").candidates)
+        for gib in (8, 12, 16, 24, 32, 48)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+# The paper's systems.
+
+
+def test_at_the_same_cache_the_order_is_the_papers_and_at_the_same_memory_not() -> None:
+    settings = paper_systems.Settings(["16GB", "40GB"])
+    report = paper_systems.run([QWEN, DEEPSEEK, PHI], settings, None, False)
+    for model, budget in ((QWEN, "16GB"), (DEEPSEEK, "16GB"), (PHI, "40GB")):
+        tpot = {
+            row["system"]: row["tpot_ms"]
+            for row in report.rows
+            if (row["model"], row["budget"]) == (model.name, budget)
+        }
+        assert tpot["moe-speq"] < min(tpot["sc"], tpot["transformers"])
+        # Not so in Figure 13: the draft's memory holds more experts than it hides transfers of.
+        assert tpot["speq"] < tpot["sm"] < tpot["moe-speq"]
+    notes = paper_systems.notes(report)
+    assert "Phi-3.5-MoE-instruct, 16GB: no room for the draft; nothing to compare" in notes
+    assert (
+        "Qwen1.5-MoE-A2.7B, 16GB: sm < moe-speq < sc < transformers, not moe-speq < sm < sc < "
+        "transformers" in notes
+    )
+
+
+# The command.
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_json(tmp_path: Path) -> None:
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--preset", "rtx-3090", "--json"))
+    assert {"items", "candidates", "best", "break_even_acceptance"} <= set(found)
+    assert "break_even_link_bytes_per_s" in found
+    keys = {"codec", "draft", "slots", "tpot_ms", "draft_length"}
+    assert all(keys <= set(entry) for entry in found["candidates"])
+    assert found["best"] in found["candidates"]
+    assert found["best"]["tpot_ms"] == min(entry["tpot_ms"] for entry in found["candidates"])
+    assert sum(found["items"].values()) + found["unused_bytes"] == 16 * GIB
+    for entry in found["candidates"]:
+        assert entry["hidden_tpot_ms"] <= entry["tpot_ms"] <= entry["exposed_tpot_ms"]
+
+
+def test_what_is_printed_says_what_it_rests_on() -> None:
+    text = " ".join(
+        run(
+            *(DEEPSEEK, "--memory-budget", "12GiB", "--link", "25GB/s"),
+            *("--memory-bandwidth", "900GB/s", "--acceptance", "0.8", "--locality", "independent"),
+        ).split()
+    )
+    assert "bandwidths as given; independent routes, N(t) of MoESD; acceptance 0.80" in text
+    assert "ways to hold the exact experts" in text
+    assert re.search(r"best: \w+ with(out)? a draft, k=\d+: [\d.]+ ms a token expected", text)
+    assert "break-even" in text and "in host memory" not in text.partition("break-even")[0]
+
+
+def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
+    made = tmp_path / "profile.json"
+    made.write_text(profile(acceptance=0.77).to_json())
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, "--json"))
+    assert found["assumptions"]["acceptance"] == 0.77
+    assert found["assumptions"]["machine"] == "profile measured on cpu: some"
+    arguments = ("--memory-budget", "16GiB", "--preset", "rtx-4090", "--trace", RECORDED, "--json")
+    found = json.loads(run(QWEN, *arguments))
+    assert found["assumptions"]["locality"] == "routes of models/tiny-moe"
+    trace = RouteTrace.read(RECORDED)
+    tried = sum(min(len(s.path), len(s.drafted)) for s in trace.steps)
+    stood = sum(len(s.path) - 1 for s in trace.steps)
+    assert found["assumptions"]["acceptance"] == pytest.approx(stood / tried)
+
+
+def test_drafts_that_were_not_timed_are_left_out(tmp_path: Path) -> None:
+    made = tmp_path / "profile.json"
+    made.write_text(profile(draft_token_s=0.0).to_json())
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, "--json"))
+    assert not any(entry["draft"] for entry in found["candidates"])
+    assert found["left_out"] == {"with a draft": "the profile was measured without one"}
+
+
+def test_presets_are_listed_and_plausible() -> None:
+    text = run(QWEN, "--memory-budget", "1GiB", "--preset", "?")
+    assert all(name in text for name in PRESETS)
+    for rates in PRESETS.values():
+        assert 1e9 < rates.link_bytes_per_s < rates.memory_bytes_per_s < 5e12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--memory-budget", "16GiB", "--preset", "abacus"), "preset is 'abacus'; it must be one"),
+        (("--memory-budget", "1GiB", "--preset", "rtx-4090"), "too small for a context of 4096"),
+        (("--memory-budget", "16GiB", "--link", "25GB"), "bytes per second with a unit"),
+        (("--memory-budget", "16GiB", "--link", "fast/s"), "is not understood"),
+        (("--memory-budget", "16GiB", "--locality", "x"), "locality is 'x'"),
+        (("--memory-budget", "16GiB", "--acceptance", "2", "--preset", "rtx-4090"), "from 0 to 1"),
+        (("--memory-budget", "16GiB", "--context-length", "9000000"), "context_length is 9000000"),
+        (("--memory-budget", "16GiB", "--profile", "/no/such.json"), "cannot be read"),
+        (
+            ("--memory-budget", "16GiB", "--profile", "x", "--preset", "rtx-4090"),
+            "give one of them",
+        ),
+        (
+            ("--memory-budget", "16GiB", "--trace", "x", "--locality", "bundled"),
+            "locality and trace are given together",
+        ),
+    ],
+)
+def test_errors(arguments: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(SpeqError, match=re.escape(sentence)):
+        CliRunner().invoke(app, ["plan", str(DEEPSEEK), *arguments], catch_exceptions=False)
+
+
+def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(SpeqError, match="does not exist"):
+        run(tmp_path / "nowhere", "--memory-budget", "1GiB")
+    content = json.loads((QWEN / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": {}}))
+    with pytest.raises(SpeqError, match="is quantised"):
+        run(tmp_path, "--memory-budget", "16GiB")
+
+
+def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*_: object) -> str:
+        raise OSError("the network is down\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(SpeqError, match=r"'some/model' .* the hub: the network is down$"):
+        run("some/model", "--memory-budget", "16GiB")
+
+
+def test_only_a_config_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, str]] = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(QWEN / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", "--json"))
+    assert found["model"] == "Qwen/x"
+    assert asked == [("Qwen/x", "config.json")]
+
+
+def test_rates() -> None:
+    assert parse_rate("link", "25GB/s") == 25e9
+    assert parse_rate("link", " 1.5 GiB / s") == 1.5 * GIB
+    assert format_rate(25.2e9) == "25.2 GB/s"
+    assert format_rate(7) == "7 B/s"
+    with pytest.raises(SpeqError, match="link is '25'"):
+        parse_rate("link", "25")
+    assert math.isfinite(parse_rate("link", "9999TB/s"))
