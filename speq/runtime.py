@@ -46,11 +46,11 @@ from speq.planning.demand import (
     wants_draft,
 )
 from speq.planning.subject import Budget, Subject
+from speq.registries import CACHE_POLICIES
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.policies import eviction_policy
 from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.route_history import RouteHistory
@@ -317,7 +317,7 @@ class Runtime:
         """Two banks of exact experts over one arena of slots."""
         num_layers, num_experts = self.model.num_moe_layers, self.shape.experts.num_experts
         transfer, asynchronous = self._transfer(slots)
-        policy = eviction_policy(self.config.cache_policy, len(slots), num_layers, num_experts)
+        policy = CACHE_POLICIES[self.config.cache_policy](len(slots), num_layers, num_experts)
         supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, self.recorder)
         lookahead = LookaheadBuffer(num_layers)
         prefetcher: Prefetcher = OnDemand(supply, lookahead)

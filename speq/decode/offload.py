@@ -7,7 +7,7 @@ from torch import Tensor
 from speq.experts.expert_store import ExpertStore
 from speq.experts.host_tier import HostTier
 from speq.layers.offloaded_experts import ExpertBank
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.supply import ExpertSupply
