@@ -2,47 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
 
-
-class ExpertKey(NamedTuple):
-    """An expert of the model: its MoE layer (counted among MoE layers) and its index there."""
-
-    layer: int
-    expert: int
-
-
-class EvictionPolicy(Protocol):
-    """Says how many slots a layer may fill, and orders residents by how soon they may go."""
-
-    def divide(self, num_slots: int) -> None:
-        """Share so many slots among the layers from now on."""
-
-    def quota(self, layer: int) -> int:
-        """Slots the layer may fill at a time, at least one."""
-
-    def touch(self, key: ExpertKey) -> None:
-        """`key` was asked for and is, or is about to be, resident."""
-
-    def forget(self, key: ExpertKey) -> None:
-        """`key` is no longer resident."""
-
-    def clear(self) -> None:
-        """No key is resident."""
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        """The exact model is at `layer` and wants these."""
-
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
-        """These are wanted at the next visit to `layer`; known: the share of the visit's tokens
-        of which that is all.
-        """
-
-    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
-        """Residents of a layer, or of all (None), in the order in which they may be evicted.
-
-        ahead: for a prefetch, which evicts nothing that is known to be needed sooner.
-        """
+from speq.scheduler.eviction import EvictionPolicy
+from speq.scheduler.expert_key import ExpertKey
 
 
 class ExpertCache:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.units import Done

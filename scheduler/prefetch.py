@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.guesses import GuessRecord
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.supply import ExpertSupply

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, MovedBytes, Priority, State, Ticket, record
 from speq.stats import Event, Recorder
 

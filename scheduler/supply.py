@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 from itertools import islice
 
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.pace import LinkPace
 from speq.scheduler.transfer import Priority, State, Ticket, TransferEngine
 from speq.stats import Recorder
@@ -122,7 +123,7 @@ class ExpertSupply:
 
     def room_ahead(self) -> int:
         """How many more prefetches keep the link busy until this is asked again."""
-        return self.pace.look(self._recorder.clock()) - len(self._under_way)
+        return self.pace.look(self._recorder.clock()) - self.under_way
 
     @property
     def under_way(self) -> int:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.stats import Event, Recorder
 
 # Brings one expert's record into the slot given, [slot_bytes] uint8 on the device, from any thread;

@@ -1,4 +1,4 @@
-"""Options of a run, checked where they enter. Imports nothing of ours but the error type."""
+"""Options of a run, checked where they enter."""
 
 import math
 import os
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError, checked_choice, checked_int
-from speq.registries import DRAFTERS
+from speq.registries import CACHE_POLICIES, DRAFTERS
 from speq.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-CACHE_POLICIES = ("lru", "lfu", "entropy", "lookahead")
 PREFETCH_MODES = ("none", "single-sooner", "single-later", "three-phase")
 DRAFT_KERNELS = ("fused", "unfused")
 CODECS = ("auto", "raw", "lossless", "residual")
@@ -92,7 +91,7 @@ class RunConfig:
         checked_choice("device", config.device, DEVICES)
         checked_choice("dtype", config.dtype, DTYPES)
         checked_choice("drafter", config.drafter, ("auto", "none", *DRAFTERS.names))
-        checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
+        checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES.names)
         checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
         checked_choice("codec", config.codec, CODECS)
         checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)

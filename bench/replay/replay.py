@@ -7,10 +7,11 @@ import torch
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
+from speq.registries import CACHE_POLICIES
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.policies import eviction_policy
 from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
 from speq.scheduler.supply import ExpertSupply
 from speq.stats import Recorder, RunStats, StepStats
@@ -77,7 +78,7 @@ class Replay:
         self._clock = SimulatedClock()
         self._recorder = Recorder(self._clock)
         layers, experts = trace.num_layers, trace.num_experts
-        policy = eviction_policy(scheduling.policy, scheduling.slots, layers, experts)
+        policy = CACHE_POLICIES[scheduling.policy](scheduling.slots, layers, experts)
         self._link = SimulatedLink(
             self._clock,
             self._recorder,

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Priority, State, Ticket, record
 from speq.stats import Event, Recorder
 

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speq.config import (
-    CACHE_POLICIES,
-    CODECS,
-    DEVICES,
-    DRAFT_KERNELS,
-    DTYPES,
-    PREFETCH_MODES,
-)
+from speq.config import CODECS, DEVICES, DRAFT_KERNELS, DTYPES, PREFETCH_MODES
+from speq.registries import CACHE_POLICIES
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -54,7 +48,7 @@ LatencySlo = Annotated[
         "at most, in milliseconds.",
     ),
 ]
-CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES)}.")]
+CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES.names)}.")]
 Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
 Codec = Annotated[
     str,

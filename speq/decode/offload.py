@@ -13,7 +13,8 @@ from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
 from speq.layers.offloaded_experts import ExpertBank
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import Prefetcher

@@ -16,7 +16,7 @@ from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.files.alignment import aligned_bytes
 from speq.files.range_file import RangeFile
 from speq.models.opened import Opened
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority, Ticket
 from speq.stats import Recorder

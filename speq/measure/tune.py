@@ -35,7 +35,7 @@ from speq.measure.report import read_prompts
 from speq.measure.routes import distinct_points
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder, StepStats

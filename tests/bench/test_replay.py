@@ -20,8 +20,9 @@ from speq.bench.replay.replay import (
     drafted_route,
     verified_route,
 )
-from speq.config import CACHE_POLICIES, PREFETCH_MODES
+from speq.config import PREFETCH_MODES
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
+from speq.registries import CACHE_POLICIES
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]
@@ -350,7 +351,7 @@ def random_trace(rng: random.Random, right: float) -> RouteTrace:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCH_MODES)
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 def test_random_routes(policy: str, prefetch: str) -> None:
     """What holds of any scheduling, whatever the draft says."""
     for seed in range(12):

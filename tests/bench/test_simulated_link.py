@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Priority, State, Ticket
 from speq.stats import Event, Recorder
 

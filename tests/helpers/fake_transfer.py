@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, Priority, State, Ticket
 
 # Of waiting for another thread. Only a test that fails takes so long.

@@ -18,12 +18,13 @@ import torch
 
 from speq import Generator
 from speq.cli.pack import packing_of
-from speq.config import CACHE_POLICIES, PREFETCH_MODES, SamplingParams
+from speq.config import PREFETCH_MODES, SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.measure.report import read_prompts
 from speq.models.opened import open_model
+from speq.registries import CACHE_POLICIES
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
 from tests.helpers.fake_transfer import Reordering
@@ -202,7 +203,7 @@ def pairwise_cells() -> list[Cell]:
         DRAFTS,
         STORES,
         READERS,
-        CACHE_POLICIES,
+        CACHE_POLICIES.names,
         PREFETCH_MODES,
         CODECS,
     )
@@ -283,7 +284,7 @@ def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None
     cells = [
         Cell(draft_length, budget, DRAFTS[at % 3], STORES[at // 2 % 2], 2, policy, mode)
         for at, (policy, mode, budget, draft_length) in enumerate(
-            product(CACHE_POLICIES, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
+            product(CACHE_POLICIES.names, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
         )
     ]
     check_family(family, cells, folders, "float32")

@@ -19,7 +19,7 @@ from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.models.opened import open_model
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, Priority
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 

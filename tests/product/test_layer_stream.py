@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.eviction import LruPolicy
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream
-from speq.scheduler.policies import LruPolicy
 from speq.scheduler.route_history import LIKELY, PRIOR_ROWS, RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
@@ -104,7 +105,7 @@ class Stream:
     ) -> None:
         self.slots, self.layers, self.experts = slots, layers, experts
         self.transfer = FakeTransfer(rng, depth)
-        self.cache = ExpertCache(slots, LruPolicy(slots, layers))
+        self.cache = ExpertCache(slots, LruPolicy(slots, layers, experts))
         self.supply = ExpertSupply(self.cache, self.transfer, Recorder(Clock()))
         self.history = RouteHistory(layers, experts)
         self.stream = LayerStream(self.supply, self.history, layers, ahead)

@@ -6,9 +6,15 @@ from functools import cache
 
 import pytest
 
-from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey
-from speq.scheduler.lookahead_policy import DARING, RECENCY, LookaheadPolicy
-from speq.scheduler.policies import LruPolicy
+from speq.scheduler.eviction import (
+    DARING,
+    LOOKAHEAD_RECENCY,
+    EvictionPolicy,
+    LookaheadPolicy,
+    LruPolicy,
+)
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
@@ -40,11 +46,25 @@ def loads(policy: EvictionPolicy, slots: int, trace: Trace) -> int:
     return len(transfer.asked)
 
 
-def knowing(slots: int, layers: int, experts: int, trace: Trace) -> LookaheadPolicy:
-    policy = LookaheadPolicy(slots, layers, experts)
-    for layer, wanted in trace:
-        policy.foresee(layer, wanted)
-    return policy
+class Knowing(LookaheadPolicy):
+    """As soon as a layer was visited, its next visit is foretold: over two passes, all that comes.
+
+    What is not yet foretold then belongs to layers of which nothing is resident.
+    """
+
+    def __init__(self, slots: int, layers: int, experts: int, trace: Trace) -> None:
+        super().__init__(slots, layers, experts)
+        self._trace = [[wanted for at, wanted in trace if at == layer] for layer in range(layers)]
+        for layer in range(layers):
+            self._foretell_next(layer)
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        super().visit(layer, experts)
+        self._foretell_next(layer)
+
+    def _foretell_next(self, layer: int) -> None:
+        if self._trace[layer]:
+            self.foretell(layer, self._trace[layer].pop(0), 1.0)
 
 
 def fewest_loads(slots: int, trace: Trace) -> int:
@@ -75,32 +95,29 @@ def fewest_loads(slots: int, trace: Trace) -> int:
 def test_with_a_known_future_nothing_does_better() -> None:
     rng = random.Random(1)
     differ = 0
-    for _ in range(150):
+    for _ in range(300):
         layers, experts = rng.choice([(1, 5), (2, 4), (3, 3)])
         slots = rng.randint(2, 5)
-        trace = random_trace(rng, layers, experts, passes=9 // layers, most=2)
+        trace = random_trace(rng, layers, experts, passes=2, most=2)
         best = fewest_loads(slots, trace)
-        assert loads(knowing(slots, layers, experts, trace), slots, trace) == best
-        differ += loads(LruPolicy(slots, layers), slots, trace) > best
+        assert loads(Knowing(slots, layers, experts, trace), slots, trace) == best
+        differ += loads(LruPolicy(slots, layers, 8), slots, trace) > best
     assert differ > 30  # cases in which it matters who goes
 
 
-def test_with_a_known_future_it_never_moves_more_than_lru() -> None:
+def test_what_is_foretold_saves_moves_over_lru() -> None:
     """Where a layer's share of LRU holds a visit. With less, LRU lets experts pass one by one
     through a single slot, which keeps others and has but one read under way at a time.
     """
     rng = random.Random(2)
     total = {"lru": 0, "lookahead": 0}
-    for _ in range(1000):
+    for _ in range(300):
         layers, experts = rng.randint(1, 4), rng.randint(3, 9)
         most = rng.randint(1, 3)
-        slots = rng.randint(layers * most, layers * experts)
+        slots = rng.randint(layers * most, layers * (most + 1))
         trace = random_trace(rng, layers, experts, passes=12, most=most)
-        lru = loads(LruPolicy(slots, layers), slots, trace)
-        known = loads(knowing(slots, layers, experts, trace), slots, trace)
-        assert known <= lru
-        total["lru"] += lru
-        total["lookahead"] += known
+        total["lru"] += loads(LruPolicy(slots, layers, experts), slots, trace)
+        total["lookahead"] += loads(Knowing(slots, layers, experts, trace), slots, trace)
     assert total["lookahead"] < 0.95 * total["lru"]
 
 
@@ -184,9 +201,9 @@ class Stated:
         self.wanted = {key for key in self.wanted if key.layer != layer}
         for key in self.probability:
             if key.layer == layer:
-                self.probability[key] *= 1 - RECENCY
+                self.probability[key] *= 1 - LOOKAHEAD_RECENCY
                 if key.expert in experts:
-                    self.probability[key] += RECENCY
+                    self.probability[key] += LOOKAHEAD_RECENCY
 
     def foretell(self, layer: int, experts: list[int], known: float) -> None:
         self.known[layer] = known

@@ -2,7 +2,7 @@
 
 import pytest
 
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.pace import FEWEST, MOST, WEIGHT, LinkPace
 from speq.scheduler.transfer import Priority, Ticket
 

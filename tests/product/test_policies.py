@@ -3,19 +3,28 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speq.config import CACHE_POLICIES
-from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey
-from speq.scheduler.lookahead_policy import LookaheadPolicy
-from speq.scheduler.policies import (
+from speq import Generator
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.registries import CACHE_POLICIES
+from speq.scheduler.eviction import (
     RECENCY,
     EntropyPolicy,
+    EvictionPolicy,
     LfuPolicy,
+    LookaheadPolicy,
     LruPolicy,
-    eviction_policy,
 )
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
+from tests.smallest import two_slot_budget
+from tests.tiny_models import greedy_tokens, load_plain
 
 
 class Past:
@@ -199,20 +208,20 @@ def test_lru_lets_go_who_was_used_longest_ago() -> None:
     rng = random.Random(4)
     for _ in range(10):
         layers, experts = rng.randint(1, 4), rng.randint(2, 7)
-        policy, past = LruPolicy(9, layers), Past(layers, experts)
+        policy, past = LruPolicy(9, layers, experts), Past(layers, experts)
         for _ in range(80):
             past.random_step(rng, policy)
             check_who_goes(policy, past, past.least_recently_used(None))
 
 
-@pytest.mark.parametrize("name", CACHE_POLICIES)
+@pytest.mark.parametrize("name", CACHE_POLICIES.names)
 def test_no_policy_evicts_what_is_pinned(name: str) -> None:
     """Random claims, ahead and on demand: the victim is one resident that is not in use."""
     for seed in range(12):
         rng = random.Random(seed)
         layers, experts = rng.randint(1, 4), rng.randint(2, 7)
         slots = rng.randint(1, layers * experts)
-        cache = ExpertCache(slots, eviction_policy(name, slots, layers, experts))
+        cache = ExpertCache(slots, CACHE_POLICIES[name](slots, layers, experts))
         everyone = [ExpertKey(layer, e) for layer in range(layers) for e in range(experts)]
         evicted = 0
         for _ in range(200):
@@ -241,12 +250,63 @@ def test_no_policy_evicts_what_is_pinned(name: str) -> None:
 
 
 def test_policies_by_their_names() -> None:
-    made = [eviction_policy(name, 6, 2, 4) for name in CACHE_POLICIES]
+    made = [CACHE_POLICIES[name](6, 2, 4) for name in CACHE_POLICIES.names]
     assert [type(policy) for policy in made] == [
         LruPolicy,
         LfuPolicy,
         EntropyPolicy,
         LookaheadPolicy,
     ]
-    with pytest.raises(ValueError, match="no policy random"):
-        eviction_policy("random", 6, 2, 4)
+    with pytest.raises(SpeqError, match="cache policy 'random' is unknown; give one of lru, lfu"):
+        CACHE_POLICIES["random"]
+
+
+class OldestFirst:
+    """A policy of no one's: shares as they come, and whoever came first goes first."""
+
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
+        self.visited: list[tuple[int, list[int]]] = []
+        self.divide(num_slots)
+        self.clear()
+
+    def divide(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def quota(self, layer: int) -> int:
+        return self.num_slots
+
+    def touch(self, key: ExpertKey) -> None:
+        self.residents.setdefault(key)
+
+    def forget(self, key: ExpertKey) -> None:
+        del self.residents[key]
+
+    def clear(self) -> None:
+        self.residents: dict[ExpertKey, None] = {}
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        self.visited.append((layer, experts))
+
+    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+        pass
+
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
+        return [key for key in self.residents if layer in (None, key.layer)]
+
+
+def test_a_policy_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:
+    """One that is declared here alone runs a generation, chosen as users choose."""
+    model, prompt = tiny("qwen2_moe"), [*b"a policy of one's own"]
+    options: dict[str, Any] = {"dtype": "float32", "context_length": 80, "draft_length": 3}
+    budget, _ = two_slot_budget(model, 80, "float32", 3)
+    with CACHE_POLICIES.registered("oldest-first", OldestFirst):
+        generator = Generator.from_pretrained(model, budget, cache_policy="oldest-first", **options)
+        result = generator.generate(prompt, max_new_tokens=20, ignore_eos=True)
+        policy = generator.runtime.engine.offload.supply.cache.policy
+        generator.close()
+    assert result.token_ids == greedy_tokens(load_plain(model), prompt, 20)
+    assert isinstance(policy, OldestFirst)
+    assert policy.visited
+    assert len(policy.residents) == 2
+    with pytest.raises(SpeqError, match="cache_policy is 'oldest-first'; it must be one of lru"):
+        RunConfig.of("1GiB", cache_policy="oldest-first")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.config import CACHE_POLICIES
+from speq.registries import CACHE_POLICIES
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.eviction import LookaheadPolicy
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.lookahead_policy import LookaheadPolicy
 from speq.scheduler.pace import FEWEST
-from speq.scheduler.policies import eviction_policy
 from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
@@ -292,13 +292,13 @@ def test_what_is_evicted_unused_is_wasted() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, *Mode])
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 @pytest.mark.parametrize("slots", [1, 2, 5, 13, 36])
 def test_every_verification_is_served(mode: Mode | None, policy: str, slots: int) -> None:
     """Random drafts and guesses, right and wrong, over transfers that end when they like."""
     rng = random.Random(slots)
     transfer, recorder = FakeTransfer(rng), Recorder()
-    of_slots = eviction_policy(policy, slots, LAYERS, EXPERTS)
+    of_slots = CACHE_POLICIES[policy](slots, LAYERS, EXPERTS)
     supply = ExpertSupply(ExpertCache(slots, of_slots), transfer, recorder)
     lookahead = LookaheadBuffer(LAYERS)
     prefetcher = (

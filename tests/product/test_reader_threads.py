@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from speq.scheduler import reader_threads
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
-from speq.scheduler.policies import LruPolicy
+from speq.scheduler.eviction import LruPolicy
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, Priority, State, Ticket
@@ -183,7 +184,7 @@ def test_a_supply_over_threads(rig: MakeRig, readers: int) -> None:
     """Waves hold what they say while readers write to other slots."""
     rng = random.Random(readers)
     made = rig(Reordering(read, readers), readers, slots=9)
-    supply = ExpertSupply(ExpertCache(9, LruPolicy(9, 3)), made.engine, made.recorder)
+    supply = ExpertSupply(ExpertCache(9, LruPolicy(9, 3, 8)), made.engine, made.recorder)
 
     def look_ahead() -> None:
         for key in rng.sample(ALL[:30], 2):
@@ -702,7 +703,7 @@ def test_interrupts_may_strike_anywhere(rig: MakeRig, call: str) -> None:
 FALLS_OUT_OF_MAIN = """
 import atexit, os, threading
 import torch
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from speq.routing import Route
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.eviction import LruPolicy
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.policies import LruPolicy
 from speq.scheduler.prefetch import OnDemand
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, Priority, State, SynchronousTransfer
@@ -80,7 +81,7 @@ def resident(cache: ExpertCache, layers: int, experts: int) -> set[ExpertKey]:
 
 @pytest.mark.parametrize(("slots", "layers"), [(12, 3), (7, 3), (4, 4), (3, 5), (1, 4), (9, 2)])
 def test_quotas_share_the_slots(slots: int, layers: int) -> None:
-    policy = LruPolicy(slots, layers)
+    policy = LruPolicy(slots, layers, 8)
     for shared in range(slots, -1, -1):
         policy.divide(shared)
         quotas = [policy.quota(layer) for layer in range(layers)]
@@ -93,7 +94,8 @@ def test_cache_matches_a_list(slots: int, layers: int, experts: int) -> None:
     """Random claims, some open for long, failures, pins and reserves: always the same residents."""
     for seed in range(8):
         rng = random.Random(seed)
-        cache, model = ExpertCache(slots, LruPolicy(slots, layers)), ModelCache(slots, layers)
+        cache = ExpertCache(slots, LruPolicy(slots, layers, experts))
+        model = ModelCache(slots, layers)
         everyone = [ExpertKey(layer, e) for layer in range(layers) for e in range(experts)]
         where: dict[ExpertKey, int] = {}
         under_way: dict[ExpertKey, int] = {}
@@ -154,7 +156,7 @@ def test_no_layer_is_pushed_beyond_its_share(slots: int, layers: int, experts: i
     """Slots under way count, however many claims are open and whoever holds the others."""
     for seed in range(8):
         rng = random.Random(seed)
-        cache = ExpertCache(slots, LruPolicy(slots, layers))
+        cache = ExpertCache(slots, LruPolicy(slots, layers, 8))
         everyone = [ExpertKey(layer, e) for layer in range(layers) for e in range(experts)]
         under_way: dict[ExpertKey, int] = {}
         for _ in range(400):
@@ -171,7 +173,7 @@ def test_no_layer_is_pushed_beyond_its_share(slots: int, layers: int, experts: i
 
 
 def test_claimed_slots_are_all_different() -> None:
-    cache = ExpertCache(5, LruPolicy(5, 2))
+    cache = ExpertCache(5, LruPolicy(5, 2, 8))
     claimed = [cache.claim(layer) for layer in (0, 1, 0, 1, 0)]
     assert {*claimed} == {0, 1, 2, 3, 4}
     assert cache.free_slots == 0
@@ -182,7 +184,7 @@ def test_claimed_slots_are_all_different() -> None:
 
 
 def test_nothing_is_claimed_where_all_is_in_flight_or_pinned() -> None:
-    cache = ExpertCache(4, LruPolicy(4, 2))
+    cache = ExpertCache(4, LruPolicy(4, 2, 8))
     held = ExpertKey(0, 0)
     fill(cache, held)
     cache.pin([held])
@@ -200,7 +202,7 @@ def test_nothing_is_claimed_where_all_is_in_flight_or_pinned() -> None:
 
 
 def test_slots_of_other_layers_are_taken_only_where_that_is_allowed() -> None:
-    cache = ExpertCache(2, LruPolicy(2, 3))
+    cache = ExpertCache(2, LruPolicy(2, 3, 8))
     older, newer = ExpertKey(0, 0), ExpertKey(1, 0)
     slots = {key: fill(cache, key) for key in (older, newer)}
     assert cache.claim(2, ahead=True) is None
@@ -216,7 +218,7 @@ def test_slots_of_other_layers_are_taken_only_where_that_is_allowed() -> None:
 
 
 def test_used_and_wasted_are_counted_once_by_layer() -> None:
-    cache = ExpertCache(3, LruPolicy(3, 1))
+    cache = ExpertCache(3, LruPolicy(3, 1, 8))
 
     def bring(expert: int, ahead: bool) -> None:
         slot = cache.claim(0)
@@ -245,7 +247,7 @@ def test_used_and_wasted_are_counted_once_by_layer() -> None:
 
 
 def test_pins_are_counted() -> None:
-    cache = ExpertCache(1, LruPolicy(1, 1))
+    cache = ExpertCache(1, LruPolicy(1, 1, 8))
     key = ExpertKey(0, 0)
     fill(cache, key)
     cache.pin([key])
@@ -258,7 +260,7 @@ def test_pins_are_counted() -> None:
 
 
 def test_what_is_not_there_yet_can_be_pinned() -> None:
-    cache = ExpertCache(1, LruPolicy(1, 1))
+    cache = ExpertCache(1, LruPolicy(1, 1, 8))
     key = ExpertKey(0, 0)
     cache.pin([key])
     fill(cache, key)
@@ -268,7 +270,7 @@ def test_what_is_not_there_yet_can_be_pinned() -> None:
 
 
 def test_pins_end_when_the_cache_is_cleared() -> None:
-    cache = ExpertCache(1, LruPolicy(1, 1))
+    cache = ExpertCache(1, LruPolicy(1, 1, 8))
     key = ExpertKey(0, 0)
     fill(cache, key)
     cache.pin([key])
@@ -280,14 +282,14 @@ def test_pins_end_when_the_cache_is_cleared() -> None:
 
 
 def test_lookup_is_a_use() -> None:
-    cache = ExpertCache(2, LruPolicy(2, 1))
+    cache = ExpertCache(2, LruPolicy(2, 1, 8))
     first, second = fill(cache, ExpertKey(0, 1)), fill(cache, ExpertKey(0, 2))
     cache.lookup(ExpertKey(0, 1))
     assert cache.claim(0) == second != first
 
 
 def test_asking_whether_it_is_there_is_no_use() -> None:
-    cache = ExpertCache(2, LruPolicy(2, 1))
+    cache = ExpertCache(2, LruPolicy(2, 1, 8))
     first, second = fill(cache, ExpertKey(0, 1)), fill(cache, ExpertKey(0, 2))
     assert ExpertKey(0, 1) in cache
     assert cache.claim(0) == first != second
@@ -295,7 +297,7 @@ def test_asking_whether_it_is_there_is_no_use() -> None:
 
 
 def test_reserve_shrinks_shares_and_leaves_slots_to_whoever_comes() -> None:
-    cache = ExpertCache(12, LruPolicy(12, 3))
+    cache = ExpertCache(12, LruPolicy(12, 3, 8))
     for layer in range(3):
         for expert in range(4):
             fill(cache, ExpertKey(layer, expert))
@@ -325,7 +327,7 @@ def test_reserve_shrinks_shares_and_leaves_slots_to_whoever_comes() -> None:
 
 
 def test_a_reserve_of_nothing_restores_the_shares() -> None:
-    cache = ExpertCache(8, LruPolicy(8, 2))
+    cache = ExpertCache(8, LruPolicy(8, 2, 8))
     cache.reserve(4)
     for expert in range(6):
         fill(cache, ExpertKey(0, expert))
@@ -348,12 +350,12 @@ class Served:
         self,
         slots: int,
         layers: int,
-        policy: Callable[[int, int], LruPolicy] = LruPolicy,
+        policy: type[LruPolicy] = LruPolicy,
         rng: random.Random | None = None,
     ) -> None:
         self.recorder = Recorder(Clock())
         self.transfer = FakeTransfer(rng)
-        self.cache = ExpertCache(slots, policy(slots, layers))
+        self.cache = ExpertCache(slots, policy(slots, layers, 8))
         self.supply = ExpertSupply(self.cache, self.transfer, self.recorder)
         self.server = OnDemand(self.supply, LookaheadBuffer(layers))
         self.slots, self.layers = slots, layers

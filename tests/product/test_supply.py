@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from speq.scheduler.expert_cache import ExpertCache, ExpertKey
+from speq.scheduler.eviction import LruPolicy
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.pace import FEWEST
-from speq.scheduler.policies import LruPolicy
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority, SynchronousTransfer, TransferEngine
 from speq.stats import Recorder
@@ -26,7 +27,7 @@ class Supplied:
     ) -> None:
         self.slots, self.layers = slots, layers
         self.transfer = FakeTransfer(rng, depth)
-        self.cache = ExpertCache(slots, LruPolicy(slots, layers))
+        self.cache = ExpertCache(slots, LruPolicy(slots, layers, 8))
         self.recorder = Recorder(Clock())
         self.supply = ExpertSupply(self.cache, self.transfer, self.recorder)
 
@@ -275,7 +276,7 @@ def test_the_engine_may_raise_when_it_is_asked() -> None:
 
     slots = torch.zeros(2, 4, dtype=torch.uint8)
     transfer: TransferEngine = SynchronousTransfer(fetch, slots, lambda key: 4, Recorder(Clock()))
-    supply = ExpertSupply(ExpertCache(2, LruPolicy(2, 1)), transfer, Recorder(Clock()))
+    supply = ExpertSupply(ExpertCache(2, LruPolicy(2, 1, 8)), transfer, Recorder(Clock()))
     for _ in range(3):
         with pytest.raises(OSError, match="disk is gone"):
             list(supply.serve(0, [0, 1, 2]))
@@ -323,7 +324,7 @@ class Witness(ExpertCache):
 
 def test_slots_are_forgotten_once_nothing_is_written_to_them() -> None:
     transfer = FakeTransfer()
-    cache = Witness(4, LruPolicy(4, 1), transfer.calls)
+    cache = Witness(4, LruPolicy(4, 1, 8), transfer.calls)
     supply = ExpertSupply(cache, transfer, Recorder(Clock()))
     for expert in range(4):
         assert supply.load(ExpertKey(0, expert), Priority.PREFETCH)
