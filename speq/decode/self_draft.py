@@ -42,4 +42,4 @@ class SelfDraft:
         finally:
             self._cache.rewind(written)
             self._bank.begin(0, None)
-        return Draft(tokens, list(range(len(tokens))))
+        return Draft.chain(tokens)
