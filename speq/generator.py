@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from speq.config import RunConfig, SamplingParams
+from speq.config import MAX_DRAFT_LENGTH, RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
 from speq.decode.sequence import Sequence as Request
-from speq.errors import SpeqError
+from speq.errors import SpeqError, checked_int
 from speq.load import load
 from speq.models.opened import open_model
 from speq.runtime import Runtime
@@ -65,6 +65,7 @@ class Generator:
         self._turn = threading.Lock()
         self._streaming_thread: int | None = None
         self._closed = False
+        self._draft_length: int | None = None
         # What was measured of the last run, while it goes on and afterwards.
         self.last_run: RunStats | None = None
 
@@ -211,6 +212,7 @@ class Generator:
                 # Text goes on from text; an answer in a chat begins one.
                 context = request.prompt_ids if isinstance(prompt, str) else []
                 text = TextStream(self.tokenizer, request.sampling.stop, context)
+                request.text = text
                 return (yield from self._run(request, text, start_s, progress))
             finally:
                 self._streaming_thread = None
@@ -232,33 +234,34 @@ class Generator:
         self, request: Request, text: TextStream, start_s: float, progress: Progress | None
     ) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        stats = self.last_run = self._runtime.begin_stats(start_s)
+        stats = engine.recorder.begin_run(self._runtime.begin_stats(start_s))
+        self.last_run = stats
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:
                 progress("running the prompt", done, total)
 
-        step = engine.start(request, prompt_progress)
+        emitted = engine.start(request, prompt_progress)
         while True:
-            stats.record(step)
-            emitted = request.generated_ids[len(request.generated_ids) - step.emitted :]
-            for at, token_id in enumerate(emitted, start=1):
-                last = request.finish_reason is not None and at == len(emitted)
-                piece = text.feed(token_id)
-                if text.stopped:
-                    request.finish_reason = "stop"
-                    step.emitted = at
-                elif last:
-                    piece += text.finish()
-                    if text.stopped:
-                        request.finish_reason = "stop"
+            for token_id, piece in zip(emitted, text.take(), strict=True):
                 yield Token(token_id, piece)
                 self._streaming_thread = threading.get_ident()  # it may have been handed on
-                if text.stopped:
-                    break
             if request.finish_reason is not None:
                 return request, stats
-            step = engine.step(request)
+            emitted = engine.step(request, self._draft_length)
+
+    @contextmanager
+    def with_draft_length(self, draft_length: int) -> Iterator[None]:
+        """Draft so many tokens in every step of this block, whatever the governor would choose.
+
+        0 decodes plainly and keeps the draft in memory. Raises SpeqError for nonsense.
+        """
+        checked_int("draft_length", draft_length, 0, MAX_DRAFT_LENGTH)
+        before, self._draft_length = self._draft_length, draft_length
+        try:
+            yield
+        finally:
+            self._draft_length = before
 
     @property
     def max_context(self) -> int:

@@ -33,7 +33,21 @@ class TextStream:
         self._prefix = 0  # tokens before this one are needed no more
         self._read = len(self._ids)  # tokens before this one have been decoded
         self._held = ""
+        self._pieces: list[str] = []
         self.stopped = False
+
+    def write(self, token_id: int, last: bool) -> bool:
+        """Feed a token, the last one or not, and keep its piece; return whether it `stopped`."""
+        piece = self.feed(token_id)
+        if last and not self.stopped:
+            piece += self.finish()
+        self._pieces.append(piece)
+        return self.stopped
+
+    def take(self) -> list[str]:
+        """The pieces of the tokens that were written since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def feed(self, token_id: int) -> str:
         """Text that is certain now that `token_id` has come."""

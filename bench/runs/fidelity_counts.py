@@ -147,9 +147,9 @@ class Fidelity:
         """Draft and verify behind `token_ids`, all but the last of which the cache holds."""
         engine = runtime.engine
         sampling = SamplingParams(max_new_tokens=len(self.positions) + 1, ignore_eos=True)
-        step = engine.step(Sequence(token_ids, sampling))
+        engine.step(Sequence(token_ids, sampling))
+        step, lookahead = engine.recorder.step, engine.lookahead
         engine.cache.rewind(step.accepted + 1)
-        lookahead = engine.offload.prefetcher.lookahead
         used = {layer: ranked(route) for layer, route in lookahead.used.items()}
         for (node, layer), route in lookahead.predicted.items():
             # A draft that broke off has a route more than tokens, and still a node for each.

@@ -9,6 +9,7 @@ down or speeds up meanwhile favours none of them. Each run goes on from a warm o
 does not count, but for `auto`, whose calibration is part of what is measured.
 """
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,15 +18,16 @@ from typing import Any
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
-from speq.governor.draft_length import FixedDraftLength
 from speq.governor.explanation import explain
 from speq.machine import resolve_device
 from speq.measure.report import Column, Report, parse_numbers, read_prompts
+from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.units import parse_bytes
 
 AUTO, TUNED, HELD = "auto", "tuned", "0, held"
+WARM_UP_TOKENS = 8
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -123,18 +125,11 @@ def measure(
         draft_length=length if fixed else "auto",
         **given,
     )
+    held = generator.with_draft_length(0) if length == HELD else nullcontext()
     try:
-        longest = max(len(generator.encode(prompt)) for prompt in prompts)
-        generator.reserve(longest + settings.max_new_tokens)
-        if length == HELD:
-            generator.runtime.engine.governor = FixedDraftLength(0)
-        if length not in (AUTO, TUNED):
-            generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
-        runs = []
-        for prompt in prompts:
-            generator.generate(prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True)
-            assert generator.last_run is not None, "a run has ended"
-            runs.append(generator.last_run)
+        with held:
+            warm_up = 0 if length in (AUTO, TUNED) else WARM_UP_TOKENS
+            runs = runs_of(generator, prompts, settings.max_new_tokens, warm_up)
     except SpeqError as error:
         raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
     finally:

@@ -2,8 +2,8 @@
 
 The INT4 experts draft k tokens and name, layer by layer, the exact experts those will need; the
 exact model then verifies k + 1 tokens in one pass, experts out of slots. Plain decoding is the case
-k = 0, and a prompt is run by the same model, chunk by chunk. What a step measured is in its
-StepStats, and nowhere else.
+k = 0, and a prompt is run by the same model, chunk by chunk. `start` and `step` return the tokens
+they emitted; what they measured goes by way of the recorder, and no other.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +14,10 @@ from speq.decode.accept import accept
 from speq.decode.drafter import Drafter
 from speq.decode.offload import Offload
 from speq.decode.sequence import Draft, Outcome, Sequence
-from speq.governor.draft_length import Decision, Governor
+from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
+from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import Recorder, StepStats
 
 
@@ -34,8 +35,8 @@ class Engine:
 
     def start(
         self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
-    ) -> StepStats:
-        """Run the prompt and emit the first token. progress: told (tokens done, tokens)."""
+    ) -> list[int]:
+        """Run the prompt and return the first token. progress: told (tokens done, tokens)."""
         stats = self.recorder.begin("prefill")
         self.cache.clear()
         prompt = sequence.prompt_ids
@@ -45,61 +46,73 @@ class Engine:
         if progress is not None:
             progress(len(prompt), len(prompt))
         self.governor.begin()
-        outcome = accept(Draft(), scored.logits, sequence)
-        stats.emitted = len(sequence.extend(outcome.token_ids))
-        return self.recorder.finish()
+        emitted = sequence.extend(accept(Draft(), scored.logits, sequence).token_ids)
+        stats.emitted = len(emitted)
+        self.recorder.finish()
+        return emitted
 
-    def step(self, sequence: Sequence) -> StepStats:
-        """Run one round of drafting and verification and emit at least one token."""
+    def step(self, sequence: Sequence, draft_length: int | None = None) -> list[int]:
+        """Run one round of drafting and verification; return the tokens it emitted, at least one.
+
+        draft_length  where it is given, the governor neither decides nor learns
+        """
+        governor = self.governor if draft_length is None else FixedDraftLength(draft_length)
         stats = self.recorder.begin("decode")
-        decision = self.draft_length(sequence)
-        prefetcher = self.offload.prefetcher
-        prefetcher.begin(decision.draft_length)
-        with self.mending(), self.recorder.timed("draft"):
-            draft = self.drafter.propose(
-                sequence, decision.draft_length, on_route=prefetcher.request, go_on=self.go_on
-            )
-        with self.mending(), self.recorder.timed("verify"):
-            scored = self.verify(sequence, draft)
+        decision = within(governor.decide(), sequence)
+        draft = self.propose(sequence, decision.draft_length, governor)
+        scored = self.verify(sequence.pending_id, draft)
         outcome = accept(draft, scored.logits, sequence)
+        emitted = self.commit(sequence, draft, outcome, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
-        self.commit(sequence, draft, outcome, stats)
-        self.governor.observe(self.recorder.finish())
-        return stats
+        governor.observe(self.recorder.finish())
+        return emitted
 
-    def draft_length(self, sequence: Sequence) -> Decision:
-        """The governor's choice, short of drafting more than may still be emitted."""
-        decision = self.governor.decide()
-        useful = sequence.remaining - 1
-        if decision.draft_length <= useful:
-            return decision
-        return Decision(useful, f"{useful} left after the next token", "bound")
+    def propose(self, sequence: Sequence, draft_length: int, governor: Governor) -> Draft:
+        """Draft up to so many tokens, as long as each is worth it by the experts named so far."""
+        prefetcher = self.offload.prefetcher
+        prefetcher.begin(draft_length)
 
-    def go_on(self, drafted: int) -> bool:
-        """Whether the draft under way is worth another token, by the experts it has named."""
-        return self.governor.go_on(drafted, self.offload.prefetcher.new_experts)
+        def go_on(drafted: int) -> bool:
+            return governor.go_on(drafted, prefetcher.new_experts)
 
-    def verify(self, sequence: Sequence, draft: Draft) -> Scored:
+        with self.mending(), self.recorder.timed("draft"):
+            return self.drafter.propose(sequence, draft_length, prefetcher.request, go_on)
+
+    def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
-        return self.model.score(
-            self.offload.target,
-            self.cache,
-            [sequence.pending_id, *draft.token_ids],
-            draft.depths(),
-            draft.ancestors(),
-        )
+        with self.mending(), self.recorder.timed("verify"):
+            return self.model.score(
+                self.offload.target,
+                self.cache,
+                [pending_id, *draft.token_ids],
+                draft.depths(),
+                draft.ancestors(),
+            )
 
-    def commit(self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats) -> None:
+    def commit(
+        self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats
+    ) -> list[int]:
         """Keep the accepted path in the KV cache, emit its tokens, complete the record."""
         self.cache.keep_path(0, outcome.path)
+        emitted = sequence.extend(outcome.token_ids)
         stats.draft_length = len(draft.token_ids)
         stats.accepted = outcome.accepted
-        stats.emitted = len(sequence.extend(outcome.token_ids))
-        lookahead = self.offload.prefetcher.lookahead
-        stats.named, stats.choices = lookahead.recall(outcome.path)
+        stats.emitted = len(emitted)
+        stats.named, stats.choices = self.lookahead.recall(outcome.path)
         if len(outcome.path) < draft.nodes:
-            self.recorder.rejected(lookahead.rejected(outcome.path))
+            self.recorder.rejected(self.lookahead.rejected(outcome.path))
+        return emitted
+
+    @property
+    def lookahead(self) -> LookaheadBuffer:
+        """The routes of the last step's draft and verification."""
+        return self.offload.prefetcher.lookahead
+
+    @property
+    def prompt_experts(self) -> int:
+        """(layer, expert) pairs that the prompts so far have wanted, each counted once."""
+        return self.offload.stream.history.chosen
 
     @contextmanager
     def mending(self) -> Iterator[None]:
@@ -115,3 +128,11 @@ class Engine:
         self.offload.supply.close()
         for tensor in (self.offload.slots, *self.cache.tensors()):
             tensor.untyped_storage().resize_(0)
+
+
+def within(decision: Decision, sequence: Sequence) -> Decision:
+    """The governor's choice, short of drafting more than may still be emitted."""
+    useful = sequence.remaining - 1
+    if decision.draft_length <= useful:
+        return decision
+    return Decision(useful, f"{useful} left after the next token", "bound")

@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ class Draft:
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+
+    @classmethod
+    def chain(cls, token_ids: list[int]) -> "Draft":
+        """Each token behind the one before it."""
+        return cls(token_ids, list(range(len(token_ids))))
 
     @property
     def nodes(self) -> int:
@@ -58,16 +64,23 @@ class Outcome:
         return len(self.path) - 1
 
 
+class Text(Protocol):
+    def write(self, token_id: int, last: bool) -> bool:
+        """Take the next token, the last one or not; return whether a stop string ends the text."""
+
+
 @dataclass(slots=True)
 class Sequence:
     """One request. Its KV entries are exact for every token but the last, the pending one.
 
+    text  reads the tokens as they are appended; without one there are no stop strings
     seed  of what is drawn: the request's, or one of its own
     """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     eos_ids: frozenset[int] = frozenset()
+    text: Text | None = None
     generated_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seed: int = field(init=False)
@@ -94,15 +107,20 @@ class Sequence:
         return token_id in self.eos_ids and not self.sampling.ignore_eos
 
     def extend(self, token_ids: list[int]) -> list[int]:
-        """Append tokens up to the first that ends the sequence; return those appended."""
-        appended = []
-        for token_id in token_ids:
+        """Append tokens up to the first that ends the sequence; return those appended.
+
+        Nothing else sets `finish_reason`: to "eos", "length", or "stop" where a stop string is
+        complete, which goes before the other two.
+        """
+        for at, token_id in enumerate(token_ids, start=1):
             self.generated_ids.append(token_id)
-            appended.append(token_id)
             if self.ends(token_id):
                 self.finish_reason = "eos"
             elif self.remaining == 0:
                 self.finish_reason = "length"
-            if self.finish_reason:
-                break
-        return appended
+            last = self.finish_reason is not None
+            if self.text is not None and self.text.write(token_id, last):
+                self.finish_reason = "stop"
+            if self.finish_reason is not None:
+                return token_ids[:at]
+        return token_ids

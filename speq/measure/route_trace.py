@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.config import SamplingParams
-from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.files.atomic_file import replacing
 from speq.generator import Generator
+from speq.measure.runs import steps_of
 from speq.routing import Route
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import RunStats
@@ -136,28 +135,18 @@ def record(
     )
     try:
         runtime = generator.runtime
-        longest = max(len(generator.encode(prompt)) for prompt in prompts)
-        generator.reserve(longest + max_new_tokens)
-        engine = runtime.engine
-        lookahead = engine.offload.prefetcher.lookahead
-        steps, run = [], runtime.begin_stats(0.0)
-        for prompt in prompts:
-            request = Sequence(
-                generator.encode(prompt),
-                SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-                runtime.model.eos_ids,
-            )
-            engine.start(request)
-            while request.finish_reason is None:
-                stats = engine.step(request)
-                run.record(stats)
-                # The tokens of a chain are accepted from the front.
-                steps.append(_step(lookahead, stats.draft_length, list(range(stats.accepted + 1))))
+        run, steps = runtime.begin_stats(0.0), []
+        for stats in steps_of(generator, prompts, max_new_tokens):
+            run.record(stats)
+            lookahead = runtime.engine.lookahead
+            # The tokens of a chain are accepted from the front.
+            steps.append(_step(lookahead, stats.draft_length, list(range(stats.accepted + 1))))
     finally:
         generator.close()
     experts = runtime.shape.experts
     top_k = len(steps[0].used[0][0])
-    trace = RouteTrace(model, draft_length, lookahead.num_layers, experts.num_experts, top_k, steps)
+    num_layers = len(steps[0].used)
+    trace = RouteTrace(model, draft_length, num_layers, experts.num_experts, top_k, steps)
     return trace, run
 
 

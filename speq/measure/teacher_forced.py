@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speq.decode.sequence import Draft
 from speq.runtime import Runtime
 from speq.scheduler.lookahead import LookaheadBuffer
 
@@ -40,7 +41,7 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
     must be rewound before the next pass.
     """
     engine, model = runtime.engine, runtime.model
-    cache, lookahead = engine.cache, engine.offload.prefetcher.lookahead
+    cache, lookahead = engine.cache, engine.lookahead
     cache.clear()
     for start in range(0, len(token_ids), rows):
         tokens = token_ids[start : start + rows]
@@ -53,6 +54,6 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
                 drafted.append(model.score(runtime.draft_bank, cache, [token]).logits)
                 cache.advance(1)
             cache.rewind(len(tokens))
-        exact = model.score(engine.offload.target, cache, tokens).logits
+        exact = engine.verify(tokens[0], Draft.chain(tokens[1:])).logits
         cache.advance(len(tokens))
         yield ForcedPass(start, exact, torch.cat(drafted) if drafted else None, lookahead)

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from speq.config import SamplingParams
 from speq.decode.offload import fetch_from, moved_from
-from speq.decode.sequence import Sequence
 from speq.errors import checked_int
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of, codecs_for
 from speq.experts.encoding_store import EncodingStore
@@ -27,12 +25,12 @@ from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.alignment import aligned_bytes
 from speq.generator import Generator
 from speq.governor.adaptive import LONGEST
-from speq.governor.draft_length import FixedDraftLength
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
 from speq.measure.link import arena_for, expert_files, plain_reads
 from speq.measure.report import read_prompts
 from speq.measure.routes import distinct_points
+from speq.measure.runs import steps_of
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
 from speq.scheduler.expert_key import ExpertKey
@@ -132,31 +130,22 @@ def measured_cycles(
     slots hold is then of all lengths, which is why stalls are taken off and not measured here.
     """
     runtime = generator.runtime
-    longest = max(len(generator.encode(prompt)) for prompt in prompts)
-    generator.reserve(longest + max_new_tokens)
-    lengths = DRAFT_LENGTHS if runtime.draft_bank is not None else DRAFT_LENGTHS[:1]
-    engine, cycles = runtime.engine, defaultdict[int, list[StepStats]](list)
-    lookahead = engine.offload.prefetcher.lookahead
-    routes: list[list[list[int]]] = [[] for _ in range(lookahead.num_layers)]
-    total, before = len(prompts) * max_new_tokens, engine.governor
-    try:
-        for number, prompt in enumerate(prompts):
-            sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-            request = Sequence(generator.encode(prompt), sampling, runtime.model.eos_ids)
-            engine.start(request)
-            while request.finish_reason is None:
-                counts = {k: len(cycles[k]) for k in lengths}
-                engine.governor = FixedDraftLength(min(counts, key=lambda k: (counts[k], k)))
-                step = engine.step(request)
-                cycles[step.draft_length].append(step)
-                for layer, chosen in enumerate(routes):  # a chain is accepted from the front
-                    chosen += lookahead.used[layer].topk_ids[: step.accepted + 1].tolist()
-                done = number * max_new_tokens + max_new_tokens - request.remaining
-                tell("measuring drafts and verifications", done, total)
-    finally:
-        engine.governor = before
-        tell("measuring drafts and verifications", total, total)
-    return {k: cycles[k] for k in lengths if cycles[k]}, routes
+    cycles = defaultdict[int, list[StepStats]](list)
+    routes: list[list[list[int]]] = [[] for _ in range(runtime.model.num_moe_layers)]
+    done, total = 0, len(prompts) * (max_new_tokens - 1)
+
+    def fewest_cycles() -> int:
+        lengths = DRAFT_LENGTHS if runtime.draft_bank is not None else DRAFT_LENGTHS[:1]
+        return min(lengths, key=lambda k: (len(cycles[k]), k))
+
+    for step in steps_of(generator, prompts, max_new_tokens, fewest_cycles):
+        cycles[step.draft_length].append(step)
+        used = runtime.engine.lookahead.used
+        for layer, chosen in enumerate(routes):  # a chain is accepted from the front
+            chosen += used[layer].topk_ids[: step.accepted + 1].tolist()
+        done += step.emitted
+        tell("measuring drafts and verifications", done, total)
+    return {k: cycles[k] for k in DRAFT_LENGTHS if cycles[k]}, routes
 
 
 def figures_of(cycles: dict[int, list[StepStats]]) -> dict[str, Any]:

@@ -18,12 +18,15 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from speq import Generator, SpeqError, Token
+from speq.config import SamplingParams
+from speq.decode.sequence import Sequence
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.kernels import ops
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.scheduler.expert_cache import ExpertCache
+from speq.stats import RunStats
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]
@@ -265,6 +268,68 @@ def test_a_stop_string_ends_within_an_accepted_run(trained: Subject, bundled: Pa
         assert result.finish_reason == "stop"
         assert result.stats["new_tokens"] == at + 1
     trained.check_ready(ids)
+
+
+def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: Subject) -> None:
+    """The record of the step, the tokens that were given out and the governor agree."""
+    generator = trained.generator
+    ids = generator.encode(PROMPT)
+    whole = generator.generate(ids, max_new_tokens=24, ignore_eos=True)
+    ends = accumulate(step.emitted for step in generator.last_run.steps)
+    # The first token of a step that emits several is the last that a stop string leaves.
+    at = next(end for end, step in zip(ends, generator.last_run.decode, strict=False)
+              if step.emitted > 2)  # fmt: skip
+    tokenizer = generator.tokenizer
+    before = tokenizer.decode(whole.token_ids[:at])
+    stop = tokenizer.decode(whole.token_ids[: at + 1])[len(before) - 3 :]
+    assert whole.text.find(stop) == len(before) - 3
+    result = generator.generate(ids, max_new_tokens=24, ignore_eos=True, stop=stop)
+    assert result.token_ids == whole.token_ids[: at + 1]
+    assert sum(step.emitted for step in generator.last_run.steps) == at + 1
+    last = generator.last_run.steps[-1]
+    assert (last.emitted, last.accepted > 1) == (1, True)
+    assert generator.runtime.recorder.step is last
+    trained.check_ready(ids)
+
+
+def test_steps_return_the_tokens_they_emitted(trained: Subject) -> None:
+    generator = trained.generator
+    ids = generator.encode(PROMPT)
+    engine = generator.runtime.reserve(len(ids) + 20)
+    request = Sequence(ids, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    run = engine.recorder.begin_run(RunStats(0.0, {}))
+    emitted = [engine.start(request)]
+    while request.finish_reason is None:
+        emitted.append(engine.step(request))
+    tokens = [token for each in emitted for token in each]
+    assert tokens == request.generated_ids == trained.wanted(ids, 20)
+    assert [len(each) for each in emitted] == [step.emitted for step in run.steps]
+    assert max(map(len, emitted)) > 1
+
+
+def test_a_draft_length_for_a_while(tiny: Folder, plain_small: Any) -> None:
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY, draft_length=3)
+    wanted = greedy_tokens(plain_small, [1, 2, 3], 12)
+
+    def lengths() -> set[int]:
+        result = generator.generate([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+        assert result.token_ids == wanted
+        return {step.draft_length for step in generator.last_run.decode}
+
+    try:
+        with generator.with_draft_length(0):
+            assert lengths() == {0}
+            with generator.with_draft_length(2):
+                assert 2 in lengths()
+            # Also where memory is laid out anew.
+            generator.reserve(generator.runtime.plan.context + 64)
+            assert lengths() == {0}
+        assert generator.runtime.plan.has_draft
+        assert 3 in lengths()
+        with pytest.raises(SpeqError, match="draft_length is -1"), generator.with_draft_length(-1):
+            pytest.fail("nonsense was accepted")
+    finally:
+        generator.close()
 
 
 def test_an_end_of_text_ends(small: Subject) -> None:

@@ -43,6 +43,23 @@ def test_step_lasts_from_begin_to_finish() -> None:
     assert recorder.step.start_s == 103.5
 
 
+def test_a_run_is_told_of_the_steps_that_are_finished() -> None:
+    recorder = Recorder(Clock())
+    recorder.begin("decode")
+    recorder.finish()  # of no run
+    first, second = RunStats(0.0, {}), RunStats(0.0, {})
+    assert recorder.begin_run(first) is first
+    prefill = recorder.begin("prefill")
+    assert first.steps == []
+    recorder.finish()
+    decode = recorder.begin("decode")
+    recorder.finish()
+    recorder.begin_run(second)
+    recorder.begin("decode")
+    assert list(map(id, first.steps)) == [id(prefill), id(decode)]
+    assert second.steps == []
+
+
 def test_timed_blocks_add_up_by_kind() -> None:
     clock = Clock(0.0)
     recorder = Recorder(clock)

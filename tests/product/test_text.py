@@ -316,3 +316,18 @@ def test_text_that_goes_on_keeps_its_first_space() -> None:
     assert going_on.feed(2) + going_on.finish() == " runs"
     beginning = TextStream(fast)
     assert beginning.feed(2) + beginning.finish() == "runs"
+
+
+def test_written_tokens_have_a_piece_each_and_the_last_one_the_rest() -> None:
+    stream = TextStream(Words("x #", "#", " y", " #", "#", "#"), ("###",))
+    assert [stream.write(token, last=False) for token in range(3)] == [False] * 3
+    assert stream.take() == ["x ", "", "## y"]
+    assert [stream.write(token, last=token == 4) for token in (3, 4)] == [False] * 2
+    assert stream.take() == [" ", "##"]
+    assert stream.take() == []
+
+
+def test_a_written_token_tells_of_the_stop_string_it_completes() -> None:
+    stream = TextStream(Words("x #", "#", "# y"), ("###",))
+    assert [stream.write(token, last=token == 2) for token in range(3)] == [False, False, True]
+    assert "".join(stream.take()) == "x "

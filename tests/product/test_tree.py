@@ -34,7 +34,7 @@ def test_every_path_scores_as_if_alone(family: str, tiny: Callable[[str], Path])
     sequence = Sequence(PROMPT, SamplingParams(max_new_tokens=40))
     engine.start(sequence)
     draft = Draft([11, 22, 33, 44, 55, 66, 77], PARENTS)
-    scored = engine.verify(sequence, draft)
+    scored = engine.verify(sequence.pending_id, draft)
     tokens = [sequence.pending_id, *draft.token_ids]
     for node in range(draft.nodes):
         alone = PROMPT + [tokens[at] for at in path_to(node)]

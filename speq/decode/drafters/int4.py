@@ -43,4 +43,4 @@ class Int4Drafter:
         finally:
             self._cache.rewind(written)
             self._bank.begin(0, None)
-        return Draft(tokens, list(range(len(tokens))))
+        return Draft.chain(tokens)

@@ -1,0 +1,51 @@
+"""Generations to measure: each text to its full length, as runs or step by step."""
+
+from collections.abc import Callable, Iterator
+
+from speq.config import SamplingParams
+from speq.decode.sequence import Sequence
+from speq.generator import Generator
+from speq.stats import RunStats, StepStats
+
+
+def steps_of(
+    generator: Generator,
+    prompts: list[str],
+    max_new_tokens: int,
+    draft_length: Callable[[], int | None] = lambda: None,
+) -> Iterator[StepStats]:
+    """Yield the record of every step behind the prompts; each text goes on to its full length.
+
+    `Engine.lookahead` holds the routes of a step until the next one is asked for.
+
+    draft_length  asked before each step; None leaves the choice to the governor
+    """
+    encoded = [generator.encode(prompt) for prompt in prompts]
+    generator.reserve(max(map(len, encoded)) + max_new_tokens)
+    engine = generator.runtime.engine
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    for prompt_ids in encoded:
+        request = Sequence(prompt_ids, sampling)
+        engine.start(request)
+        while request.finish_reason is None:
+            engine.step(request, draft_length())
+            yield engine.recorder.step
+
+
+def runs_of(
+    generator: Generator, prompts: list[str], max_new_tokens: int, warm_up: int = 0
+) -> list[RunStats]:
+    """What was measured of each text, all of them under one layout of memory.
+
+    warm_up  so many tokens of the last text come first, to fill the slots, and do not count
+    """
+    longest = max(len(generator.encode(prompt)) for prompt in prompts)
+    generator.reserve(longest + max_new_tokens)
+    if warm_up:
+        generator.generate(prompts[-1], max_new_tokens=min(warm_up, max_new_tokens))
+    runs = []
+    for prompt in prompts:
+        generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+        assert generator.last_run is not None, "a run has ended"
+        runs.append(generator.last_run)
+    return runs
