@@ -1,13 +1,13 @@
 """The smallest budget a model runs in, with and without a draft."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from speq import SpeqError
 from speq.config import RunConfig
+from speq.load import load
 from speq.models.opened import open_model
 from speq.planning import memory
 from speq.runtime import Runtime
@@ -32,8 +32,8 @@ def two_slot_budget(
         reader_threads=reader_threads,
         codec=codec,
     )
-    runtime = Runtime(open_model(model), config)
-    demand = replace(runtime.demand, draft_needed=True)
+    runtime = Runtime(load(open_model(model), config))
+    demand = runtime.demand
     runtime.close()
     with pytest.raises(SpeqError) as refused:
         memory.plan(demand, 1, context)

@@ -21,13 +21,17 @@ from speq.cli import app
 from speq.drafts.draft_source import open_draft
 from speq.experts import pack as pack_module
 from speq.experts import record_writer
-from speq.experts.codec import ExpertShape, codec_of
+from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
+from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
 from speq.models.opened import Opened, open_model
-from speq.planning.representation import Trial, automatic, encoding
+from speq.planning.demand import Budget
+from speq.planning.settle import automatic
+from speq.planning.subject import Subject
+from speq.planning.trial import Trial
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.killed import killed_at
 from tests.helpers.tiny_models import (
@@ -311,7 +315,7 @@ def test_encoded_as_they_are_read(codec: str, source: Path, tmp_path: Path) -> N
         )
         drafted.fill(arena)
         drafted.close()
-    store = encoding(plain.store, codec)
+    store = EncodingStore(plain.store, codec_of(codec, plain.store.codec.shape))
     told: list[tuple[int, int]] = []
     store.measure(arena, 2, lambda done, total: told.append((done, total)))
     count = store.num_layers * store.num_experts
@@ -410,13 +414,14 @@ def test_the_rule_of_auto(
     caplog.set_level("INFO", "speq")
     opened = open_model(source)
     assert isinstance(opened.store, SafetensorsExpertStore)
-    monkeypatch.setattr(Trial, "of", lambda *_: trial)
     monkeypatch.setattr(
         "speq.kernels.library.backend_of", lambda op, device: type("Fast", (), {"name": "cpu"})()
     )
-    assert automatic(opened.store, all_fit, readers, "cpu") == chosen
+    subject = Subject.of_draft("model", opened, "auto", None)
+    budget = Budget(1 << 30, 64, on_cpu=True, readers=readers)
+    assert automatic(subject, all_fit, budget, lambda codec: trial) == chosen
     if not all_fit:
-        assert f"{readers * 0.6:.2f} GB/s and one reads 2.00 GB/s" in caplog.text
+        assert f"{readers * 0.6:.2f} GB/s, and one reads 2.00 GB/s" in caplog.text
     opened.close()
 
 
@@ -428,7 +433,12 @@ def test_auto_says_where_only_the_reference_runs(
     assert isinstance(opened.store, SafetensorsExpertStore)
     slow = type("Slow", (), {"name": "reference", "reason": "nothing was built"})
     monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: slow())
-    assert automatic(opened.store, False, 4, "cpu") == "raw"
+    subject = Subject.of_draft("model", opened, "auto", None)
+
+    def never_tried(codec: ExpertCodec) -> Trial:
+        raise AssertionError("there is no fast kernel to try for")
+
+    assert automatic(subject, False, Budget(1 << 30, 64, on_cpu=True), never_tried) == "raw"
     assert "lossless has no fast kernel here (nothing was built)" in caplog.text
     opened.close()
 
@@ -444,44 +454,6 @@ def test_a_trial_counts_words_by_the_clock(source: Path) -> None:
     nbytes = opened.store.codec.shape.nbytes
     assert trial == Trial(nbytes, nbytes)
     opened.close()
-
-
-def test_slots_of_all_representations(source: Path, residual: Path) -> None:
-    """Those in use are the run's own; each of the others is what a run with it gets."""
-    options: dict[str, Any] = {"context_length": 64, "draft_length": 3, "reader_threads": 1}
-    found = {}
-    for model, codec, draft in (
-        (source, "raw", True),
-        (source, "raw", False),
-        (residual, "auto", True),
-    ):
-        generator = Generator.from_pretrained(
-            model,
-            "540KiB",
-            codec=codec,
-            draft="auto" if draft else "none",
-            dtype="bfloat16",
-            **options,
-        )
-        stats = generator.generate(PROMPT, max_new_tokens=4, ignore_eos=True).stats
-        slots = generator.runtime.plan.slots
-        generator.close()
-        rows = {(row["codec"], row["draft"]): row for row in stats["representations"]}
-        assert set(rows) == {
-            *(("raw", drafted) for drafted in (False, True)),
-            *(("lossless", drafted) for drafted in (False, True)),
-            ("residual", True),
-        }
-        own = rows[stats["codec"], draft]
-        assert own["slots"] == slots
-        assert not own["estimated"]
-        assert not rows["raw", True]["estimated"]
-        assert rows["lossless", True]["estimated"]
-        found[model.name, draft] = rows
-    for row in found.values():
-        assert row["raw", False]["slots"] > row["raw", True]["slots"]
-        assert row["raw", True]["slots"] < row["residual", True]["slots"]
-    assert found["olmoe", True]["raw", True]["slots"] == found["olmoe", False]["raw", True]["slots"]
 
 
 def test_quantising_out_of_a_pack(source: Path, residual: Path, tmp_path: Path) -> None:

@@ -20,15 +20,19 @@ from speq.drafts.draft_source import RoundedDraft
 from speq.experts.codec import codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import Packing, pack
+from speq.governor.holding import Holding
 from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve
-from speq.governor.planner import Holding, Outlook, PassBytes, Speeds, choose
+from speq.governor.planner import Outlook, PassBytes, Speeds, choose
 from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.roofline import Link
+from speq.load import load
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
-from speq.planning.budget_plan import Assumptions, BudgetPlan, plan
-from speq.planning.subject import Budget, Subject
+from speq.planning.assumptions import Assumptions
+from speq.planning.budget_plan import BudgetPlan, plan
+from speq.planning.demand import Budget
+from speq.planning.subject import Subject
 from speq.runtime import Runtime
 from speq.units import format_rate, parse_bytes, parse_rate
 from tests.bench.test_replay import RECORDED
@@ -57,7 +61,7 @@ def planned(path: Path, budget: str, **changes: Any) -> BudgetPlan:
 
 def by_way(made: BudgetPlan) -> dict[tuple[str, bool], int]:
     """Slots by codec and draft."""
-    return {(c.holding.codec, c.holding.draft): c.holding.slots for c in made.candidates}
+    return {(c.codec, c.drafts): c.slots for c in made.candidates}
 
 
 # Memory.
@@ -71,7 +75,7 @@ def test_items_of_qwen_are_what_its_config_implies() -> None:
     of_layer = attention + shared + 60 * hidden + 2 * hidden
     weights = 2 * vocab * hidden + layers * of_layer + hidden
     rotary_bytes = 64 * 4
-    way = [(c.holding.codec, c.holding.draft) for c in made.candidates].index(("raw", True))
+    way = [(c.codec, c.drafts) for c in made.candidates].index(("raw", True))
     items = made.memory[way].items
     # transformers holds its rotary frequencies once or twice.
     assert items["non_expert_weights"] - 2 * weights in (rotary_bytes, 2 * rotary_bytes)
@@ -86,11 +90,11 @@ def test_items_of_qwen_are_what_its_config_implies() -> None:
 def test_slots_of_each_codec_by_bits_of_a_weight() -> None:
     made = planned(QWEN, "16GiB")
     for candidate in made.candidates:
-        bits = {"raw": 16, "lossless": 11.4, "residual": 8.9}[candidate.holding.codec]
+        bits = {"raw": 16, "lossless": 11.4, "residual": 8.9}[candidate.codec]
         exact = bits * 3 * 2048 * 1408 / 8
-        assert exact - 1 <= candidate.holding.moved_bytes < exact + 4096
-        codes = 4.125 * 3 * 2048 * 1408 / 8 if candidate.holding.codec == "residual" else 0
-        assert candidate.holding.read_bytes == candidate.holding.moved_bytes + codes
+        assert exact - 1 <= candidate.moved_bytes < exact + 4096
+        codes = 4.125 * 3 * 2048 * 1408 / 8 if candidate.codec == "residual" else 0
+        assert candidate.read_bytes == candidate.moved_bytes + codes
 
 
 @pytest.mark.parametrize(
@@ -148,11 +152,11 @@ def test_a_plan_and_a_run_report_the_same_bytes(
     )
     opened = open_model(folder)
     of = Subject.of_model("bundled", opened, "auto")
-    runtime = Runtime(opened, config)
+    runtime = Runtime(load(opened, config))
     try:
         given = Assumptions(preset("laptop-ddr5"), Locality(32, 4, BUNDLED), 0.9)
         made = plan(of, Budget.of(26 << 20, 512, True, of.shape), given)
-        ways = [(c.holding.codec, c.holding.draft) for c in made.candidates]
+        ways = [(c.codec, c.drafts) for c in made.candidates]
         assert made.memory[ways.index((codec, draft == "auto"))].items == runtime.plan.items
     finally:
         runtime.close()
@@ -230,8 +234,8 @@ def test_windows_are_decoded_token_by_token() -> None:
 
 # Times.
 
-PLAIN = Holding("raw", False, 96, 1000, 1000)
-DRAFT = Holding("residual", True, 80, 600, 900)
+PLAIN = Holding("raw", "none", 1000, 1000, 1000, slots=96)
+DRAFT = Holding("residual", "int4", 600, 600, 900, draft_bytes=300, slots=80)
 
 
 def outlook(link: float = 1e6, **changes: Any) -> Outlook:
@@ -248,7 +252,7 @@ def test_a_cycle_by_hand() -> None:
     assert cycle.moved_bytes == pytest.approx(32 * 20 / 32 * 1000)
     assert cycle.new_s == pytest.approx(0.02)
     # The longer of 13.2 and 20 ms, and three quarters of what is between that and their sum.
-    assert of.candidate(PLAIN).tpot_s == pytest.approx(0.02 + 0.75 * 0.0132)
+    assert of.weighed(PLAIN).tpot_s == pytest.approx(0.02 + 0.75 * 0.0132)
     drafted = of.cycle(DRAFT, 2)
     assert drafted.tokens == pytest.approx(1 + 0.5 + 0.25)
     assert drafted.draft_s == pytest.approx(8e-3)
@@ -297,12 +301,11 @@ def test_speeds_of_a_profile_are_those_measured() -> None:
 
 def test_the_best_draft_length_is_the_best() -> None:
     of = outlook()
-    best = of.candidate(DRAFT)
+    best = of.weighed(DRAFT)
     assert best.tpot_s == min(of.cycle(DRAFT, k).token_s for k in (1, 2, 3, 4, 6, 8, 10, 12))
-    choice = choose(of, [PLAIN, DRAFT])
-    winner = min((of.candidate(PLAIN), best), key=lambda candidate: candidate.tpot_s)
-    assert (choice.codec, choice.draft) == (winner.holding.codec, winner.holding.draft)
-    assert f"{winner.tpot_s * 1e3:.1f} ms" in choice.reason
+    chosen, reason = choose(of, [PLAIN, DRAFT])
+    assert chosen == min((of.weighed(PLAIN), best), key=lambda holding: holding.tpot_s)
+    assert f"{chosen.tpot_s * 1e3:.1f} ms" in reason
     with pytest.raises(SpeqError, match="no way"):
         choose(of, [])
 

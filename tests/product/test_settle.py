@@ -1,4 +1,4 @@
-"""Runs follow the planner: by made-up profiles, in the real runtime."""
+"""How a run holds its experts: by rule, and by made-up profiles, in the real runtime."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig
-from speq.experts.codec import ExpertShape, codec_of
+from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.int4 import Int4Layout
 from speq.experts.pack import Packing, pack
@@ -25,10 +25,14 @@ from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
 from speq.measure import tune
 from speq.models.opened import open_model
-from speq.planning import memory, profiles
-from speq.planning.budget_plan import Assumptions
-from speq.planning.follow_profile import Course, course_of
-from speq.planning.subject import Budget, Subject
+from speq.planning import profiles
+from speq.planning.assumptions import Assumptions
+from speq.planning.demand import Budget
+from speq.planning.fitting import fit
+from speq.planning.settle import Settled, settle
+from speq.planning.subject import Subject
+from speq.planning.trial import Trial
+from speq.planning.ways import ways_of
 from speq.text import load_tokenizer, tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -107,15 +111,21 @@ def written(tmp_path: Path, made: Profile) -> Path:
     return tmp_path / "profile.json"
 
 
-def planned(model: Path, made: Profile, **options: Any) -> Course:
-    """The course of a run with these options, without loading the model."""
+def never_tried(codec: ExpertCodec) -> Trial:
+    raise AssertionError("a profile says how fast experts are encoded")
+
+
+def planned(model: Path, made: Profile | None, **options: Any) -> Settled:
+    """What a run with these options would settle on, without loading the model."""
     opened = open_model(model)
     try:
         subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48))
     finally:
         opened.close()
     config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
-    return course_of(config, made, subject, Budget(BUDGET_BYTES, 64, on_cpu=True))
+    longest = {} if config.draft_length is None else {"longest_draft": config.draft_length}
+    budget = Budget(BUDGET_BYTES, 64, on_cpu=True, **longest)
+    return settle(subject, budget, config, made, never_tried)
 
 
 # In the runtime.
@@ -210,10 +220,10 @@ def test_what_a_way_takes_is_what_its_run_takes(model: Path) -> None:
             real = generator.runtime.plan.items
         way = next(
             way
-            for way in subject.ways(ENCODES)
+            for way in ways_of(subject, on_cpu=True)
             if way.encoded and (way.codec, way.drafts) == (codec, draft == "auto")
         )
-        items = memory.plan(subject.demand(way, budget), BUDGET_BYTES, 64).items
+        items = fit(subject, way, budget)[1].items
         assert items | {"slots": 0} == real | {"slots": 0}
         assert items["slots"] == pytest.approx(real["slots"], rel=0.05)
 
@@ -222,25 +232,26 @@ def test_what_a_way_takes_is_what_its_run_takes(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "codec", "draft", "drafts"),
+    ("changes", "options", "codec", "drafts", "weighed"),
     [
-        ({}, {"codec": "raw"}, "raw", "auto", True),
-        (LOSES, {"codec": "raw"}, "raw", "none", False),
-        # A length above 0 and a draft by name ask for one; 0 and none for none.
-        (LOSES, {"codec": "raw", "draft_length": 3}, "raw", "auto", None),
-        (LOSES, {"codec": "raw", "draft": "somewhere"}, "raw", "somewhere", None),
-        ({}, {"codec": "raw", "draft_length": 0}, "raw", "auto", None),
-        ({}, {"codec": "raw", "draft": "none"}, "raw", "none", None),
-        (SLOW_LINK, {"draft": "none"}, "lossless", "none", False),
-        (SLOW_LINK, {"draft_length": 0}, "lossless", "auto", False),
-        (SLOW_LINK | {"acceptance": 1.0}, {"draft": "somewhere"}, "residual", "somewhere", True),
+        ({}, {"codec": "raw"}, "raw", True, True),
+        (LOSES, {"codec": "raw"}, "raw", False, True),
+        # A length above 0, a draft or a drafter by name ask for one; 0 and none for none.
+        (LOSES, {"codec": "raw", "draft_length": 3}, "raw", True, False),
+        (LOSES, {"codec": "raw", "draft": "somewhere"}, "raw", True, False),
+        (LOSES, {"codec": "raw", "drafter": "int4"}, "raw", True, False),
+        ({}, {"codec": "raw", "draft_length": 0}, "raw", False, False),
+        ({}, {"codec": "raw", "draft": "none"}, "raw", False, False),
+        ({}, {"codec": "raw", "drafter": "none"}, "raw", False, False),
+        (SLOW_LINK, {"draft": "none"}, "lossless", False, True),
+        (SLOW_LINK, {"draft_length": 0}, "lossless", False, True),
+        (SLOW_LINK | {"acceptance": 1.0}, {"draft": "somewhere"}, "residual", True, True),
         # Residuals are nothing without a draft.
-        (LOSES, {"codec": "residual"}, "residual", "auto", None),
-        # What was not measured is not weighed.
-        (SLOW_LINK | {"draft_token_s": 0.0}, {}, "auto", "auto", None),
-        (SLOW_LINK | {"draft_token_s": 0.0}, {"draft": "none"}, "lossless", "none", False),
-        (SLOW_LINK | {"encode_bytes_per_s": {}} | LOSES, {}, "raw", "none", False),
-        (SLOW_LINK | {"decode_bytes_per_s": {"raw": 1e9}} | LOSES, {}, "raw", "none", False),
+        (LOSES, {"codec": "residual"}, "residual", True, False),
+        # Speeds that were not measured are not weighed.
+        (SLOW_LINK | {"draft_token_s": 0.0}, {"draft": "none"}, "lossless", False, True),
+        (SLOW_LINK | {"encode_bytes_per_s": {}} | LOSES, {}, "raw", False, True),
+        (SLOW_LINK | {"decode_bytes_per_s": {"raw": 1e9}} | LOSES, {}, "raw", False, True),
     ],
 )
 def test_options_are_respected(
@@ -248,32 +259,93 @@ def test_options_are_respected(
     changes: dict[str, Any],
     options: dict[str, Any],
     codec: str,
-    draft: str,
-    drafts: bool | None,
+    drafts: bool,
+    weighed: bool,
 ) -> None:
-    """drafts: what the planner chose; None: there was nothing to choose."""
-    course = planned(model, profile(model, **changes), **options)
-    assert (course.config.codec, course.config.draft) == (codec, draft)
-    if drafts is None:
-        assert (course.reason, course.gives_up_draft) == (None, False)
-    else:
-        assert course.reason is not None
-        assert course.reason.startswith(codec)
-        assert (f"{'with' if drafts else 'without'} a draft, k=") in course.reason.partition(":")[0]
+    """weighed: whether there was anything to weigh, so that the planner has a reason."""
+    settled = planned(model, profile(model, **changes), **options)
+    assert (settled.holding.codec, settled.holding.drafts) == (codec, drafts)
+    assert (settled.reason is not None) == weighed
+    could_draft = "none" not in options.values() and options.get("draft_length") != 0
+    assert settled.gives_up_draft == (could_draft and not drafts)
+    if settled.reason is not None:
+        assert settled.reason.startswith(codec)
+        assert (f"{'with' if drafts else 'without'} a draft, k=") in settled.reason.partition(":")[
+            0
+        ]
+
+
+def test_drafts_that_were_not_timed_leave_all_to_the_rule(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    settled = planned(model, profile(model, draft_token_s=0.0), codec="raw")
+    assert settled.reason is None and settled.holding.drafts
+    assert "the profile was measured without one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter", "held"),
+    [
+        ({}, "int4", True),
+        ({"drafter": "int4"}, "int4", True),
+        ({"drafter": "ngram"}, "ngram", False),
+        ({"drafter": "ngram", "draft": "none"}, "ngram", False),
+        ({"drafter": "ngram", "codec": "residual"}, "ngram", True),
+        ({"drafter": "none"}, "none", False),
+        ({"drafter": "none", "codec": "residual"}, "none", True),
+        ({"draft": "none"}, "none", False),
+        ({"draft_length": 0}, "none", False),
+        ({"draft_length": 0, "codec": "residual"}, "none", True),
+    ],
+)
+def test_who_drafts_is_apart_from_whether_the_copy_is_held(
+    model: Path, options: dict[str, Any], drafter: str, held: bool
+) -> None:
+    settled = planned(model, None, **({"codec": "raw"} | options))
+    assert settled.holding.drafter == drafter
+    assert (settled.holding.draft_bytes > 0) == settled.memory.has_draft == held
+
+
+def test_int4_drafts_need_the_copy(model: Path) -> None:
+    with pytest.raises(SpeqError, match="drafter int4 drafts with the INT4 copy and draft is none"):
+        planned(model, None, drafter="int4", draft="none")
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_the_draft_goes_exactly_where_it_leaves_fewer_than_two_slots(
+    model: Path, codec: str
+) -> None:
+    opened = open_model(model)
+    subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48))
+    opened.close()
+    config = RunConfig.of(BUDGET_BYTES, codec=codec, device="cpu")
+    fits = []
+    for size in range(1 << 20, 3 << 20, 4096):
+        try:
+            made = settle(subject, Budget(size, 64, on_cpu=True), config, None, never_tried)
+        except SpeqError:
+            continue
+        fits.append((size, made.holding.drafts, made.memory.slots))
+    without = [slots for _, drafts, slots in fits if not drafts]
+    first = next(at for at, (_, drafts, _) in enumerate(fits) if drafts)
+    assert len(without) == first > 0
+    assert fits[first][2] == 2
+    assert all(drafts for _, drafts, _ in fits[first:])
 
 
 def test_a_fixed_length_is_what_a_draft_is_weighed_at(model: Path) -> None:
-    course = planned(model, profile(model), draft_length=5)
-    assert course.reason is not None and "with a draft, k=5: " in course.reason
+    settled = planned(model, profile(model), draft_length=5)
+    assert settled.reason is not None and "with a draft, k=5: " in settled.reason
 
 
 def test_a_draft_that_fetches_ahead_is_expected_to_be_faster(model: Path) -> None:
     made = profile(model, link=((20480.0, 1e7),))
     token_ms = []
     for prefetch in ("three-phase", "none"):
-        course = planned(model, made, codec="raw", prefetch=prefetch)
-        assert course.reason is not None
-        found = re.search(r"raw with a draft(?:, k=\d+:)? ([\d.]+)", course.reason)
+        settled = planned(model, made, codec="raw", prefetch=prefetch)
+        assert settled.reason is not None
+        found = re.search(r"raw with a draft(?:, k=\d+:)? ([\d.]+)", settled.reason)
         assert found is not None
         token_ms.append(float(found[1]))
     assert token_ms[0] < 0.95 * token_ms[1]
@@ -309,10 +381,10 @@ def test_a_length_that_is_fixed_is_not_bounded(model: Path) -> None:
     assert planned(model, profile(model, draft_token_s=0.2), draft_length=8).longest == 12
 
 
-def test_without_a_profile_all_stays_open(model: Path) -> None:
+def test_without_a_profile_the_draft_is_held_and_nothing_is_weighed(model: Path) -> None:
     with running(model) as generator:
-        given = RunConfig.of(BUDGET_BYTES, "auto", device="cpu", dtype="float32")
-        assert generator.runtime.course == Course(given)
+        assert generator.runtime.planned is None
+        assert generator.runtime.holding.drafter == "int4"
         assert generator.runtime.plan.has_draft
 
 
@@ -322,10 +394,10 @@ def test_a_packed_model_keeps_its_codec(model: Path, tmp_path: Path) -> None:
     codec = codec_of("lossless", opened.store.codec.shape)
     pack(opened.checkpoint, opened.store, tmp_path / "packed", Packing(codec))
     opened.close()
-    for changes, draft in (({}, "auto"), (LOSES, "none")):
-        course = planned(tmp_path / "packed", profile(tmp_path / "packed", **changes))
-        assert (course.config.codec, course.config.draft) == ("lossless", draft)
-        assert course.reason is not None and "encoded" not in course.reason
+    for changes, drafter in (({}, "int4"), (LOSES, "none")):
+        settled = planned(tmp_path / "packed", profile(tmp_path / "packed", **changes))
+        assert (settled.holding.codec, settled.holding.drafter) == ("lossless", drafter)
+        assert settled.reason is not None and "encoded" not in settled.reason
     assert planned(tmp_path / "packed", profile(model), draft="none").reason is None
 
 
@@ -337,20 +409,21 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     finally:
         opened.close()
     assumptions = Assumptions.of_profile(made, subject.shape)
+    words_bytes = 3 * 64 * 48 * 2
     ways = {
-        (way.codec, way.encoded): way for way in subject.ways(assumptions.encoded_by(on_cpu=True))
+        (way.codec, way.encoded): replace(assumptions.priced(way, words_bytes, True), slots=30)
+        for way in ways_of(subject, on_cpu=True)
     }
     assert set(ways) == {("raw", False), ("lossless", False), ("lossless", True)}
-    budget = Budget(BUDGET_BYTES, 64, on_cpu=True)
-    encoded = assumptions.holding(subject, budget, ways["lossless", True], 30)
-    words_bytes = 3 * 64 * 48 * 2
+    encoded, packed = ways["lossless", True], ways["lossless", False]
     assert (encoded.moved_bytes, encoded.encode_s) == (words_bytes, words_bytes / 1e6)
-    packed = assumptions.holding(subject, budget, ways["lossless", False], 30)
     assert (packed.moved_bytes, packed.encode_s) == (packed.read_bytes, 0)
     assert encoded.read_bytes == packed.read_bytes < words_bytes
     # In host memory they lie encoded, whatever the disk has.
-    on_gpu = replace(budget, on_cpu=False)
-    assert assumptions.holding(subject, on_gpu, ways["lossless", True], 30) == packed
+    [held] = [way for way in ways_of(subject, on_cpu=False) if way.encoded]
+    assert assumptions.priced(held, words_bytes, on_cpu=False) == replace(
+        packed, encoded=True, slots=0
+    )
     outlook = assumptions.outlook(LAYERS, subject.pass_bytes, [encoded])
     cycle = outlook.cycle(encoded, 0)
     missed = cycle.moved_bytes / words_bytes
