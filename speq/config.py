@@ -1,4 +1,4 @@
-"""Options of a run, checked where they enter. Imports nothing of ours but the error type."""
+"""Options of a run, checked where they enter."""
 
 import math
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError, checked_choice, checked_int
+from speq.registries import PREFETCHERS
 from speq.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 CACHE_POLICIES = ("lru", "lfu", "entropy", "lookahead")
-PREFETCH_MODES = ("none", "single-sooner", "single-later", "three-phase")
 DRAFT_KERNELS = ("fused", "unfused")
 CODECS = ("auto", "raw", "lossless", "residual")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
@@ -90,7 +90,7 @@ class RunConfig:
         checked_choice("device", config.device, DEVICES)
         checked_choice("dtype", config.dtype, DTYPES)
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES)
-        checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
+        checked_choice("prefetch", config.prefetch, PREFETCHERS.names)
         checked_choice("codec", config.codec, CODECS)
         checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
         for name in ("tpot_slo_ms", "latency_slo_ms"):

@@ -46,12 +46,13 @@ from speq.planning.demand import (
     wants_draft,
 )
 from speq.planning.subject import Budget, Subject
+from speq.registries import PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.policies import eviction_policy
-from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
+from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
@@ -283,7 +284,7 @@ class Runtime:
     def _draft_bank(self) -> DraftExperts | None:
         if self._arena is None:
             return None
-        return DraftExperts(self._arena, self.shape.activation, self.config.draft_kernel)
+        return DraftExperts(self._arena, self.shape.activation)
 
     def _build(self, plan: memory.MemoryPlan) -> Engine:
         """Lay out what is left of the budget as planned, and put an engine over it."""
@@ -320,16 +321,16 @@ class Runtime:
         policy = eviction_policy(self.config.cache_policy, len(slots), num_layers, num_experts)
         supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, self.recorder)
         lookahead = LookaheadBuffer(num_layers)
-        prefetcher: Prefetcher = OnDemand(supply, lookahead)
-        if self.config.prefetch != "none" and not asynchronous:
+        mode = self.config.prefetch
+        if mode != "none" and not asynchronous:
             logger.warning(
                 "prefetch %s needs transfers beside the computation, which the device %s does not "
                 "have yet: experts are fetched on demand",
-                self.config.prefetch,
+                mode,
                 self.device.type,
             )
-        elif self.config.prefetch != "none":
-            prefetcher = DraftGuided(supply, lookahead, Mode(self.config.prefetch))
+            mode = "none"
+        prefetcher: Prefetcher = PREFETCHERS[mode](supply, lookahead)
         history = RouteHistory(num_layers, num_experts)
         stream = LayerStream(supply, history, num_layers, ahead=asynchronous)
         experts = self.opened.store.codec.experts(slots, self._arena)

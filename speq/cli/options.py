@@ -13,8 +13,8 @@ from speq.config import (
     DEVICES,
     DRAFT_KERNELS,
     DTYPES,
-    PREFETCH_MODES,
 )
+from speq.registries import PREFETCHERS
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -55,7 +55,7 @@ LatencySlo = Annotated[
     ),
 ]
 CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES)}.")]
-Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
+Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHERS.names)}.")]
 Codec = Annotated[
     str,
     typer.Option(
