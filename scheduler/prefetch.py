@@ -1,9 +1,9 @@
 """Has the experts a verification needs in slots when its layers compute.
 
 `OnDemand` fetches what is missing when it is asked for, as Mixtral-Offloading does: the baseline
-(`--prefetch none`) that everything cleverer is compared with. `DraftGuided` fetches what the draft
+(`--prefetch none`) that everything cleverer is compared with. `ThreePhase` fetches what the draft
 names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
-router would say now.
+router would say now. `speq.registries.PREFETCHERS` has both by name.
 """
 
 from collections import Counter
@@ -79,19 +79,6 @@ class OnDemand:
         return self._supply.serve(layer, experts)
 
 
-class Mode(Enum):
-    """When the draft's routes are acted on.
-
-    SINGLE_SOONER  once, when the first drafted token has named its experts
-    SINGLE_LATER   once, when the last one has
-    THREE_PHASE    all along, through draft and verification; see `Phase`
-    """
-
-    SINGLE_SOONER = "single-sooner"
-    SINGLE_LATER = "single-later"
-    THREE_PHASE = "three-phase"
-
-
 class Phase(Enum):
     """Of a draft (MoE-SpeQ 3.3.2).
 
@@ -109,13 +96,12 @@ class Phase(Enum):
     SATURATION = 2
 
 
-class DraftGuided:
-    """Prefetches what the draft names."""
+class ThreePhase:
+    """Prefetches what the draft names, all along its drafting and its verification."""
 
-    def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer, mode: Mode) -> None:
+    def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
         self._supply = supply
-        self._mode = mode
         self._guesses = GuessRecord()
         self._new: set[ExpertKey] = set()
         self.begin(0)
@@ -150,32 +136,24 @@ class DraftGuided:
         self._likely[layer] |= {e for e, w in zip(experts, weights, strict=True) if w >= even}
         known = (token + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
-        if self._mode is Mode.THREE_PHASE:
-            last = token + 1 == self._draft_length
-            if last and self._phase is not Phase.SATURATION:
-                self._unsettled = set(range(self.lookahead.num_layers))
-            self._phase = Phase.SATURATION if last else Phase.GUIDED
-            self._supply.land()
-            self._load()
-        elif layer + 1 == self.lookahead.num_layers:
-            at = 0 if self._mode is Mode.SINGLE_SOONER else self._draft_length - 1
-            if token == at:
-                self._load_at_once()
+        last = token + 1 == self._draft_length
+        if last and self._phase is not Phase.SATURATION:
+            self._unsettled = set(range(self.lookahead.num_layers))
+        self._phase = Phase.SATURATION if last else Phase.GUIDED
+        self._supply.land()
+        self._load()
 
     def observe(self, layer: int, route: Route) -> None:
         self.lookahead.observe(layer, route)
         self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        if self._mode is not Mode.THREE_PHASE:
-            yield from self._supply.serve(layer, experts)
-        else:
-            self._phase = Phase.SATURATION
-            # What had come may have gone again.
-            self._unsettled = set(range(layer + 1, self.lookahead.num_layers))
-            self._guesses.learn(self._guessed, set(experts))
-            self._guessed = {}
-            yield from self._supply.serve(layer, experts, partial(self._look_ahead, layer))
+        self._phase = Phase.SATURATION
+        # What had come may have gone again.
+        self._unsettled = set(range(layer + 1, self.lookahead.num_layers))
+        self._guesses.learn(self._guessed, set(experts))
+        self._guessed = {}
+        yield from self._supply.serve(layer, experts, partial(self._look_ahead, layer))
         self._supply.withdraw(layer)
 
     def _look_ahead(self, layer: int) -> None:
@@ -225,9 +203,3 @@ class DraftGuided:
                 self._unsettled.remove(layer)
             else:
                 room -= self._supply.load_ahead(keys, room)
-
-    def _load_at_once(self) -> None:
-        """Ask for all that is wanted and missing, by layer, what most tokens want first."""
-        for layer, wanted in enumerate(self._wanted):
-            keys = [ExpertKey(layer, expert) for expert, _ in wanted.most_common()]
-            self._supply.load_ahead(keys, len(keys))

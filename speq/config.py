@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError, checked_choice, checked_int
-from speq.registries import CACHE_POLICIES, DRAFTERS
+from speq.registries import CACHE_POLICIES, DRAFTERS, PREFETCHERS
 from speq.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-PREFETCH_MODES = ("none", "single-sooner", "single-later", "three-phase")
-DRAFT_KERNELS = ("fused", "unfused")
 CODECS = ("auto", "raw", "lossless", "residual")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
@@ -38,8 +36,6 @@ class RunConfig:
     profile         what `speq tune` measured, which the planner chooses codec and draft by where
                     they are left open, and `draft_length` auto begins with: "auto": the one kept
                     for this model, device, budget and version, if there is one; "none"; or a file
-    draft_kernel    "fused": a layer's INT4 experts in one call; "unfused": the baseline, one call
-                    for each expert and projection
     verify_reads    compare a packed model's experts with their checksums whenever they are read
     reader_threads  experts read from disk at a time (device cpu)
     tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
@@ -57,7 +53,6 @@ class RunConfig:
     prefetch: str = "none"
     codec: str = "auto"
     profile: str = "auto"
-    draft_kernel: str = "fused"
     verify_reads: bool = False
     reader_threads: int = DEFAULT_READER_THREADS
     tpot_slo_ms: float | None = None
@@ -92,9 +87,8 @@ class RunConfig:
         checked_choice("dtype", config.dtype, DTYPES)
         checked_choice("drafter", config.drafter, ("auto", "none", *DRAFTERS.names))
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES.names)
-        checked_choice("prefetch", config.prefetch, PREFETCH_MODES)
+        checked_choice("prefetch", config.prefetch, PREFETCHERS.names)
         checked_choice("codec", config.codec, CODECS)
-        checked_choice("draft_kernel", config.draft_kernel, DRAFT_KERNELS)
         for name in ("tpot_slo_ms", "latency_slo_ms"):
             checked_slo(name, getattr(config, name), config.draft_length)
         if config.draft == "":

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 
-from speq.errors import checked_int
+from speq.errors import checked_choice, checked_int
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
+from speq.kernels import ops
 from speq.layers.draft_experts import DraftExperts
 from speq.measure.report import Column, Report, read_prompts
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.runtime import Runtime
+
+# All experts of a route in one call; the baseline, a call for each expert and projection.
+DRAFT_KERNELS = {"fused": ops.moe_int4, "unfused": ops.moe_int4_unfused}
 
 COLUMNS: dict[str, Column] = {
     "pass": ("pass", "{}"),
@@ -32,6 +36,8 @@ COLUMNS: dict[str, Column] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """draft_kernel: how the draft runs, one of `DRAFT_KERNELS`."""
+
     memory_budget: str
     draft_length: str
     draft_kernel: str
@@ -105,17 +111,20 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     """Time the parts of every pass while texts are generated. Raises SpeqError for nonsense."""
     check_target(json_file, force)
     checked_int("max_new_tokens", settings.max_new_tokens, 2)
+    checked_choice("draft_kernel", settings.draft_kernel, tuple(DRAFT_KERNELS))
+    kernel = DRAFT_KERNELS[settings.draft_kernel]
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     generator = Generator.from_pretrained(
         model,
         settings.memory_budget,
         draft_length=settings.draft_length,
         profile="none",
-        draft_kernel=settings.draft_kernel,
         device=settings.device,
         dtype=settings.dtype,
     )
     runtime, clock = generator.runtime, PartClock()
+    if runtime.draft_bank is not None:
+        runtime.draft_bank.kernel = kernel
     settle = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
     try:
         longest = max(len(generator.encode(prompt)) for prompt in prompts)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from speq.bench.replay import single_shot
 from speq.bench.replay.replay import Replay, Scheduling, Times
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import SpeqError, checked_int
@@ -155,6 +156,7 @@ def measured(run: RunStats, trace: RouteTrace, transfer_s: float, moved_bytes: i
     )
 
 
+@single_shot.offered()
 def row(
     trace: RouteTrace,
     times: Times,

@@ -7,12 +7,12 @@ import torch
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
-from speq.registries import CACHE_POLICIES
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand, Prefetcher
+from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.supply import ExpertSupply
 from speq.stats import Recorder, RunStats, StepStats
 
@@ -89,9 +89,7 @@ class Replay:
         cache = ExpertCache(scheduling.slots, policy)
         self._supply = ExpertSupply(cache, self._link, self._recorder)
         lookahead = LookaheadBuffer(layers)
-        self._prefetcher: Prefetcher = OnDemand(self._supply, lookahead)
-        if scheduling.prefetch != "none":
-            self._prefetcher = DraftGuided(self._supply, lookahead, Mode(scheduling.prefetch))
+        self._prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](self._supply, lookahead)
 
     def run(self, warm_up: int = 0) -> Replayed:
         """Replay all steps; the first `warm_up` fill the slots and do not count."""

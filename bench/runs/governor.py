@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.replay import single_shot
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
@@ -57,6 +58,7 @@ class Settings:
     run: dict[str, Any]
 
 
+@single_shot.offered()
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure every cell with every draft length. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)

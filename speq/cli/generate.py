@@ -32,7 +32,6 @@ def generate(
     prefetch: opt.Prefetch = "none",
     codec: opt.Codec = "auto",
     profile: opt.Profile = "auto",
-    draft_kernel: opt.DraftKernel = "fused",
     verify_reads: opt.VerifyReads = False,
     reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
     max_new_tokens: opt.MaxNewTokens = 128,
@@ -89,7 +88,6 @@ def generate(
         prefetch=prefetch,
         codec=codec,
         profile=profile,
-        draft_kernel=draft_kernel,
         verify_reads=verify_reads,
         reader_threads=reader_threads,
     )

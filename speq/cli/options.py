@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speq.config import CODECS, DEVICES, DRAFT_KERNELS, DTYPES, PREFETCH_MODES
-from speq.registries import CACHE_POLICIES
+from speq.config import CODECS, DEVICES, DTYPES
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -49,7 +49,7 @@ LatencySlo = Annotated[
     ),
 ]
 CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES.names)}.")]
-Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCH_MODES)}.")]
+Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHERS.names)}.")]
 Codec = Annotated[
     str,
     typer.Option(
@@ -63,10 +63,6 @@ Profile = Annotated[
         help="What `speq tune` measured, to choose codec, draft and its length by: auto (what is "
         "kept for this model, device and budget), none, or a file."
     ),
-]
-DraftKernel = Annotated[
-    str,
-    typer.Option(help=f"How the draft runs, {' or '.join(DRAFT_KERNELS)}; unfused is a baseline."),
 ]
 VerifyReads = Annotated[
     bool, typer.Option("--verify-reads", help="Compare experts with the checksums of a pack.")

@@ -8,19 +8,20 @@ from speq.experts.int4 import Int4Arena
 from speq.kernels import ops
 from speq.routing import Route
 
-# How INT4 experts run: all of a route in one call, or one call for each expert and projection.
-KERNELS = {"fused": ops.moe_int4, "unfused": ops.moe_int4_unfused}
 # Told (token of the draft, layer, route) as soon as a draft's router has spoken.
 OnRoute = Callable[[int, int, Route], None]
 
 
 class DraftExperts:
-    """Runs INT4 experts and reports their routes; `begin` names the token being drafted."""
+    """Runs INT4 experts and reports their routes; `begin` names the token being drafted.
 
-    def __init__(self, arena: Int4Arena, activation: str, kernel: str) -> None:
+    kernel  what runs all experts of a route; measurements may put another one in its place
+    """
+
+    def __init__(self, arena: Int4Arena, activation: str) -> None:
+        self.kernel: Callable[..., Tensor] = ops.moe_int4
         self._bank = arena.bank
         self._base_slots = arena.base_slots.unbind()
-        self._run = KERNELS[kernel]
         self._activation = activation
         self._token = 0
         self._on_route: OnRoute | None = None
@@ -32,7 +33,7 @@ class DraftExperts:
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         if self._on_route is not None:
             self._on_route(self._token, layer, route)
-        return self._run(
+        return self.kernel(
             hidden_states,
             route.topk_ids,
             route.topk_weights,

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from speq import SpeqError
+from speq.bench.replay import single_shot
 from speq.bench.replay.replay import (
     Replay,
     Replayed,
@@ -20,9 +21,8 @@ from speq.bench.replay.replay import (
     drafted_route,
     verified_route,
 )
-from speq.config import PREFETCH_MODES
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
-from speq.registries import CACHE_POLICIES
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]
@@ -45,6 +45,12 @@ def step(
 def trace_of(*steps: TraceStep, experts: int = 4, top_k: int = 1) -> RouteTrace:
     drafts = max(len(step.drafted) for step in steps)
     return RouteTrace("by hand", drafts, len(steps[0].used), experts, top_k, list(steps))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_shots() -> Iterator[None]:
+    with single_shot.offered():
+        yield
 
 
 def replayed(
@@ -350,7 +356,7 @@ def random_trace(rng: random.Random, right: float) -> RouteTrace:
     return RouteTrace("random", 4, layers, experts, top_k, steps)
 
 
-@pytest.mark.parametrize("prefetch", PREFETCH_MODES)
+@pytest.mark.parametrize("prefetch", [*PREFETCHERS.names, *single_shot.MODES])
 @pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 def test_random_routes(policy: str, prefetch: str) -> None:
     """What holds of any scheduling, whatever the draft says."""

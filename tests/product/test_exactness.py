@@ -17,14 +17,15 @@ import pytest
 import torch
 
 from speq import Generator
+from speq.bench.machine.step import DRAFT_KERNELS
 from speq.cli.pack import packing_of
-from speq.config import PREFETCH_MODES, SamplingParams
+from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.measure.report import read_prompts
 from speq.models.opened import open_model
-from speq.registries import CACHE_POLICIES
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
 from tests.helpers.fake_transfer import Reordering
@@ -204,7 +205,7 @@ def pairwise_cells() -> list[Cell]:
         STORES,
         READERS,
         CACHE_POLICIES.names,
-        PREFETCH_MODES,
+        PREFETCHERS.names,
         CODECS,
     )
     return [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
@@ -284,7 +285,7 @@ def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None
     cells = [
         Cell(draft_length, budget, DRAFTS[at % 3], STORES[at // 2 % 2], 2, policy, mode)
         for at, (policy, mode, budget, draft_length) in enumerate(
-            product(CACHE_POLICIES.names, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
+            product(CACHE_POLICIES.names, PREFETCHERS.names, BUDGETS[:2], (1, 3, 8))
         )
     ]
     check_family(family, cells, folders, "float32")
@@ -391,10 +392,11 @@ def test_sixteen_bit_output_does_not_depend_on_what_lies_in_slots(bundled: Path)
 def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) -> None:
     expected = greedy_tokens(load_plain(tiny(family)), PROMPTS[0], 60)
     recalled = {}
-    for kernel in ("fused", "unfused"):
+    for kernel in DRAFT_KERNELS:
         generator = Generator.from_pretrained(
-            tiny(family), "64MiB", draft_length=3, draft_kernel=kernel, dtype="float32"
+            tiny(family), "64MiB", draft_length=3, dtype="float32"
         )
+        generator.runtime.draft_bank.kernel = DRAFT_KERNELS[kernel]
         result = generator.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
         generator.close()
         assert result.token_ids == expected

@@ -7,14 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.registries import CACHE_POLICIES
+from speq.bench.replay.single_shot import SingleLater, SingleShot, SingleSooner, offered
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.eviction import LookaheadPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.pace import FEWEST
-from speq.scheduler.prefetch import DraftGuided, Mode, OnDemand
+from speq.scheduler.prefetch import OnDemand, Prefetcher, ThreePhase
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
@@ -38,12 +41,17 @@ class Listening(LookaheadPolicy):
 class Rig:
     """A prefetcher over transfers that take place when the test says so."""
 
-    def __init__(self, mode: Mode, slots: int = 30, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        prefetcher: type[ThreePhase | SingleShot] = ThreePhase,
+        slots: int = 30,
+        rng: random.Random | None = None,
+    ) -> None:
         self.transfer = FakeTransfer(rng)
         self.recorder = Recorder(Clock())
         self.policy = Listening(slots, LAYERS, EXPERTS)
         self.supply = ExpertSupply(ExpertCache(slots, self.policy), self.transfer, self.recorder)
-        self.prefetcher = DraftGuided(self.supply, LookaheadBuffer(LAYERS), mode)
+        self.prefetcher = prefetcher(self.supply, LookaheadBuffer(LAYERS))
 
     def draft(self, token: int, layer: int, weights: dict[int, float]) -> list[ExpertKey]:
         """What a draft's route has asked for that was not before."""
@@ -80,7 +88,7 @@ def keys(layer: int, *experts: int) -> list[ExpertKey]:
 
 
 def test_three_phases() -> None:
-    rig = Rig(Mode.THREE_PHASE)
+    rig = Rig()
     rig.prefetcher.begin(3)
     # What is likely: with its even share of the weight ...
     assert rig.draft(0, 0, {1: 0.7, 2: 0.3}) == keys(0, 1)
@@ -99,7 +107,7 @@ def test_three_phases() -> None:
 
 
 def test_the_nearest_layer_goes_first() -> None:
-    rig = Rig(Mode.THREE_PHASE)
+    rig = Rig()
     rig.prefetcher.begin(1)
     assert rig.draft(0, 0, dict.fromkeys(range(FEWEST), 0.1)) == keys(0, *range(FEWEST))
     assert rig.draft(0, 2, {3: 1.0}) == []
@@ -109,7 +117,7 @@ def test_the_nearest_layer_goes_first() -> None:
 
 
 def test_a_new_step_knows_nothing_of_the_last() -> None:
-    rig = Rig(Mode.THREE_PHASE)
+    rig = Rig()
     rig.prefetcher.begin(2)
     rig.draft(0, 0, {1: 0.7, 2: 0.3})
     rig.prefetcher.begin(2)
@@ -120,13 +128,13 @@ def test_a_new_step_knows_nothing_of_the_last() -> None:
 
 def test_weights_need_not_add_up_to_one() -> None:
     """As where a family does not renormalise them: the even share is of what they add up to."""
-    rig = Rig(Mode.THREE_PHASE)
+    rig = Rig()
     rig.prefetcher.begin(2)
     assert rig.draft(0, 0, {1: 0.07, 2: 0.05, 3: 0.01}) == keys(0, 1, 2)
 
 
 def test_the_policy_hears_how_much_of_a_pass_is_known() -> None:
-    rig = Rig(Mode.SINGLE_LATER)
+    rig = Rig(SingleLater)
     rig.prefetcher.begin(3)
     rig.draft(0, 1, {4: 0.5, 5: 0.5})
     rig.draft(2, 0, {6: 0.5, 7: 0.5})
@@ -135,7 +143,7 @@ def test_the_policy_hears_how_much_of_a_pass_is_known() -> None:
 
 
 def test_single_sooner_and_later_act_once() -> None:
-    for mode, acts_at in ((Mode.SINGLE_SOONER, 0), (Mode.SINGLE_LATER, 2)):
+    for mode, acts_at in ((SingleSooner, 0), (SingleLater, 2)):
         rig = Rig(mode)
         rig.prefetcher.begin(3)
         named: list[ExpertKey] = []
@@ -150,7 +158,7 @@ def test_single_sooner_and_later_act_once() -> None:
 
 
 def test_only_so_many_are_under_way() -> None:
-    rig = Rig(Mode.THREE_PHASE)
+    rig = Rig()
     rig.prefetcher.begin(3)
     everyone = {expert: 1 / EXPERTS for expert in range(EXPERTS)}
     assert rig.draft(2, 0, everyone) == keys(0, *range(FEWEST))
@@ -164,8 +172,8 @@ def test_only_so_many_are_under_way() -> None:
     assert rig.draft(2, 1, {0: 1.0}) == keys(0, *range(FEWEST + 2, 2 * FEWEST + 2))
 
 
-def test_the_other_modes_ask_for_all_at_once() -> None:
-    rig = Rig(Mode.SINGLE_LATER)
+def test_single_shots_ask_for_all_at_once() -> None:
+    rig = Rig(SingleLater)
     rig.prefetcher.begin(1)
     for layer in range(LAYERS - 1):
         assert rig.draft(0, layer, {expert: 0.1 for expert in range(10)}) == []
@@ -174,7 +182,7 @@ def test_the_other_modes_ask_for_all_at_once() -> None:
 
 
 def test_verification_goes_on_prefetching_and_gives_up_what_has_passed() -> None:
-    rig = Rig(Mode.THREE_PHASE)
+    rig = Rig()
     rig.transfer.depth = 1
     rig.prefetcher.begin(2)
     for layer in range(LAYERS):
@@ -222,7 +230,7 @@ def guess_and_verify(rig: Rig, guessed: dict[int, float], wanted: list[int]) -> 
 
 
 def test_guesses_are_acted_on_once_they_prove_right() -> None:
-    rig = Rig(Mode.THREE_PHASE, slots=LAYERS * EXPERTS)
+    rig = Rig(slots=LAYERS * EXPERTS)
     # Margins over the third: 1.1 and 1.2, one class. Even odds do not pay.
     sure = {2: 2.1, 3: 2.2, 4: 1.0}
     assert guess_and_verify(rig, sure, [2, 3]) == []
@@ -233,7 +241,7 @@ def test_guesses_are_acted_on_once_they_prove_right() -> None:
 
 
 def test_guesses_of_what_is_there_teach_nothing() -> None:
-    rig = Rig(Mode.THREE_PHASE, slots=LAYERS * EXPERTS)
+    rig = Rig(slots=LAYERS * EXPERTS)
     rig.verify(1, [[2, 3]])
     for _ in range(5):
         assert guess_and_verify(rig, {2: 2.1, 3: 2.2, 4: 1.0}, [2, 3]) == []
@@ -241,7 +249,7 @@ def test_guesses_of_what_is_there_teach_nothing() -> None:
 
 
 def test_guesses_are_made_for_tokens_that_no_draft_spoke_of() -> None:
-    rig, asked = Rig(Mode.THREE_PHASE), list[list[int]]()
+    rig, asked = Rig(), list[list[int]]()
     rig.prefetcher.begin(2)
     for token in range(2):
         for layer in range(LAYERS):
@@ -261,8 +269,8 @@ def test_guesses_are_made_for_tokens_that_no_draft_spoke_of() -> None:
     assert asked == [[1], [0, 1]]
 
 
-@pytest.mark.parametrize("mode", [Mode.SINGLE_SOONER, Mode.SINGLE_LATER])
-def test_the_other_modes_guess_nothing(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", [SingleSooner, SingleLater])
+def test_single_shots_guess_nothing(mode: type[SingleShot]) -> None:
     rig, asked = Rig(mode), list[list[int]]()
     rig.prefetcher.begin(0)
     assert rig.verify(0, [[0, 1]], following_of({2: 1.0}, asked)) == []
@@ -271,7 +279,7 @@ def test_the_other_modes_guess_nothing(mode: Mode) -> None:
 
 def test_probable_guesses_stay() -> None:
     """The policy hears of them, all that is to be known of that pass, and prefetches or not."""
-    rig = Rig(Mode.THREE_PHASE, slots=LAYERS * EXPERTS)
+    rig = Rig(slots=LAYERS * EXPERTS)
     guess_and_verify(rig, {2: 2.1, 3: 2.2, 4: 1.0}, [2, 3])
     rig.policy.told.clear()
     guess_and_verify(rig, {2: 2.1, 7: 2.2, 4: 1.0}, [2, 3])
@@ -279,7 +287,7 @@ def test_probable_guesses_stay() -> None:
 
 
 def test_what_is_evicted_unused_is_wasted() -> None:
-    rig = Rig(Mode.THREE_PHASE, slots=2)
+    rig = Rig(slots=2)
     rig.prefetcher.begin(3)
     rig.draft(2, 0, {1: 0.5, 2: 0.5})
     rig.arrive()
@@ -291,19 +299,17 @@ def test_what_is_evicted_unused_is_wasted() -> None:
     assert ExpertKey(0, 2) not in rig.supply.cache
 
 
-@pytest.mark.parametrize("mode", [None, *Mode])
+@pytest.mark.parametrize("mode", [OnDemand, ThreePhase, SingleSooner, SingleLater])
 @pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 @pytest.mark.parametrize("slots", [1, 2, 5, 13, 36])
-def test_every_verification_is_served(mode: Mode | None, policy: str, slots: int) -> None:
+def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots: int) -> None:
     """Random drafts and guesses, right and wrong, over transfers that end when they like."""
     rng = random.Random(slots)
     transfer, recorder = FakeTransfer(rng), Recorder()
     of_slots = CACHE_POLICIES[policy](slots, LAYERS, EXPERTS)
     supply = ExpertSupply(ExpertCache(slots, of_slots), transfer, recorder)
     lookahead = LookaheadBuffer(LAYERS)
-    prefetcher = (
-        OnDemand(supply, lookahead) if mode is None else DraftGuided(supply, lookahead, mode)
-    )
+    prefetcher = mode(supply, lookahead)
     for _ in range(60):
         length = rng.randint(0, 5)
         prefetcher.begin(length)
@@ -332,7 +338,20 @@ def test_every_verification_is_served(mode: Mode | None, policy: str, slots: int
     cache = supply.cache
     assert cache.free_slots + len(cache) + supply.under_way == slots
     prefetched = sum(priority is Priority.PREFETCH for _, priority in transfer.asked)
-    if mode is None:
+    if mode is OnDemand:
         assert prefetched == 0
     elif slots > LAYERS:
         assert prefetched > 0
+
+
+def test_single_shots_are_offered_for_as_long_as_a_bench_runs() -> None:
+    offered_else = PREFETCHERS.names
+    assert offered_else == ("none", "three-phase")
+    with offered():
+        assert PREFETCHERS.names == (*offered_else, "single-sooner", "single-later")
+        with offered():
+            assert PREFETCHERS["single-later"] is SingleLater
+        assert RunConfig.of("1GiB", prefetch="single-sooner").prefetch == "single-sooner"
+    assert PREFETCHERS.names == offered_else
+    with pytest.raises(SpeqError, match="prefetch is 'single-sooner'"):
+        RunConfig.of("1GiB", prefetch="single-sooner")

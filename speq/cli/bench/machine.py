@@ -69,7 +69,9 @@ def step(
     model: opt.ModelArgument,
     memory_budget: opt.MemoryBudget,
     draft_length: opt.DraftLength = "auto",
-    draft_kernel: opt.DraftKernel = "fused",
+    draft_kernel: Annotated[
+        str, typer.Option(help="How the draft runs, fused or unfused; unfused is a baseline.")
+    ] = "fused",
     prompts: opt.Prompts = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,
     max_new_tokens: opt.MaxNewTokens = 64,

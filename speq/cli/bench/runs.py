@@ -23,7 +23,6 @@ def tpot(
     rounds: Annotated[int, typer.Option(help="Times each setting is measured.")] = 3,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
-    draft_kernel: opt.DraftKernel = "fused",
     cache_policy: opt.CachePolicy = "lru",
     prefetch: opt.Prefetch = "none",
     codec: opt.Codec = "auto",
@@ -47,7 +46,6 @@ def tpot(
             run={
                 "device": device,
                 "dtype": dtype,
-                "draft_kernel": draft_kernel,
                 "cache_policy": cache_policy,
                 "prefetch": prefetch,
                 "codec": codec,

@@ -1,0 +1,85 @@
+"""Prefetching once a draft, sooner or later: what `three-phase` is compared with.
+
+MoE-SpeQ's Table 3 has both. They are not of the product: `offered` adds them to the modes that
+`--prefetch` may name for as long as a bench runs.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+
+from speq.registries import PREFETCHERS
+from speq.routing import Route
+from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.lookahead import LookaheadBuffer
+from speq.scheduler.prefetch import OnDemand
+from speq.scheduler.supply import ExpertSupply
+
+
+class SingleShot(OnDemand):
+    """Ask for all that the draft named so far, at one moment of it."""
+
+    def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
+        super().__init__(supply, lookahead)
+        self.begin(0)
+
+    def moment(self) -> int:
+        """The drafted token behind whose last layer experts are asked for."""
+        raise NotImplementedError
+
+    def begin(self, draft_length: int) -> None:
+        super().begin(draft_length)
+        self._supply.pace.pause()
+        self._draft_length = draft_length
+        # By layer: how many tokens want each expert.
+        self._wanted: list[Counter[int]] = [Counter() for _ in range(self.lookahead.num_layers)]
+
+    def request(self, token: int, layer: int, route: Route) -> None:
+        self.lookahead.record(token, layer, route)
+        experts = route.topk_ids.flatten().tolist()
+        self._new |= self._supply.missing(layer, experts)
+        self._wanted[layer].update(experts)
+        known = (token + 1) / (self._draft_length + 1)
+        self._supply.cache.policy.foretell(layer, experts, known)
+        if layer + 1 == self.lookahead.num_layers and token == self.moment():
+            self._load()
+
+    def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
+        yield from self._supply.serve(layer, experts)
+        self._supply.withdraw(layer)
+
+    def _load(self) -> None:
+        """Ask for what is wanted and missing, by layer, what most tokens want first."""
+        for layer, wanted in enumerate(self._wanted):
+            keys = [ExpertKey(layer, expert) for expert, _ in wanted.most_common()]
+            self._supply.load_ahead(keys, len(keys))
+
+
+class SingleSooner(SingleShot):
+    """When the first drafted token has named its experts."""
+
+    def moment(self) -> int:
+        return 0
+
+
+class SingleLater(SingleShot):
+    """When the last drafted token has."""
+
+    def moment(self) -> int:
+        return self._draft_length - 1
+
+
+MODES = {
+    "single-sooner": (SingleSooner, "once, when the first drafted token has named its experts"),
+    "single-later": (SingleLater, "once, when the last drafted token has"),
+}
+
+
+@contextmanager
+def offered() -> Iterator[None]:
+    """Have both modes among the choices, where they are not yet, until the block ends."""
+    with ExitStack() as stack:
+        for name, (prefetcher, summary) in MODES.items():
+            if name not in PREFETCHERS:
+                stack.enter_context(PREFETCHERS.registered(name, prefetcher, summary))
+        yield
