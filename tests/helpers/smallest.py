@@ -21,6 +21,7 @@ def two_slot_budget(
     reader_threads: int = 2,
     draft: str = "auto",
     codec: str = "raw",
+    drafter: str = "auto",
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -31,6 +32,7 @@ def two_slot_budget(
         dtype=dtype,
         reader_threads=reader_threads,
         codec=codec,
+        drafter=drafter,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

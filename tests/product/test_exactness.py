@@ -66,6 +66,7 @@ class Cell:
     cache_policy: str = "lru"
     prefetch: str = "none"
     codec: str = "raw"
+    drafter: str = "auto"
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,7 @@ def run_cell(
     """Generate in one cell and compare; the outcomes of its drafts."""
     context = len(prompt) + len(expected)
     smallest, demand = two_slot_budget(
-        model, context, dtype, cell.draft_length, cell.readers, draft, cell.codec
+        model, context, dtype, cell.draft_length, cell.readers, draft, cell.codec, cell.drafter
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -167,6 +168,7 @@ def run_cell(
         cache_policy=cell.cache_policy,
         prefetch=cell.prefetch,
         codec=cell.codec,
+        drafter=cell.drafter,
     )
     slots = generator.runtime.plan.slots
     assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
@@ -175,9 +177,11 @@ def run_cell(
     steps = generator.last_run.decode
     if cell.draft_length:
         assert max(step.draft_length for step in steps) == cell.draft_length
-        assert generator.runtime.plan.has_draft
     else:
         assert result.stats["draft_length_mean"] == 0
+    tied = cell.codec == "residual"
+    held = cell.draft_length > 0 and cell.drafter == "auto"
+    assert generator.runtime.plan.has_draft == (held or tied)
     generator.close()
     return outcomes(steps)
 
@@ -403,3 +407,16 @@ def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) ->
         recalled[kernel] = result.stats["route_recall"]
     # One arithmetic, two ways to call it: the drafts differ by no more than a near-tie.
     assert recalled["fused"] == pytest.approx(recalled["unfused"], abs=0.02)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> None:
+    """Texts that repeat themselves, so that drafts are found, and some of them stand."""
+    cells = [
+        Cell(3, "half", "own", drafter="ngram"),
+        Cell(8, "two slots", "own", "packed", 4, "lookahead", "three-phase", drafter="ngram"),
+        Cell(1, "all", "own", "plain", 2, "lfu", codec="lossless", drafter="ngram"),
+        Cell(8, "half", "gptq", "packed", codec="residual", drafter="ngram"),
+        Cell(3, "half", "own", "plain", 2, "entropy", codec="residual", drafter="ngram"),
+    ]
+    check_family(family, cells, folders, "float32")
