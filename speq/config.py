@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError, checked_choice, checked_int
-from speq.registries import CACHE_POLICIES, DRAFTERS, PREFETCHERS
+from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 from speq.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-CODECS = ("auto", "raw", "lossless", "residual")
+
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
@@ -88,7 +88,7 @@ class RunConfig:
         checked_choice("drafter", config.drafter, ("auto", "none", *DRAFTERS.names))
         checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES.names)
         checked_choice("prefetch", config.prefetch, PREFETCHERS.names)
-        checked_choice("codec", config.codec, CODECS)
+        checked_choice("codec", config.codec, ("auto", *CODECS.names))
         for name in ("tpot_slo_ms", "latency_slo_ms"):
             checked_slo(name, getattr(config, name), config.draft_length)
         if config.draft == "":

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speq.config import CODECS, DEVICES, DTYPES
-from speq.registries import CACHE_POLICIES, PREFETCHERS
+from speq.config import DEVICES, DTYPES
+from speq.registries import CACHE_POLICIES, CODECS, PREFETCHERS
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -53,7 +53,7 @@ Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHERS.name
 Codec = Annotated[
     str,
     typer.Option(
-        help=f"How exact experts lie in slots, one of {', '.join(CODECS)}; a packed model's is its "
+        help=f"How exact experts lie in slots, one of {', '.join(('auto', *CODECS.names))}; a packed model's is its "
         "own."
     ),
 ]
