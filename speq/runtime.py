@@ -297,7 +297,9 @@ class Runtime:
         shape = self.shape
         slots = aligned_bytes(plan.slots, self.opened.store.codec.slot_bytes, self.device)
         slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
-        cache = KVCache(shape.num_layers, shape.kv_shapes, plan.context, self.dtype, self.device)
+        cache = KVCache(
+            shape.num_layers, shape.attention.kv_shapes, plan.context, self.dtype, self.device
+        )
         drafter: Drafter = PlainDecoding()
         governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.draft_bank is not None:

@@ -6,7 +6,8 @@ import torch
 
 from speq.config import RunConfig
 from speq.experts.encoding_store import EncodingStore
-from speq.experts.expert_store import ExpertStore, is_expert_tensor
+from speq.experts.expert_names import ExpertNames
+from speq.experts.expert_store import ExpertStore
 from speq.experts.int4 import Int4Layout
 from speq.files.alignment import ALIGNMENT
 from speq.files.checkpoint import Checkpoint
@@ -85,7 +86,7 @@ def demand_of(
         draft_length_of(config),
         dtype,
         # On a GPU loading and reading pass through host memory, which is not what is budgeted.
-        loading_bytes_of(checkpoint, dtype) if on_cpu else 0,
+        loading_bytes_of(checkpoint, shape.experts.names, dtype) if on_cpu else 0,
         config.reader_threads if on_cpu else 0,
     )
 
@@ -120,8 +121,8 @@ def demand_by_sizes(
     )
 
 
-def loading_bytes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def loading_bytes_of(checkpoint: Checkpoint, names: ExpertNames, dtype: torch.dtype) -> int:
     """What loading holds beside the weights it leaves: those in another dtype, as stored."""
     tensors = checkpoint.tensors.items()
-    stored = [info for name, (_, info) in tensors if not is_expert_tensor(name)]
+    stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
     return sum(info.nbytes for info in stored if info.dtype != dtype)

@@ -126,7 +126,7 @@ class Subject:
             published=isinstance(store, SafetensorsExpertStore),
             draft=None if draft is None else _packable(draft),
             reading_bytes=store.reading_bytes,
-            loading_bytes=loading_bytes_of(opened.checkpoint, computed),
+            loading_bytes=loading_bytes_of(opened.checkpoint, opened.family.names, computed),
         )
 
     @property
