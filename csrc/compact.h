@@ -21,7 +21,7 @@
 // a block. The front (residual only) has three bits for each weight of code 0, in whole bytes, and
 // in a quad that has exceptions their number, a byte, and their columns, a byte each. The back has
 // the escapes of a row of a block in the order of their columns, the first such run last. Behind
-// the streams lie 64 bytes, so that vectors may be read whole wherever one begins.
+// the streams lie 128 bytes, so that vectors may be read whole wherever one begins.
 #pragma once
 
 #include <cstddef>

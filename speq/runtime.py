@@ -153,7 +153,9 @@ class Runtime:
         loaded, shape, plan = self._loaded, self.shape, self.plan
         slots = aligned_bytes(plan.slots, self.holding.slot_bytes, self.device)
         slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
-        cache = KVCache(shape.num_layers, shape.kv_shapes, plan.context, self.dtype, self.device)
+        cache = KVCache(
+            shape.num_layers, shape.attention.kv_shapes, plan.context, self.dtype, self.device
+        )
         drafter: Drafter = PlainDecoding()
         governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.holding.drafts:

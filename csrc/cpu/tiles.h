@@ -2,11 +2,20 @@
 // of inner loops brings its own vectors and compiles its own copy.
 //
 // A set of vectors V has
-//   Floats        kLanes floats; zero(), load(const float *), fmadd(a, b, sum), mul(a, b), sum(v)
-//   widen         load(const Word *) of kLanes words as floats; load_part of fewer, zeros after
-//   them Bytes         kBytes codes; load_bytes(const uint8_t *), unaligned dot           Floats of
-//   (start + low nibbles . even + high nibbles . odd) in each lane spread<n>     weight scales over
-//   lanes: n = 1, one scale for all; 2 or 4, that many to a step
+//
+//   - Floats: kLanes floats. zero(), mul(a, b), fmadd(a, b, sum) and sum(v), of all lanes.
+//   - load(const Word *): kLanes words (float, BFloat16 or Float16) as Floats; unaligned.
+//   - load_part(const Word *, count): fewer than kLanes words, and zeros behind them.
+//   - Bytes: kBytes bytes, of two codes each. load_bytes(const uint8_t *); unaligned.
+//   - Nibbles(Bytes).dot(even, odd, start): Floats; in each lane its element of start, and the
+//     products of its codes: low nibbles by even, high nibbles by odd. All three are aligned.
+//   - spread<n>(const Float16 *): the scales of a load of codes as Floats, in the codes' lanes.
+//     n is the number of scales to a step: 1, 2 or 4.
+//   - kRegisters: how many vectors the processor holds.
+//
+// Sets whose decoders of compact experts leave words in vectors (coded_kernels.h) have one more:
+//
+//   - widened(words): kLanes BFloat16 words in a vector as Floats.
 #pragma once
 
 #include "cpu/blocks.h"

@@ -53,8 +53,8 @@ Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHERS.name
 Codec = Annotated[
     str,
     typer.Option(
-        help=f"How exact experts lie in slots, one of {', '.join(('auto', *CODECS.names))}; a packed model's is its "
-        "own."
+        help=f"How exact experts lie in slots: auto, {', '.join(CODECS.names)}; a packed "
+        "model's is its own."
     ),
 ]
 Profile = Annotated[

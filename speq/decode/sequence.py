@@ -14,6 +14,8 @@ from speq.config import SamplingParams
 class Draft:
     """A tree of proposed tokens. Node 0 is the pending token, node i + 1 is `token_ids[i]`.
 
+    Verification and the KV cache take any tree. No drafter makes one yet: all drafts are chains.
+
     token_ids  proposed tokens, parents before children
     parents    node of each token's parent; a chain is 0, 1, 2, ...
     """

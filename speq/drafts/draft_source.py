@@ -104,7 +104,7 @@ def open_gptq(
     kinship.check_sizes(path, read_json(path / "config.json"), model)
     folder = GptqFolder(path, experts)
     try:
-        kinship.check_weights(path, folder.tensors, model)
+        kinship.check_weights(path, folder.tensors, model, experts.names)
         if store.tied_draft is None:  # which knows its draft by its codes
             kinship.check_experts(folder, store)
     except BaseException:

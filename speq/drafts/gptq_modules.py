@@ -1,6 +1,6 @@
 """The packed linear layers of experts in a GPTQ folder: found by name, checked by shape and dtype.
 
-Names are those of GPTQModel, optimum and AutoGPTQ:
+Names are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
 
     model.layers.L.mlp.experts.N.{gate,up,down}_proj.{qweight,qzeros,scales,g_idx}
     model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}...      mixtral and phimoe, older
@@ -19,15 +19,11 @@ from torch import Tensor
 from speq.drafts.gptq_config import GptqConfig
 from speq.drafts.gptq_format import CODES_PER_WORD
 from speq.errors import SpeqError
-from speq.experts.expert_store import PROJECTIONS, ExpertLayout
+from speq.experts.expert_names import ExpertNames
+from speq.experts.expert_store import ExpertLayout
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards
 
-TENSOR_NAME = re.compile(
-    r"(?P<module>(?:^|.*\.)layers\.(?P<layer>\d{1,9})\.(?:mlp|block_sparse_moe)\.experts\."
-    r"(?:(?P<expert>\d{1,9})\.)?(?P<projection>gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3))"
-    r"\.(?P<part>qweight|qzeros|scales|g_idx|bias|weight)"
-)
 REQUIRED = ("qweight", "qzeros", "scales")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = {
@@ -93,6 +89,15 @@ class PackedExpert:
         return (*self.gate_up, self.down)
 
 
+def tensor_pattern(names: ExpertNames) -> re.Pattern[str]:
+    """Matches whole names of tensors of packed experts."""
+    projections = "|".join(map(re.escape, (*names.projection_of, "gate_up_proj")))
+    return re.compile(
+        rf"(?P<module>(?:^|.*\.){names.within_layer}(?:(?P<expert>\d{{1,9}})\.)?"
+        rf"(?P<projection>{projections}))\.(?P<part>qweight|qzeros|scales|g_idx|bias|weight)"
+    )
+
+
 class ExpertFinder:
     """Finds the experts of a model in the shards of a folder. Errors call the folder a draft."""
 
@@ -148,9 +153,10 @@ class ExpertFinder:
 
     def _modules(self, shards: Shards) -> dict[ModuleKey, PackedModule]:
         """Every packed module of experts that the folder holds."""
-        found: dict[ModuleKey, PackedModule] = {}
+        names, found = self._experts.names, dict[ModuleKey, PackedModule]()
+        pattern = tensor_pattern(names)
         for name, (file, info) in shards.tensors.items():
-            match = TENSOR_NAME.fullmatch(name)
+            match = pattern.fullmatch(name)
             if match is None:
                 continue
             if match["part"] == "weight":
@@ -159,7 +165,7 @@ class ExpertFinder:
                     "quantise all routed experts"
                 )
             expert = None if match["expert"] is None else int(match["expert"])
-            projection = PROJECTIONS.get(match["projection"], match["projection"])
+            projection = names.projection_of.get(match["projection"], match["projection"])
             key = (int(match["layer"]), expert, projection)
             module = found.setdefault(key, PackedModule(match["module"], {}))
             if module.name != match["module"]:

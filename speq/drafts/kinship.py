@@ -9,6 +9,7 @@ from torch import Tensor
 
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError
+from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.files.checkpoint import Checkpoint
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
@@ -23,8 +24,6 @@ SIZES = (
     ("moe_intermediate_size",),
     ("num_experts", "num_local_experts", "n_routed_experts"),
 )
-# Quantisers leave routers as they are; families and versions name them differently.
-ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
 # Elements compared of a tensor, and rows of each matrix of an expert.
 SAMPLE = 1 << 16
@@ -45,12 +44,15 @@ def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
             )
 
 
-def check_weights(path: Path, tensors: Tensors, model: Checkpoint) -> None:
+def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: ExpertNames) -> None:
     """Raise SpeqError where routers of the draft at `path` are not the model's.
 
-    Without routers in both, embeddings are compared; without those either, nobody could tell.
+    Quantisers leave routers as they are. Without routers in both, embeddings are compared; without
+    those either, nobody could tell.
+
+    names  what either may call routers
     """
-    for pattern in (ROUTER, EMBEDDING):
+    for pattern in (names.router, EMBEDDING):
         ours, theirs = (_floats(pattern, held) for held in (model.tensors, tensors))
         shared = sorted(ours.keys() & theirs.keys())
         for key in shared:

@@ -1,6 +1,5 @@
 """Exact experts on disk, as records that can be read one at a time."""
 
-import re
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -9,26 +8,15 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, RawCodec
+from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
 from speq.files.safetensors_file import SafetensorsFile
 
-# Checkpoints keep experts one by one, under the names of `transformers` or of their authors.
-EXPERT_NAME = re.compile(
-    r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\."
-    r"(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$"
-)
-PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
-RECORD_ORDER = ("gate_proj", "up_proj", "down_proj")
-
-
-def is_expert_tensor(name: str) -> bool:
-    """Whether a checkpoint's tensor belongs to a routed expert."""
-    return EXPERT_NAME.search(name) is not None
 
 
 class ExpertStore(Protocol):
@@ -71,12 +59,17 @@ class ExpertStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """What a model's config says of its experts. layers: model layers that have experts."""
+    """What a model's config and its family say of its experts.
+
+    layers  model layers that have experts
+    names   what experts and routers are called on disk
+    """
 
     layers: tuple[int, ...]
     num_experts: int
     hidden_size: int
     expert_width: int
+    names: ExpertNames = USUAL_NAMES
 
 
 class SafetensorsExpertStore:
@@ -90,6 +83,7 @@ class SafetensorsExpertStore:
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
         self.num_layers = len(layout.layers)
         self.num_experts = layout.num_experts
+        self.names = layout.names
         order = {layer: at for at, layer in enumerate(layout.layers)}
         shape = self._common_shape(checkpoint, layout)
         self._codec = RawCodec(shape)
@@ -98,16 +92,16 @@ class SafetensorsExpertStore:
         wanted["down_proj"] = (hidden, width)
         found: dict[tuple[int, int], dict[str, Range]] = {}
         for name, (file, info) in checkpoint.tensors.items():
-            match = EXPERT_NAME.search(name)
-            if match is None or int(match[1]) not in order:
+            matrix = layout.names.matrix(name)
+            if matrix is None or matrix.layer not in order:
                 continue
-            projection = PROJECTIONS.get(match[3], match[3])
+            projection = matrix.projection
             if info.shape != wanted[projection] or info.dtype != shape.dtype:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
                     f"and the other experts make it {shape.dtype} {list(wanted[projection])}"
                 )
-            key = (order[int(match[1])], int(match[2]))
+            key = (order[matrix.layer], matrix.expert)
             found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
         self._parts = self._complete(found, checkpoint, layout)
         self.reading_bytes = ENDS_BYTES + ALIGNMENT
@@ -116,11 +110,11 @@ class SafetensorsExpertStore:
     @staticmethod
     def _common_shape(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertShape:
         for name, (_, info) in checkpoint.tensors.items():
-            if is_expert_tensor(name):
+            if layout.names.is_expert(name):
                 return ExpertShape(layout.hidden_size, layout.expert_width, info.dtype)
         raise SpeqError(
             f"{checkpoint.path} holds no expert tensors such as "
-            "model.layers.0.mlp.experts.0.gate_proj.weight"
+            f"{layout.names.module(layout.layers[0], 0, PROJECTIONS[0])}.weight"
         )
 
     def _complete(
@@ -133,14 +127,14 @@ class SafetensorsExpertStore:
         for layer in range(self.num_layers):
             for expert in range(self.num_experts):
                 parts = found.get((layer, expert), {})
-                for projection in RECORD_ORDER:
+                for projection in PROJECTIONS:
                     if projection not in parts:
                         raise SpeqError(
                             f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
                             f"{layout.layers[layer]}; config.json promises {self.num_experts} "
                             "experts in each such layer"
                         )
-                records.append([parts[projection] for projection in RECORD_ORDER])
+                records.append([parts[projection] for projection in PROJECTIONS])
         return records
 
     @property

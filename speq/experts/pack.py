@@ -15,7 +15,8 @@ from typing import BinaryIO
 import torch
 
 from speq.errors import SpeqError
-from speq.experts.expert_store import SafetensorsExpertStore, is_expert_tensor
+from speq.experts.expert_names import ExpertNames
+from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.packed_store import Manifest, dtype_name
 from speq.experts.record_writer import Packing, journalled, write_records
 from speq.files.atomic_file import replacing
@@ -57,9 +58,9 @@ def pack(
             partial.unlink()
         done = journalled(out, packing, source)
         left = store.num_layers * store.num_experts - len(done)
-        check_room(checkpoint, packing.most_bytes(left), out)
+        check_room(checkpoint, store.names, packing.most_bytes(left), out)
         records, draft = write_records(store, packing, out, done, progress)
-        write_non_experts(checkpoint, out)
+        write_non_experts(checkpoint, store.names, out)
         manifest = Manifest(
             codec=codec.name,
             dtype=dtype_name(codec.shape.dtype),
@@ -82,10 +83,10 @@ def pack(
     return manifest
 
 
-def check_room(checkpoint: Checkpoint, experts_bytes: int, out: Path) -> None:
+def check_room(checkpoint: Checkpoint, names: ExpertNames, experts_bytes: int, out: Path) -> None:
     """Raise SpeqError where the disk has no room for experts and all else."""
     tensors = checkpoint.tensors.items()
-    others = sum(info.nbytes for name, (_, info) in tensors if not is_expert_tensor(name))
+    others = sum(info.nbytes for name, (_, info) in tensors if not names.is_expert(name))
     needed = experts_bytes + others
     free = shutil.disk_usage(out).free
     if needed > free:
@@ -95,7 +96,7 @@ def check_room(checkpoint: Checkpoint, experts_bytes: int, out: Path) -> None:
         )
 
 
-def write_non_experts(checkpoint: Checkpoint, out: Path) -> None:
+def write_non_experts(checkpoint: Checkpoint, names: ExpertNames, out: Path) -> None:
     """Shards with what is left of them, under their old names, and an index of it."""
     weight_map: dict[str, str] = {}
     total = 0
@@ -103,7 +104,7 @@ def write_non_experts(checkpoint: Checkpoint, out: Path) -> None:
         tensors = {
             name: info
             for name, (holder, info) in checkpoint.tensors.items()
-            if holder is file and not is_expert_tensor(name)
+            if holder is file and not names.is_expert(name)
         }
         if not tensors:
             continue

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speq.decode.offload import fetch_from, moved_from
 from speq.errors import SpeqError
-from speq.experts.expert_store import is_expert_tensor, mean_moved_bytes
+from speq.experts.expert_store import mean_moved_bytes
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.files.alignment import aligned_bytes
 from speq.files.range_file import RangeFile
@@ -37,7 +37,8 @@ def expert_files(opened: Opened) -> list[Path]:
     if isinstance(opened.store, PackedExpertStore):
         return [opened.checkpoint.path / RECORDS_FILE]
     tensors = opened.checkpoint.tensors.items()
-    return sorted({file.path for name, (file, _) in tensors if is_expert_tensor(name)})
+    is_expert = opened.family.names.is_expert
+    return sorted({file.path for name, (file, _) in tensors if is_expert(name)})
 
 
 def arena_for(rows: int, *sizes: int) -> Tensor:

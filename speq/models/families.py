@@ -1,19 +1,67 @@
-"""One adapter per model family: as little as transformers' own classes leave to say."""
+"""A model family is one entry here: as little as transformers' own classes leave to say."""
 
 import contextlib
 import importlib
+import importlib.util
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
+from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
 from speq.layers.offloaded_experts import OffloadedExperts
+from speq.models.attention import AttentionShape, cached_heads, cached_latents
 
 # transformers' modules are shared by all threads: two at a time would leave ours behind.
 _PATCHING = threading.Lock()
+
+
+class MoEBlock(NamedTuple):
+    """A block of a loaded model that has routed experts."""
+
+    experts: OffloadedExperts
+    router: nn.Module
+
+
+def unchecked(config: Any, num_experts: int, where: object) -> None:
+    """For families whose configuration has nothing to check beside what all have."""
+
+
+def check_groups(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError unless a token's experts can be chosen within some of equal groups."""
+    groups, kept = getattr(config, "n_group", None) or 0, getattr(config, "topk_group", None) or 0
+    if not (1 <= kept <= groups and num_experts % groups == 0):
+        raise SpeqError(
+            f"{where} has n_group {groups} and topk_group {kept}; n_group must divide the "
+            f"{num_experts} experts of a layer, and topk_group must be from 1 to n_group"
+        )
+
+
+def check_deepseek_v2(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for a topk_method that is unknown, or lacks its groups."""
+    method = getattr(config, "topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise SpeqError(
+            f"{where} has topk_method {method!r}; it must be greedy or group_limited_greedy"
+        )
+    if method != "greedy":
+        check_groups(config, num_experts, where)
+
+
+def check_glm4(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for groups too small: two experts rank one, and top-k chooses among them."""
+    check_groups(config, num_experts, where)
+    size, top_k = num_experts // config.n_group, config.num_experts_per_tok
+    if size < 2 or config.topk_group * size < top_k:
+        raise SpeqError(
+            f"{where} has n_group {config.n_group} and topk_group {config.topk_group}, which "
+            f"leave {config.topk_group} of groups of {size} experts to choose from; a group must "
+            f"have at least 2, and those chosen from at least num_experts_per_tok, {top_k}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +69,49 @@ class Family:
     """What differs between families.
 
     model_type    in config.json, and the name of transformers' module
-    experts_class class of a block's `experts`, which ours replaces
-    router        attribute of a block that holds its router
+    experts_class class of a block's experts, which ours replaces
+    names         of experts and routers on disk; the first ones are attributes of the model too
     num_experts, expert_width   attributes of the config
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
-    latent_kv     whether attention caches compressed latents (MLA) instead of heads
+    attention     what its attention caches, from the config
+    check         raises SpeqError for a config that the model would only stumble over in a pass;
+                  given the config, the number of experts and where the config was read
+    since         the first version of transformers that has it as speq needs it
     """
 
     model_type: str
     experts_class: str
-    router: str = "gate"
+    names: ExpertNames = USUAL_NAMES
     num_experts: str = "num_experts"
     expert_width: str = "moe_intermediate_size"
     window: bool = False
     typed_masks: bool = False
-    latent_kv: bool = False
+    attention: Callable[[Any], AttentionShape] = cached_heads
+    check: Callable[[Any, int, object], None] = unchecked
+    since: str = "5.17"
+
+    @property
+    def module(self) -> str:
+        """The module of transformers that has its classes."""
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+
+    def check_installed(self, where: object) -> None:
+        """Raise SpeqError where the installed transformers lacks the family."""
+        try:
+            found = importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise SpeqError(
+                f"{where} is of family {self.model_type!r}, which transformers "
+                f"{transformers_version} lacks; install transformers {self.since} or later"
+            )
 
     @contextlib.contextmanager
     def without_experts(self) -> Iterator[None]:
         """Models built inside the block have OffloadedExperts for experts."""
-        name = f"transformers.models.{self.model_type}.modeling_{self.model_type}"
-        module = importlib.import_module(name)
+        module = importlib.import_module(self.module)
         with _PATCHING:
             original = getattr(module, self.experts_class)
             setattr(module, self.experts_class, OffloadedExperts)
@@ -51,14 +120,24 @@ class Family:
             finally:
                 setattr(module, self.experts_class, original)
 
-    def moe_blocks(self, model: nn.Module) -> dict[int, nn.Module]:
+    def moe_blocks(self, model: nn.Module) -> dict[int, MoEBlock]:
         """Blocks that have routed experts, by model layer."""
         blocks = {}
         for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
-            if isinstance(getattr(layer.mlp, "experts", None), OffloadedExperts):
-                blocks[index] = layer.mlp
+            block = getattr(layer, self.names.blocks[0], None)
+            experts = getattr(block, self.names.experts, None)
+            if isinstance(experts, OffloadedExperts):
+                blocks[index] = MoEBlock(experts, getattr(block, self.names.routers[0]))
         return blocks
 
+
+# As their authors publish them; transformers has the usual names for them.
+MIXTRAL_NAMES = ExpertNames(
+    blocks=("mlp", "block_sparse_moe"), projections=(PROJECTIONS, ("w1", "w3", "w2"))
+)
+PHIMOE_NAMES = ExpertNames(
+    MIXTRAL_NAMES.blocks, routers=("router", "gate"), projections=MIXTRAL_NAMES.projections
+)
 
 FAMILIES = {
     family.model_type: family
@@ -69,6 +148,7 @@ FAMILIES = {
         Family(
             "mixtral",
             "MixtralExperts",
+            names=MIXTRAL_NAMES,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
@@ -76,12 +156,26 @@ FAMILIES = {
         Family(
             "phimoe",
             "PhimoeExperts",
-            router="router",
+            names=PHIMOE_NAMES,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
         ),
-        Family("deepseek_v2", "DeepseekV2Experts", num_experts="n_routed_experts", latent_kv=True),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2Experts",
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_deepseek_v2,
+        ),
+        Family("glm4_moe", "Glm4MoeExperts", num_experts="n_routed_experts", check=check_glm4),
+        Family(
+            "glm4_moe_lite",
+            "Glm4MoeLiteExperts",
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_glm4,
+        ),
     )
 }
 
@@ -94,4 +188,6 @@ def family_of(config: dict[str, Any], where: object) -> Family:
             f"{where} is of family {model_type!r}, which is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    family.check_installed(where)
+    return family

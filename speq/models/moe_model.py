@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from speq.errors import SpeqError, checked_token_ids
-from speq.experts.expert_store import is_expert_tensor
 from speq.files.checkpoint import Checkpoint
-from speq.layers.offloaded_experts import BankSwitch, ExpertBank, OffloadedExperts
+from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask
@@ -44,12 +43,10 @@ class MoEModel:
         self.device = device
         self.dtype: torch.dtype = hf_model.dtype
         blocks = family.moe_blocks(hf_model)
-        routers = [getattr(block, family.router) for block in blocks.values()]
+        routers = [block.router for block in blocks.values()]
         for layer, block in enumerate(blocks.values()):
-            experts = block.experts
-            assert isinstance(experts, OffloadedExperts)
             next_router = routers[layer + 1] if layer + 1 < len(routers) else None
-            experts.attach(layer, self._switch, routers[layer], next_router)
+            block.experts.attach(layer, self._switch, block.router, next_router)
         self.num_moe_layers = len(blocks)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
@@ -88,13 +85,13 @@ class MoEModel:
         body = self._hf_model.model
         found: dict[str, list[nn.Module]] = {WHOLE: [body], "head": []}
         found["head"].append(self._hf_model.get_output_embeddings())
-        for layer in body.layers:
-            routed = isinstance(getattr(layer.mlp, "experts", None), OffloadedExperts)
+        blocks = self._family.moe_blocks(self._hf_model)
+        for index, layer in enumerate(body.layers):
             found.setdefault("attention", []).append(layer.self_attn)
-            found.setdefault("shared experts" if routed else "dense layers", []).append(layer.mlp)
-            if routed:
-                found.setdefault(EXPERTS, []).append(layer.mlp.experts)
-                found.setdefault("router", []).append(getattr(layer.mlp, self._family.router))
+            kind = "shared experts" if index in blocks else "dense layers"
+            found.setdefault(kind, []).append(getattr(layer, self._family.names.blocks[0]))
+        found[EXPERTS] = [block.experts for block in blocks.values()]
+        found["router"] = [block.router for block in blocks.values()]
         for parent in (body, *body.layers):
             norms = [m for m in parent.children() if "Norm" in type(m).__name__]
             found.setdefault("norms", []).extend(norms)
@@ -219,7 +216,7 @@ def load(
             f"{missing[0]} among them; download it again"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
-    unexpected = [name for name in unexpected if not is_expert_tensor(name)]
+    unexpected = [name for name in unexpected if not family.names.is_expert(name)]
     if unexpected:
         logging.getLogger("speq").warning(
             "%s holds %d tensors the model has no use for, %s among them",

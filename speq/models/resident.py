@@ -8,6 +8,7 @@ says they are in memory would be wrong, and so would every measurement.
 import bisect
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -46,21 +47,20 @@ def mapped_regions() -> list[Region]:
 
 
 def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Read every parameter that is mapped from one of the checkpoint's files into memory."""
+    """Read parameters and buffers that the checkpoint's files are mapped for into memory."""
     files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
     regions = [region for region in mapped_regions() if region.path in files]
     starts = [region.start for region in regions]
     ends = aligned_bytes(1, ENDS_BYTES)[0]
-    for parameter in model.parameters():
-        address = parameter.data_ptr()
+    for tensor in chain(model.parameters(), model.buffers()):
+        address = tensor.data_ptr()
         at = bisect.bisect_right(starts, address) - 1
-        if at < 0 or address + parameter.nbytes > regions[at].end:
+        if at < 0 or address + tensor.nbytes > regions[at].end:
             continue
-        assert parameter.is_contiguous()
+        assert tensor.is_contiguous()
         region = regions[at]
-        parameter.data = read(
-            files[region.path], region.offset + address - region.start, parameter.data, ends
-        )
+        offset = region.offset + address - region.start
+        tensor.data = read(files[region.path], offset, tensor.data, ends)
 
 
 def read(file: RangeFile, offset: int, like: Tensor, ends: Tensor) -> Tensor:

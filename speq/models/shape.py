@@ -12,6 +12,7 @@ from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import ACTIVATIONS
+from speq.models.attention import AttentionShape
 from speq.models.families import Family
 
 DTYPES = {
@@ -30,9 +31,7 @@ LOGIT_TRANSIENT_BYTES = 36
 class ModelShape:
     """Sizes of everything but the experts' words.
 
-    kv_shapes         (heads, width) of the cached keys and of the cached values, per layer
-    attention_width   elements one cached token takes where attention expands it to all heads
-    score_heads       heads whose scores exist whole, [rows, context] each, in one layer at a time
+    attention         of every layer; one layer's scores exist at a time
     resident_weights  parameters outside the experts, held in the compute dtype
     embedding_weights of them, those of which a token reads a row; 0 where the head shares them
     buffer_bytes      what is held beside them in a dtype of its own
@@ -46,10 +45,7 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     dense_width: int
-    query_width: int
-    kv_shapes: tuple[tuple[int, int], tuple[int, int]]
-    attention_width: int
-    score_heads: int
+    attention: AttentionShape
     resident_weights: int
     embedding_weights: int
     buffer_bytes: int
@@ -57,7 +53,7 @@ class ModelShape:
 
     @property
     def kv_elements_per_token(self) -> int:
-        return self.num_layers * sum(heads * width for heads, width in self.kv_shapes)
+        return self.num_layers * sum(heads * width for heads, width in self.attention.kv_shapes)
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of everything but experts, computing in `dtype`."""
@@ -75,18 +71,18 @@ class ModelShape:
         dtype), and logits turned into distributions.
         """
         size = dtype.itemsize
-        experts = self.experts
-        per_row = 8 * self.hidden_size + 4 * self.query_width + 4 * self.dense_width
+        experts, attention = self.experts, self.attention
+        per_row = 8 * self.hidden_size + 4 * attention.query_width + 4 * self.dense_width
         per_row += 4 * experts.expert_width + 2 * self.top_k * self.hidden_size
-        attention = self.attention_width * context + rows * context
-        scores = 2 * self.score_heads * rows * context * max(size, 4)
-        if self.score_heads and size < 4:
-            scores += self.attention_width // 2 * context * 4  # keys and values, widened
+        expanded = attention.expanded_width * context + rows * context
+        scores = 2 * attention.score_heads * rows * context * max(size, 4)
+        if attention.score_heads and size < 4:
+            scores += attention.expanded_width // 2 * context * 4  # keys and values, widened
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         one_expert = 3 * experts.hidden_size * experts.expert_width
         float32_rows = rows * (self.top_k * experts.expert_width + experts.hidden_size)
         kernel = max(one_expert * size, float32_rows * 4)
-        activations = (rows * per_row + attention) * size + kernel
+        activations = (rows * per_row + expanded) * size + kernel
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
         masks = 3 * rows * context
         logits = scored * self.vocab_size * (size + LOGIT_TRANSIENT_BYTES)
@@ -128,6 +124,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         getattr(config, family.expert_width),
     )
     check_config(config, num_experts, where)
+    family.check(config, num_experts, where)
     model = skeleton(family, config, where)
     layers = tuple(family.moe_blocks(model))
     if not layers:
@@ -137,34 +134,16 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             f"{where} asks for the activation {config.hidden_act!r}; supported are "
             f"{', '.join(ACTIVATIONS)}"
         )
-    heads = config.num_attention_heads
-    if family.latent_kv:
-        kv_shapes = ((1, config.kv_lora_rank), (1, config.qk_rope_head_dim))
-        key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
-        # kv_b_proj's output, the keys built from it and the values, all of them expanded.
-        attention_width = heads * (2 * key_width + 2 * config.v_head_dim)
-        # torch has no flash attention on the CPU for values narrower than keys.
-        score_heads = 0 if key_width == config.v_head_dim else heads
-    else:
-        key_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_shapes = ((config.num_key_value_heads, key_width),) * 2
-        # Shared heads are repeated for all queries; heads of one's own are read where they lie.
-        repeated = config.num_key_value_heads != heads
-        attention_width = heads * 2 * key_width if repeated else 0
-        score_heads = 0
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
     return ModelShape(
-        experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width),
+        experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width, family.names),
         top_k=config.num_experts_per_tok,
         activation=config.hidden_act,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         dense_width=max(shared, default=0),
-        query_width=heads * key_width,
-        kv_shapes=kv_shapes,
-        attention_width=attention_width,
-        score_heads=score_heads,
+        attention=family.attention(config),
         resident_weights=sum(p.numel() for p in model.parameters()),
         embedding_weights=0
         if config.tie_word_embeddings
@@ -188,17 +167,6 @@ def check_config(config: Any, num_experts: int, where: object) -> None:
     if window is not None and window < 0:
         raise SpeqError(
             f"{where} has sliding_window {window}; it must be 0, which is none, or more"
-        )
-    method = getattr(config, "topk_method", "greedy")
-    groups, kept = getattr(config, "n_group", None) or 0, getattr(config, "topk_group", None) or 0
-    if method not in ("greedy", "group_limited_greedy"):
-        raise SpeqError(
-            f"{where} has topk_method {method!r}; it must be greedy or group_limited_greedy"
-        )
-    if method != "greedy" and not (1 <= kept <= groups and num_experts % groups == 0):
-        raise SpeqError(
-            f"{where} has n_group {groups} and topk_group {kept}; n_group must divide the "
-            f"{num_experts} experts of a layer, and topk_group must be from 1 to n_group"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, RawCodec
-from speq.experts.expert_store import is_expert_tensor
+from speq.experts.expert_names import ExpertNames
 from speq.experts.int4 import Int4Layout
 from speq.files.alignment import ALIGNMENT
 from speq.files.checkpoint import Checkpoint, is_quantised
@@ -95,7 +95,7 @@ class Subject:
             published=store.published,
             draft=None if draft is None else _packable(draft),
             reading_bytes=store.reading_bytes,
-            loading_bytes=loading_bytes_of(opened.checkpoint, computed),
+            loading_bytes=loading_bytes_of(opened.checkpoint, opened.family.names, computed),
         )
 
     @property
@@ -123,10 +123,10 @@ class Subject:
         )
 
 
-def loading_bytes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def loading_bytes_of(checkpoint: Checkpoint, names: ExpertNames, dtype: torch.dtype) -> int:
     """Memory that loading takes beside the weights it leaves: those stored in another dtype."""
     tensors = checkpoint.tensors.items()
-    stored = [info for name, (_, info) in tensors if not is_expert_tensor(name)]
+    stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
     return sum(info.nbytes for info in stored if info.dtype != dtype)
 
 

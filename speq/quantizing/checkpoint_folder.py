@@ -19,7 +19,8 @@ from torch import Tensor
 
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
-from speq.experts.expert_store import ExpertLayout, is_expert_tensor
+from speq.experts.expert_names import ExpertNames
+from speq.experts.expert_store import ExpertLayout
 from speq.experts.pack import COPY_BYTES, whole
 from speq.files.atomic_file import replacing
 from speq.files.checkpoint import (
@@ -68,6 +69,7 @@ class Shards:
     def entries(self, moe_layer: int) -> Entries:
         """Tensors of a layer's shard, in their order."""
         hidden, width = self.layout.hidden_size, self.layout.expert_width
+        layer = self.layout.layers[moe_layer]
         found: Entries = {}
         for expert in range(self.layout.num_experts):
             for projection, inputs, outputs in (
@@ -76,10 +78,7 @@ class Shards:
                 ("down_proj", width, hidden),
             ):
                 groups = inputs // self.settings.group_of(inputs)
-                module = (
-                    f"model.layers.{self.layout.layers[moe_layer]}.mlp.experts.{expert}."
-                    f"{projection}."
-                )
+                module = self.layout.names.module(layer, expert, projection) + "."
                 found[module + "qweight"] = (torch.int32, (inputs // 8, outputs))
                 found[module + "qzeros"] = (torch.int32, (groups, outputs // 8))
                 found[module + "scales"] = (torch.float16, (groups, outputs))
@@ -219,7 +218,7 @@ class QuantizeFolder:
         absent = [at for at in layers if not (self.out / self.shards.name(at)).exists()]
         needed = activation_bytes + sum(nbytes_of(self.shards.entries(at)) for at in absent)
         if not (self.out / self.shards.rest).exists():
-            needed += nbytes_of(rest_of(checkpoint))
+            needed += nbytes_of(rest_of(checkpoint, self.shards.layout.names))
         free = shutil.disk_usage(self.out).free
         if needed > free:
             raise SpeqError(
@@ -229,7 +228,7 @@ class QuantizeFolder:
 
     def finish(self, checkpoint: Checkpoint, report: dict[str, Any], version: str) -> None:
         """Write all else, config.json last; then what was for going on goes."""
-        entries = rest_of(checkpoint)
+        entries = rest_of(checkpoint, self.shards.layout.names)
         with replacing(self.out / self.shards.rest) as file:
             write_rest(checkpoint, entries, file)
         weight_map = dict.fromkeys(entries, self.shards.rest)
@@ -265,9 +264,9 @@ def is_copied(name: str) -> bool:
     return wanted and not any(fnmatch(name, pattern) for pattern in NOT_COPIED)
 
 
-def rest_of(checkpoint: Checkpoint) -> Entries:
+def rest_of(checkpoint: Checkpoint, names: ExpertNames) -> Entries:
     """Tensors outside the experts, in the order they are read in."""
-    tensors = {n: at for n, at in checkpoint.tensors.items() if not is_expert_tensor(n)}
+    tensors = {n: at for n, at in checkpoint.tensors.items() if not names.is_expert(n)}
     in_order = sorted(tensors.items(), key=lambda item: (item[1][0].path, item[1][1].offset))
     return {name: (info.dtype, info.shape) for name, (_, info) in in_order}
 

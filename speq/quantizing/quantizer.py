@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import (
     ExpertStore,
     expert_slot,
-    is_expert_tensor,
     read_matrices,
 )
 from speq.files.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ def quantize(
         calibration = Calibration(calibration.calibration[:0], calibration.held_out)
     lanes = Lanes.of(calibration, rounds_too=settings.method != "rtn")
     dtype = source.store.codec.shape.dtype
-    loading = loading_bytes(source.checkpoint, dtype)
+    loading = loading_bytes(source.checkpoint, layout.names, dtype)
     plan = plan_of(source.shape, source.store, dtype, lanes, loading, memory_budget)
     try:
         folder = QuantizeFolder(
@@ -106,9 +106,9 @@ def quantize(
         ) from error
 
 
-def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def loading_bytes(checkpoint: Checkpoint, names: ExpertNames, dtype: torch.dtype) -> int:
     """What loading holds beside the weights it leaves: those stored in another dtype."""
-    infos = [info for name, (_, info) in checkpoint.tensors.items() if not is_expert_tensor(name)]
+    infos = [info for name, (_, info) in checkpoint.tensors.items() if not names.is_expert(name)]
     return sum(info.nbytes for info in infos if info.dtype != dtype)
 
 

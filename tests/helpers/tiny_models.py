@@ -85,6 +85,36 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         "topk_group": None,
         "routed_scaling_factor": 1.0,
     },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "glm4_moe_lite": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+    },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 
@@ -112,6 +142,10 @@ def write_model(
     config = AutoConfig.for_model(model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+    for module in model.modules():
+        # Which experts are chosen depends on it; in float32, whatever the other weights are in.
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = 0.2 * torch.randn(config.n_routed_experts)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)
     return path

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speq.drafts import draft_file
 from speq.errors import SpeqError
-from speq.experts.expert_store import SafetensorsExpertStore, expert_slot, is_expert_tensor
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Layout
 from speq.files.atomic_file import replacing
 from speq.files.checkpoint import Checkpoint
@@ -190,7 +190,12 @@ OWN_NAMES = {
     "phimoe": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
 }
 USUAL_NAMES = ("model.layers.{}.mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
-MOE_LAYERS = {"qwen2_moe": (0, 2), "deepseek_v2": (1, 2)}
+MOE_LAYERS = {
+    "qwen2_moe": (0, 2),
+    "deepseek_v2": (1, 2),
+    "glm4_moe": (1, 2),
+    "glm4_moe_lite": (1, 2),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -216,7 +221,7 @@ def test_records_are_the_experts_of_the_file(family: str, tiny: Folder) -> None:
                 assert torch.equal(gate_up_proj, torch.cat([gate, up]))
                 assert torch.equal(down_proj, down)
         # Nothing of the routed experts is left unread, and nothing else is taken for one.
-        assert {name for name in library.keys() if is_expert_tensor(name)} == seen  # noqa: SIM118
+        assert {name for name in library.keys() if store.names.is_expert(name)} == seen  # noqa: SIM118
         assert not any(".experts." in name for name in set(library.keys()) - seen)
     checkpoint.close()
 

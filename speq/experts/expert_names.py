@@ -1,0 +1,86 @@
+"""What a checkpoint calls routed experts and their routers."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class ExpertMatrix(NamedTuple):
+    """A matrix of an expert: its model layer, its expert and one of PROJECTIONS."""
+
+    layer: int
+    expert: int
+    projection: str
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names on disk, all that checkpoints of a family use; those of transformers come first.
+
+    An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, a router's
+    `layers.L.BLOCK.ROUTER.weight`. Quantised checkpoints take either's names.
+
+    blocks       what a layer calls the block that has the router and the experts
+    routers      what the block calls its router
+    experts      what the block calls its experts
+    projections  what an expert calls PROJECTIONS, in their order
+    """
+
+    blocks: tuple[str, ...] = ("mlp",)
+    routers: tuple[str, ...] = ("gate",)
+    experts: str = "experts"
+    projections: tuple[tuple[str, str, str], ...] = (PROJECTIONS,)
+
+    @cached_property
+    def projection_of(self) -> dict[str, str]:
+        """One of PROJECTIONS by its names on disk."""
+        return {
+            name: projection
+            for names in self.projections
+            for name, projection in zip(names, PROJECTIONS, strict=True)
+        }
+
+    @cached_property
+    def within_layer(self) -> str:
+        """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""
+        return rf"layers\.(?P<layer>\d{{1,9}})\.{_any(self.blocks)}\.{re.escape(self.experts)}\."
+
+    @cached_property
+    def router(self) -> re.Pattern[str]:
+        """Finds a router's weight; group 1 is its model layer."""
+        routers = _any(self.routers)
+        return re.compile(rf"(?:^|\.)layers\.(\d+)\.{_any(self.blocks)}\.{routers}\.weight$")
+
+    @cached_property
+    def _expert(self) -> re.Pattern[str]:
+        projection = _any(tuple(self.projection_of))
+        return re.compile(
+            rf"(?:^|\.){self.within_layer}(?P<expert>\d+)\.(?P<projection>{projection})\.weight$"
+        )
+
+    def matrix(self, name: str) -> ExpertMatrix | None:
+        """Which expert's matrix a tensor is; None: of no routed expert."""
+        match = self._expert.search(name)
+        if match is None:
+            return None
+        projection = self.projection_of[match["projection"]]
+        return ExpertMatrix(int(match["layer"]), int(match["expert"]), projection)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a tensor belongs to a routed expert."""
+        return self._expert.search(name) is not None
+
+    def module(self, layer: int, expert: int, projection: str) -> str:
+        """The name that transformers gives an expert's matrix, without `.weight`."""
+        name = self.projections[0][PROJECTIONS.index(projection)]
+        return f"model.layers.{layer}.{self.blocks[0]}.{self.experts}.{expert}.{name}"
+
+
+USUAL_NAMES = ExpertNames()
+
+
+def _any(names: tuple[str, ...]) -> str:
+    return f"(?:{'|'.join(re.escape(name) for name in names)})"

@@ -1,0 +1,43 @@
+"""What attention caches and computes of a token, by its kind."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes of one layer's attention.
+
+    kv_shapes       (heads, width) of the cached keys and of the cached values
+    query_width     elements of a token's queries, of all heads
+    expanded_width  elements one cached token takes where attention expands it to all heads
+    score_heads     heads whose scores exist whole, [rows, context] each
+    """
+
+    kv_shapes: tuple[tuple[int, int], tuple[int, int]]
+    query_width: int
+    expanded_width: int
+    score_heads: int
+
+
+def cached_heads(config: Any) -> AttentionShape:
+    """Keys and values of heads, which several heads of queries may share."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Shared heads are repeated for all queries; heads of one's own are read where they lie.
+    expanded_width = heads * 2 * width if kv_heads != heads else 0
+    return AttentionShape(((kv_heads, width),) * 2, heads * width, expanded_width, score_heads=0)
+
+
+def cached_latents(config: Any) -> AttentionShape:
+    """Latents that all heads share, and keys of the position (MLA, arXiv:2405.04434)."""
+    heads = config.num_attention_heads
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return AttentionShape(
+        kv_shapes=((1, config.kv_lora_rank), (1, config.qk_rope_head_dim)),
+        query_width=heads * width,
+        # kv_b_proj's output, the keys built from it and the values, all of them expanded.
+        expanded_width=heads * (2 * width + 2 * config.v_head_dim),
+        # torch has no flash attention on the CPU for values narrower than keys.
+        score_heads=0 if width == config.v_head_dim else heads,
+    )
