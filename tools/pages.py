@@ -1,0 +1,66 @@
+"""Writes the pages of docs/ that are made from the code: `python tools/pages.py`.
+
+`--check` writes nothing and fails if a page is not current.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from speq.stats import FIGURES, LAYER_FIGURES
+
+DOCS = Path(__file__).parent.parent / "docs"
+STATISTICS = """# Statistics: the figures of a run
+
+<!-- Made from speq/stats.py by tools/pages.py: change the sentences there. -->
+
+`speq generate MODEL --json FILE` writes `{{"text", "token_ids", "finish_reason", "stats"}}`. In
+Python `Generation.stats` is the same dictionary. A figure that does not exist for a run is `null`:
+there is no acceptance rate without a draft, for example. Names end in their unit: `_ms`, `_s`,
+`_bytes`.
+
+{figures}
+
+## Layers
+
+`layers` has one entry for each MoE layer. The sums are over the decode steps.
+
+{layers}
+
+## Tables and timelines
+
+`--stats` prints the layers as a table. `--trace FILE` writes the run as a timeline, which
+https://ui.perfetto.dev opens:
+
+    .venv/bin/speq generate models/tiny-moe --memory-budget 26MiB --prompt "The sea" \\
+        --cache-policy lookahead --prefetch three-phase --stats --trace /tmp/run.json
+"""
+
+
+def table(meanings: dict[str, str]) -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in meanings.items()]
+    return "\n".join(["| name | meaning |", "|---|---|", *rows])
+
+
+def pages() -> dict[str, str]:
+    """Text of every generated page, by file name."""
+    return {
+        "statistics.md": STATISTICS.format(figures=table(FIGURES), layers=table(LAYER_FIGURES)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the pages of docs/ made from the code.")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not current")
+    check = parser.parse_args().check
+    for name, text in pages().items():
+        path = DOCS / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        if check:
+            sys.exit(f"docs/{name} is not current; run python tools/pages.py")
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
