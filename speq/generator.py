@@ -43,7 +43,7 @@ class Generation:
     """text and token_ids of what was generated, without the prompt.
 
     finish_reason  "eos", "length" or "stop"
-    stats          figures by name; README defines each
+    stats          figures by name; docs/statistics.md defines each
     """
 
     text: str

@@ -259,6 +259,70 @@ class Recorder:
                 self.step.layer(event.layer).rejected_bytes += event.moved_bytes
 
 
+# The figures of a run, in the order in which docs/statistics.md explains them.
+FIGURES = {
+    "new_tokens": "generated tokens, the first one included",
+    "ttft_ms": "time from the call to the first token",
+    "tpot_ms": "time per output token after the first: time in decode steps over the tokens that "
+    "they emitted",
+    "steps": "rounds of drafting and verifying",
+    "draft_length_mean": "drafted tokens per step",
+    "accept_length_mean": "tokens that a step yields: the accepted ones and one of the exact "
+    "model's own (the bonus token)",
+    "acceptance_rate": "accepted tokens over drafted tokens",
+    "route_recall": "share of the exact model's expert choices that the draft's routes had named "
+    "(accepted tokens only)",
+    "hit_rate": "share of requested experts that lay in a slot when their layer asked; a layer "
+    "requests each distinct expert of a pass once",
+    "coverage": "the same share for each layer of each step, averaged",
+    "moved_bytes": "bytes of experts brought into slots while decoding; all 16 bits count if "
+    "experts are encoded as they are read",
+    "moved_bytes_per_token": "the same per emitted token",
+    "ahead_bytes": "part of `moved_bytes` that was asked for before it was needed",
+    "rejected_bytes": "part of `moved_bytes` for experts that only rejected tokens of a draft "
+    "wanted",
+    "read_bytes": "bytes read from the disk for `moved_bytes`, in whole blocks",
+    "late_rate": "share of requested experts that were still on their way",
+    "used": "experts asked for ahead of their need that were then needed",
+    "wasted": "experts asked for ahead of their need that were evicted before it came",
+    "stall_s": "time in which the computation waited for experts, while decoding",
+    "late_s": "part of `stall_s` spent on experts that were asked for ahead",
+    "draft_s": "time in drafting",
+    "verify_s": "time in verifying, stalls included",
+    "transfer_s": "time in moving experts while decoding, summed over reader threads",
+    "link_s": "time in which at least one expert was being moved",
+    "hidden_share": "share of `link_s` in which the computation did not wait",
+    "prefill_s": "time in the prompt",
+    "prefill_moved_bytes": "`moved_bytes` of the prompt",
+    "prefill_read_bytes": "`read_bytes` of the prompt",
+    "prefill_stall_s": "`stall_s` of the prompt",
+    "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
+    "layers": "figures of each MoE layer while decoding, see below",
+    "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
+    "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`",
+    "codec": "how experts lay in slots: the name of the codec",
+    "representations": "what this budget would hold with each codec, with and without a draft: "
+    "`codec`, `draft`, `slots`, `slot_bytes`, `estimated`. Estimates assume 11.4 bits a weight "
+    "(lossless) or 8.9 (residual), because these experts were not encoded so",
+    "planned": "the planner's reason for codec and draft, if a profile let it choose",
+}
+LAYER_FIGURES = {
+    "layer": "the layer's number among the MoE layers, from 0",
+    "passes": "times the layer was served",
+    "covered": "sum over passes of hits over requests",
+    "requests": "distinct experts requested, summed over passes",
+    "hits": "requested experts that lay in a slot",
+    "late": "requested experts that were on their way",
+    "used": "experts asked for ahead of their need that were then needed",
+    "wasted": "experts asked for ahead of their need that were evicted before it came",
+    "demand_bytes": "bytes moved when the layer asked",
+    "ahead_bytes": "bytes moved ahead of that",
+    "rejected_bytes": "bytes moved for experts that only rejected tokens wanted",
+    "stall_s": "time in which the computation waited for this layer's experts",
+    "late_s": "part of `stall_s` spent on experts that were asked for ahead",
+}
+
+
 def ratio(part: float, whole: float) -> float | None:
     """part / whole, or None where there was nothing to divide by."""
     return part / whole if whole else None
@@ -266,7 +330,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 @dataclass(slots=True)
 class RunStats:
-    """The steps of one generation, and what they add up to. README defines each figure.
+    """The steps of one generation, and what they add up to: FIGURES defines each figure.
 
     codec    of the experts in slots
     planned  why, where a profile let the planner choose that and the draft
@@ -306,7 +370,7 @@ class RunStats:
         return [step for step in self.steps if step.phase == "decode"]
 
     def summary(self) -> dict[str, Any]:
-        """The figures of `--json`, by name; None where a figure does not exist for this run."""
+        """FIGURES by name; None where a figure does not exist for this run."""
         decode = self.decode
         prefill = [step for step in self.steps if step.phase == "prefill"]
 

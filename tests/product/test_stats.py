@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from speq.stats import (
+    FIGURES,
+    LAYER_FIGURES,
     MAX_EVENTS,
     Event,
     LayerStats,
@@ -301,6 +303,12 @@ DECODE = [
         end_s=60.75,
     ),
 ]
+
+
+def test_every_figure_has_a_meaning() -> None:
+    figures = run_of([PREFILL, *DECODE]).summary()
+    assert set(figures) == set(FIGURES)
+    assert list(LAYER_FIGURES) == ["layer", *LayerStats.__slots__]
 
 
 def test_summary_of_a_run() -> None:
