@@ -134,13 +134,7 @@ class Runtime:
 
         Raises SpeqError where the model, the budget or a fixed context_length forbids it.
         """
-        limit = self.config.context_length or self.shape.max_context
-        if context > limit:
-            source = "context_length" if self.config.context_length else "the model's limit"
-            raise SpeqError(
-                f"the prompt and max_new_tokens need a context of {context} tokens and {source} is "
-                f"{limit}; shorten one of them"
-            )
+        limit = check_context(context, self.config.context_length, self.shape.max_context)
         if context > self.plan.context:
             plan = self._roomy_plan(context, limit)
             # The old arenas go first: the budget has no room for both.
@@ -367,6 +361,21 @@ class Runtime:
         if self._host_tier is not None:
             self._host_tier.close()
         self.opened.close()
+
+
+def check_context(context: int, fixed: int | None, longest: int) -> int:
+    """The most tokens of a request. Raises SpeqError where it needs a longer context than that.
+
+    fixed  the option context_length; longest: the model's own limit
+    """
+    limit = fixed or longest
+    if context > limit:
+        source = "context_length" if fixed else "the model's limit"
+        raise SpeqError(
+            f"the prompt and max_new_tokens need a context of {context} tokens and {source} is "
+            f"{limit}; shorten one of them"
+        )
+    return limit
 
 
 def _labelled(progress: Progress, label: str) -> Callable[[int, int], None]:
