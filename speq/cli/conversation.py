@@ -1,6 +1,7 @@
 """A conversation: what was said, and what its commands do. Knows no terminal and no model."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,7 +75,7 @@ class Conversation:
         if not name:
             raise SpeqError("/save needs the name of a file, such as /save talk.json")
         path = Path(name)
-        if path.exists():
+        if os.path.exists(path):
             raise SpeqError(f"{path} exists already; choose another name")
         check_target(path, force=False)
         text = json.dumps(self.messages(), indent=1)
