@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
+# Least and most of the numbers in SamplingParams.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, math.inf),
+    "top_p": (0, 1.0),
+    "min_p": (0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +134,29 @@ def _draft_length(value: str | int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends. temperature 0 is greedy; top_k 0 is off."""
+    """How tokens are chosen and when generation ends.
+
+    temperature         0 is greedy
+    top_p               keep the likeliest tokens up to this mass
+    top_k               keep this many likeliest tokens; 0 is off
+    min_p               keep tokens at least this likely, as a share of the likeliest; 0 is off
+    repetition_penalty  divides positive logits of all earlier tokens, the prompt's too, and
+                        multiplies negative ones (arXiv:1909.05858); 1 is off
+    presence_penalty    taken off the logit of each token that was generated before; 0 is off
+    frequency_penalty   the same for each time that it was generated; 0 is off
+    seed                of what is drawn; None: another one each time
+    stop                texts to end before
+    ignore_eos          go on past an end of text
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -139,12 +166,12 @@ class SamplingParams:
         checked_int("top_k", self.top_k, 0)
         if self.seed is not None:
             checked_int("seed", self.seed, 0, 2**63 - 1)
-        for name, high in (("temperature", math.inf), ("top_p", 1.0)):
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise SpeqError(f"{name} is {value!r}; it must be a number")
-            if not 0 <= value <= high or math.isinf(value):
-                raise SpeqError(f"{name} is {value}; it must be from 0 to {high}")
+            if not low <= value <= min(high, sys.float_info.max):
+                raise SpeqError(f"{name} is {value}; it must be from {low} to {high}")
         if self.top_p == 0:
             raise SpeqError("top_p is 0, which leaves no token to choose; it must be above 0")
         strings = isinstance(self.stop, tuple) and all(isinstance(s, str) for s in self.stop)
@@ -156,3 +183,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's odds depend on those before it beyond what the model makes of them."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties)

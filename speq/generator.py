@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from collections.abc import Generator as Coroutine
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -15,16 +15,13 @@ from speq.config import MAX_DRAFT_LENGTH, RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
 from speq.decode.sequence import Sequence as Request
 from speq.errors import SpeqError, checked_int
-from speq.load import load
+from speq.load import check_context, load
 from speq.models.opened import open_model
+from speq.prompts import Prompt, PromptEncoder
 from speq.runtime import Runtime
 from speq.stats import RunStats
-from speq.text import TextStream, load_tokenizer, tokens_of
+from speq.text import TextStream, load_tokenizer
 from speq.units import Progress
-
-Message = Mapping[str, str]
-# A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
-Prompt = str | Sequence[int] | Sequence[Message]
 
 # Tokens as they come; at the end, the request and what was measured.
 Run = Coroutine["Token", None, tuple[Request, RunStats]]
@@ -59,9 +56,10 @@ class Generator:
     interrupted leaves it ready for the next call.
     """
 
-    def __init__(self, runtime: Runtime, tokenizer: Any) -> None:
+    def __init__(self, runtime: Runtime, encoder: PromptEncoder) -> None:
         self._runtime = runtime
-        self.tokenizer = tokenizer
+        self._encoder = encoder
+        self.tokenizer = encoder.tokenizer
         self._turn = threading.Lock()
         self._streaming_thread: int | None = None
         self._closed = False
@@ -76,7 +74,7 @@ class Generator:
         memory_budget: str | int,
         *,
         progress: Progress | None = None,
-        first_request: tuple[str, int] | None = None,
+        first_request: tuple[Prompt, int] | None = None,
         **options: Any,
     ) -> "Generator":
         """Load a model folder or hub id.
@@ -86,7 +84,8 @@ class Generator:
                        latency_slo_ms, profile, draft_kernel, codec, cache_policy, prefetch,
                        verify_reads, reader_threads; see RunConfig
         progress       told (what, done, total) during long work
-        first_request  (prompt, max_new_tokens), where known: memory is planned for it at once
+        first_request  (prompt, max_new_tokens), where known: it is checked before weights are
+                       loaded, and memory is planned for it at once
 
         Raises SpeqError for anything that is missing, damaged, unknown or too large.
         """
@@ -94,11 +93,13 @@ class Generator:
         opened = open_model(model, config.verify_reads)
         try:
             tokenizer = load_tokenizer(opened.checkpoint.path)
+            encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
             context = 0
             if first_request is not None:
                 prompt, max_new_tokens = first_request
-                context = len(tokens_of(tokenizer, prompt)) + max_new_tokens
-            return cls(Runtime(load(opened, config, progress, context)), tokenizer)
+                context = len(encoder.encode(prompt)) + max_new_tokens
+                check_context(context, config.context_length, opened.shape.max_context)
+            return cls(Runtime(load(opened, config, progress, context)), encoder)
         except BaseException:
             opened.close()
             raise
@@ -130,9 +131,9 @@ class Generator:
     ) -> Coroutine[Token, None, None]:
         """Yield tokens as they come; nothing is done, or refused, before the first is asked for.
 
-        options    max_new_tokens, temperature, top_p, top_k, seed, stop (a string or several),
-                   ignore_eos; or generation_config, a transformers GenerationConfig, which they
-                   override; progress, told (what, done, total) while the prompt is run
+        options    of SamplingParams, stop being a string or several; or generation_config, a
+                   transformers GenerationConfig, which they override; progress, told (what, done,
+                   total) while the prompt is run
         on_finish  told (finish_reason, stats) at the end
         """
         request, stats = yield from self._stream(prompt, options)
@@ -141,39 +142,7 @@ class Generator:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
-        if isinstance(prompt, str):
-            ids = tokens_of(self.tokenizer, prompt)
-        elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise SpeqError(
-                f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
-            )
-        elif prompt and all(isinstance(part, Mapping) for part in prompt):
-            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
-        else:
-            ids = list(prompt)  # type: ignore[arg-type]
-        if not ids:
-            raise SpeqError("the prompt is empty; give at least one token")
-        vocabulary = self._runtime.shape.vocab_size
-        for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id < vocabulary:
-                raise SpeqError(
-                    f"the prompt holds {token_id!r}; token ids are whole numbers from 0 to "
-                    f"{vocabulary - 1}"
-                )
-        return ids
-
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise SpeqError("the model has no chat template; give the prompt as text")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates are programs: they fail in their own ways
-            raise SpeqError(
-                f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
-            ) from error
-        return tokens_of(self.tokenizer, text, add_special_tokens=False)
+        return self._encoder.encode(prompt)
 
     def _request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
         ids = self.encode(prompt)

@@ -110,6 +110,21 @@ def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:
     return min(fixed or wanted or CONTEXT_STEP, limit)
 
 
+def check_context(context: int, fixed: int | None, longest: int) -> int:
+    """The most tokens of a request. Raises SpeqError where it needs a longer context than that.
+
+    fixed  the option context_length; longest: the model's own limit
+    """
+    limit = fixed or longest
+    if context > limit:
+        source = "context_length" if fixed else "the model's limit"
+        raise SpeqError(
+            f"the prompt and max_new_tokens need a context of {context} tokens and {source} is "
+            f"{limit}; shorten one of them"
+        )
+    return limit
+
+
 def budget_of(config: RunConfig, context: int, device: torch.device) -> Budget:
     on_cpu = device.type == "cpu"
     if config.draft_length is None:

@@ -20,7 +20,7 @@ from speq.files.alignment import aligned_bytes
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.governor.holding import Holding
 from speq.layers.draft_experts import DraftExperts
-from speq.load import CONTEXT_STEP, Loaded
+from speq.load import CONTEXT_STEP, Loaded, check_context
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
@@ -104,13 +104,7 @@ class Runtime:
 
         Raises SpeqError where the model, the budget or a fixed context_length forbids it.
         """
-        limit = self.config.context_length or self.shape.max_context
-        if context > limit:
-            source = "context_length" if self.config.context_length else "the model's limit"
-            raise SpeqError(
-                f"the prompt and max_new_tokens need a context of {context} tokens and {source} is "
-                f"{limit}; shorten one of them"
-            )
+        limit = check_context(context, self.config.context_length, self.shape.max_context)
         if context > self.plan.context:
             holding, plan = self._roomy(context, limit)
             self._drop_draft(holding, plan)

@@ -119,4 +119,6 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> lis
             f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
             "Unicode text; give text that was decoded from UTF-8"
         ) from error
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    # Without its warning of texts beyond the model's context: these are refused in our own words.
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    return list(encoded["input_ids"])

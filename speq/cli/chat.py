@@ -2,15 +2,21 @@
 
 import contextlib
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from speq.cli import options as opt
+from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
+from speq.cli.run_report import print_summary
 from speq.config import DEFAULT_READER_THREADS
+from speq.errors import SpeqError
 
 if TYPE_CHECKING:
     from speq.generator import Generator
+
+LEAVE = "Ctrl-D or /quit leaves"
 
 
 def chat(
@@ -33,24 +39,34 @@ def chat(
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
     top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
+    presence_penalty: opt.PresencePenalty = 0.0,
+    frequency_penalty: opt.FrequencyPenalty = 0.0,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
 ) -> None:
-    """Talk to a model. Ctrl-C ends an answer, Ctrl-D or /quit the conversation."""
+    """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
     from speq.config import SamplingParams
-    from speq.errors import SpeqError
 
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
         "seed": seed,
         "stop": tuple(stop or ()),
     }
     SamplingParams(max_new_tokens=max_new_tokens, **sampling)
+    conversation = Conversation(system)
     generator = opt.load_generator(
         model,
         memory_budget,
+        # Refused before it is loaded: a model without a template, a system message too long for it.
+        first_request=(conversation.messages("Hello"), 1),
         device=device,
         dtype=dtype,
         context_length=context_length,
@@ -64,60 +80,164 @@ def chat(
         profile=profile,
         reader_threads=reader_threads,
     )
-    messages: list[dict[str, str]] = []
-    if system is not None:
-        messages.append({"role": "system", "content": system})
-    try:
-        if not generator.tokenizer.chat_template:
-            raise SpeqError(f"model {model} has no chat template; use speq generate")
-        while (line := read_line()) is not None:
-            if not line.strip():
-                continue
-            messages.append({"role": "user", "content": line})
-            room = generator.max_context - len(generator.encode(messages))
-            if room < 1:
-                raise SpeqError("the conversation fills the model's context; start a new one")
-            answer = say(generator, messages, min(max_new_tokens, room), sampling)
-            messages.append({"role": "assistant", "content": answer})
-    finally:
-        generator.close()
+    with contextlib.closing(generator):
+        tell(f"{model} within {memory_budget}, context {generator.max_context} tokens")
+        tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
+        talk = Talk(generator, conversation, max_new_tokens, sampling)
+        talk.run(interactive=sys.stdin.isatty())
+    # Nobody is there to ask again: what reads the output learns that answers are missing.
+    if talk.refused and not sys.stdin.isatty():
+        raise typer.Exit(1)
 
 
-def read_line() -> str | None:
-    """What the user says next; None at the end."""
+@dataclass(slots=True)
+class Talk:
+    """A conversation that goes on whatever becomes of a turn.
+
+    stats    of the last answer
+    refused  lines that could not be obeyed: turns that did not fit, files that exist
+    """
+
+    generator: "Generator"
+    conversation: Conversation
+    max_new_tokens: int
+    sampling: dict[str, Any]
+    stats: dict[str, Any] = field(default_factory=dict)
+    refused: int = 0
+
+    def run(self, interactive: bool) -> None:
+        """Take lines to the end. Where nobody types, an interrupt ends it, as it ends any program.
+
+        Raises KeyboardInterrupt there.
+        """
+        while not self.conversation.quit:
+            try:
+                line = read_line(interactive)
+                if line is None:
+                    return
+                self.take(line)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                tell(f"\n{LEAVE}")
+
+    def take(self, line: str) -> None:
+        asked = parse(line)
+        try:
+            if isinstance(asked, Command):
+                tell(self.obey(asked))
+            elif asked:
+                self.ask(asked)
+        except SpeqError as error:
+            self.refused += 1
+            tell(f"error: {error}")
+
+    def obey(self, command: Command) -> str:
+        """What a command did. Raises SpeqError where it cannot be done, or there is none."""
+        match command.name:
+            case "/help":
+                return help_text()
+            case "/new":
+                return self.conversation.new()
+            case "/undo":
+                return self.conversation.undo()
+            case "/drop":
+                return self.conversation.drop()
+            case "/system":
+                return self.conversation.instruct(command.argument)
+            case "/save":
+                return self.conversation.save(command.argument)
+            case "/stats":
+                return self.show_stats()
+            case "/quit":
+                self.conversation.quit = True
+                return ""
+        return f"there is no command {command.name}; these are there:\n{help_text()}"
+
+    def show_stats(self) -> str:
+        if not self.stats:
+            return "nothing was answered to the end yet"
+        print_summary(self.stats)
+        return ""
+
+    def ask(self, question: str) -> None:
+        """Answer a question. One that is refused leaves the conversation as it was."""
+        turns = len(self.conversation.turns)
+        try:
+            self.answer(question)
+        except SpeqError as error:
+            if self.conversation.turns[turns:]:
+                print()  # ends the line of what came
+            del self.conversation.turns[turns:]
+            advice = "; /drop forgets the oldest one, /new begins anew" if turns else ""
+            raise SpeqError(f"{error}. The question was taken back{advice}") from error
+
+    def answer(self, question: str) -> None:
+        """Stream an answer to stdout. An interrupt ends it; what came of it is kept."""
+        prompt_ids = self.generator.encode(self.conversation.messages(question))
+        room = self.generator.max_context - len(prompt_ids)
+        if room < 1:
+            raise SpeqError(
+                f"the conversation takes {len(prompt_ids)} tokens and the model's context has "
+                f"{self.generator.max_context}"
+            )
+        finished: dict[str, Any] = {}
+        turn: Turn | None = None
+        with opt.progress_bar() as progress:
+            stream = self.generator.stream(
+                prompt_ids,
+                max_new_tokens=min(self.max_new_tokens, room),
+                progress=progress,
+                on_finish=lambda reason, stats: finished.update(stats, finish_reason=reason),
+                **self.sampling,
+            )
+            with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):
+                for token in stream:
+                    if turn is None:
+                        turn = Turn(question)
+                        self.conversation.turns.append(turn)
+                    turn.answer += token.text
+                    sys.stdout.write(token.text)
+                    sys.stdout.flush()
+        if turn is None:
+            tell("\nstopped before the answer began; the question was taken back")
+        else:
+            print()
+        if finished:
+            self.stats = finished
+            tell(figures(finished))
+
+
+def figures(stats: dict[str, Any]) -> str:
+    """An answer's length and pace, in a line."""
+    parts = [f"{stats['new_tokens']} tokens"]
+    if stats["tpot_ms"]:
+        parts.append(f"{stats['tpot_ms']:.1f} ms each")
+    if stats["finish_reason"] == "length":
+        parts.append("cut off there: --max-new-tokens or the context allow no more")
+    return f"[{', '.join(parts)}]"
+
+
+def read_line(interactive: bool) -> str | None:
+    """What comes next; None at the end."""
+    if not interactive:
+        return sys.stdin.readline() or None
+    prompt = "> "
+    if not sys.stdout.isatty():
+        sys.stderr.write(prompt)
+        sys.stderr.flush()
+        prompt = ""
+    else:
+        # Lends `input` its history and keys. It writes to stdout, so it waits for a terminal.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
     try:
-        line = input("> ")
+        return input(prompt)
     except EOFError:
+        print(file=sys.stderr)
         return None
-    except KeyboardInterrupt:
-        print()
-        return None
-    return None if line.strip() == "/quit" else line
 
 
-def say(
-    generator: "Generator",
-    messages: list[dict[str, str]],
-    max_new_tokens: int,
-    sampling: dict[str, Any],
-) -> str:
-    """Stream one answer to stdout and return it, as far as it came."""
-    pieces: list[str] = []
-    figures: dict[str, Any] = {}
-    stream = generator.stream(
-        messages,
-        max_new_tokens=max_new_tokens,
-        on_finish=lambda reason, stats: figures.update(stats),
-        **sampling,
-    )
-    with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):
-        for token in stream:
-            pieces.append(token.text)
-            sys.stdout.write(token.text)
-            sys.stdout.flush()
-    print()
-    if figures.get("tpot_ms"):
-        print(
-            f"[{figures['new_tokens']} tokens, {figures['tpot_ms']:.1f} ms each]", file=sys.stderr
-        )
-    return "".join(pieces)
+def tell(sentence: str) -> None:
+    if sentence:
+        print(sentence, file=sys.stderr)

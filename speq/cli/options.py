@@ -1,6 +1,7 @@
 """Options that several commands share, and how a command gets its generator."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,6 +75,18 @@ MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens up to this mass.")]
 TopK = Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")]
+MinP = Annotated[
+    float, typer.Option(help="Sample from tokens at least this likely, beside the likeliest.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Makes tokens of the prompt and the text less likely; 1: off.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Taken off the logit of a token that was generated; 0: off.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="The same for each time that it was generated; 0: off.")
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Prompts = Annotated[Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
@@ -85,19 +98,26 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past an end
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator["Progress"]:
-    """Shows long work (making a draft, running a long prompt) on stderr, with time left."""
+def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
+    """Shows long work (making a draft, running a long prompt) on stderr, with time left.
+
+    Shows nothing where stderr is no terminal, and never touches what is written to stdout.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeLeft(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        # By default text for stdout comes out of the console, which is stderr here.
+        redirect_stdout=False,
+        disable=quiet or not console.is_terminal,
     )
     tasks: dict[str, Any] = {}
 
@@ -106,7 +126,8 @@ def progress_bar() -> Iterator["Progress"]:
             if done >= total:
                 return
             bar.start()
-            tasks[label] = bar.add_task(label, total=total)
+            # Work that was done before tells nothing of the speed.
+            tasks[label] = bar.add_task(label, total=total, completed=done)
         bar.update(tasks[label], completed=done, total=total)
         if done >= total:
             bar.remove_task(tasks.pop(label))
@@ -120,8 +141,21 @@ def progress_bar() -> Iterator["Progress"]:
             bar.stop()
 
 
-def load_generator(model: str, memory_budget: str, **options: Any) -> "Generator":
+@contextlib.contextmanager
+def log_of(quiet: bool) -> Iterator[None]:
+    """The log as it is, or nothing but errors meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for name in ("speq", "transformers") if quiet else ():
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield
+
+
+def load_generator(
+    model: str, memory_budget: str, quiet: bool = False, **options: Any
+) -> "Generator":
     from speq.generator import Generator
 
-    with progress_bar() as progress:
+    with progress_bar(quiet) as progress:
         return Generator.from_pretrained(model, memory_budget, progress=progress, **options)

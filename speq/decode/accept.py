@@ -16,15 +16,9 @@ def accept(draft: Draft, logits: Tensor, sequence: Sequence) -> Outcome:
 
     logits  [N + 1, V] of the exact model at the draft's nodes
     """
-    if sequence.sampling.greedy:
+    if sequence.sampling.greedy and not sequence.sampling.penalises:
         return walk(draft, greedy(logits).__getitem__)
-    depths = draft.depths()
-
-    def drawn(node: int) -> int:
-        position = sequence.position + depths[node]
-        return chosen(logits[node], sequence.sampling, sequence.seed, position)
-
-    return walk(draft, drawn)
+    return walk(draft, lambda node: chosen(logits[node], sequence, draft.above(node)))
 
 
 def walk(draft: Draft, choice: Callable[[int], int]) -> Outcome:

@@ -26,12 +26,10 @@ HARMLESS = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "length_penalty": 1.0,
     "diversity_penalty": 0.0,
     "typical_p": 1.0,
-    "min_p": 0.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "min_length": 0,
@@ -52,6 +50,8 @@ HONOURED = {
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
+    "repetition_penalty",
     "max_new_tokens",
     "max_length",
     "eos_token_id",
@@ -81,6 +81,10 @@ def options_of(config: GenerationConfig, prompt_tokens: int) -> dict[str, Any]:
     if given.get("do_sample"):
         for name, default in SAMPLING_DEFAULTS.items():
             options[name] = given.get(name, default)
+        if "min_p" in given:
+            options["min_p"] = given["min_p"]
+    if "repetition_penalty" in given:  # of greedy decoding as well
+        options["repetition_penalty"] = given["repetition_penalty"]
     if "max_length" in given:
         length = checked_int("max_length", given["max_length"], 1)
         options["max_new_tokens"] = length - prompt_tokens

@@ -6,6 +6,9 @@ Daliri, Musco and Suresh, arXiv:2408.07978). So a seed gives the same text howev
 drafted, by whatever drafter, and a draft that is close to the exact model mostly draws the same.
 Tokens stand a little less often than with rejection sampling: if a share d of the probability
 differs, up to 2d / (1 + d) of them fall in place of d.
+
+Penalties look at the tokens before a position. Drafted tokens count among them, so a penalised
+text does not depend on drafts either.
 """
 
 import numpy as np
@@ -13,12 +16,15 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from speq.config import SamplingParams
+from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 
 # Colder is no different, but would divide logits beyond the range of float32.
@@ -45,13 +51,17 @@ def greedy(logits: Tensor) -> list[int]:
 
 
 def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """[N, V] logits to [N, V] float32 probabilities on the CPU: temperature, top-k, then top-p."""
+    """[N, V] logits to [N, V] float32 probabilities on the CPU: temperature, top-k, top-p, then
+    min-p, which is transformers' order.
+    """
     temperature = max(float(sampling.temperature), MIN_TEMPERATURE)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(float(sampling.min_p)))
     no_history = torch.empty(len(logits), 0, dtype=torch.long)
     return torch.softmax(warpers(no_history, checked(logits).cpu()), dim=-1)
 
@@ -73,8 +83,25 @@ def draw(probs: Tensor, seed: int, position: int) -> int:
     return int((probs / noise(seed, position, len(probs))).argmax())
 
 
-def chosen(logits: Tensor, sampling: SamplingParams, seed: int, position: int) -> int:
-    """The token behind one row of logits [V], at a position of the generated text."""
-    if sampling.greedy:
-        return greedy(logits[None])[0]
-    return draw(distribution(logits[None], sampling)[0], seed, position)
+def penalised(logits: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
+    """[V] logits to [V] float32 logits on the CPU, less likely where tokens came before.
+
+    ahead  drafted tokens between those of the sequence and the one that is chosen
+    """
+    sampling, scores = sequence.sampling, checked(logits).cpu()
+    generated = torch.tensor([*sequence.generated_ids, *ahead], dtype=torch.long)
+    if sampling.repetition_penalty != 1:
+        penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+        text = torch.cat([torch.tensor(sequence.prompt_ids, dtype=torch.long), generated])
+        scores = penalty(text[None], scores[None])[0]
+    times = torch.bincount(generated, minlength=len(scores))
+    return scores - sampling.frequency_penalty * times - sampling.presence_penalty * (times > 0)
+
+
+def chosen(logits: Tensor, sequence: Sequence, ahead: list[int]) -> int:
+    """The token behind one row of logits [V], after the sequence and `ahead`, drafted tokens."""
+    scores = penalised(logits, sequence, ahead) if sequence.sampling.penalises else logits
+    if sequence.sampling.greedy:
+        return greedy(scores[None])[0]
+    probs = distribution(scores[None], sequence.sampling)[0]
+    return draw(probs, sequence.seed, sequence.position + len(ahead))

@@ -46,6 +46,14 @@ class Draft:
             visible[node] |= visible[parent]
         return visible
 
+    def above(self, node: int) -> list[int]:
+        """Proposed tokens from below the pending one down to `node`, its own last."""
+        token_ids: list[int] = []
+        while node:
+            token_ids.append(self.token_ids[node - 1])
+            node = self.parents[node - 1]
+        return token_ids[::-1]
+
     def children(self, node: int) -> list[int]:
         return [i for i, parent in enumerate(self.parents, start=1) if parent == node]
 

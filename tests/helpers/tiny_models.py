@@ -11,7 +11,9 @@ from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -191,14 +193,36 @@ class Noised(LogitsProcessor):
 def drawn_tokens(
     model: Any, prompt_ids: list[int], count: int, options: SamplingParams
 ) -> list[int]:
-    """As `greedy_tokens`, drawn as options say: temperature, top_k and seed."""
+    """As `greedy_tokens`, drawn as options say: temperature, top_k, min_p, penalties and seed."""
     assert options.seed is not None
     warpers = [
         TemperatureLogitsWarper(options.temperature),
         TopKLogitsWarper(options.top_k),
+        MinPLogitsWarper(options.min_p),
         Noised(len(prompt_ids), options.seed),
     ]
-    return greedy_tokens(model, prompt_ids, count, LogitsProcessorList(warpers))
+    processors = [*penalties(len(prompt_ids), options), *warpers]
+    return greedy_tokens(model, prompt_ids, count, LogitsProcessorList(processors))
+
+
+class Counted(LogitsProcessor):
+    """Presence and frequency penalties as OpenAI defines them, over what was generated."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        times = torch.zeros_like(scores)
+        for token in input_ids[0, self.prompt :].tolist():
+            times[0, token] += 1
+        return scores - self.frequency * times - self.presence * (times > 0)
+
+
+def penalties(prompt: int, options: SamplingParams) -> LogitsProcessorList:
+    """What makes tokens of the text before less likely."""
+    repetition = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
+    counted = Counted(prompt, options.presence_penalty, options.frequency_penalty)
+    return LogitsProcessorList([repetition, counted])
 
 
 def greedy_tokens(

@@ -123,10 +123,8 @@ def drawn_chain(table: Tensor, length: int) -> Proposer:
 
     def propose(text: Sequence) -> Draft:
         tokens = [text.pending_id]
-        for at in range(length):
-            position = text.position + at
-            row = table[tokens[-1]].log()
-            tokens.append(chosen(row, text.sampling, text.seed, position))
+        for _ in range(length):
+            tokens.append(chosen(table[tokens[-1]].log(), text, tokens[1:]))
         return Draft(tokens[1:], list(range(length)))
 
     return propose
@@ -174,13 +172,21 @@ def written(propose: Proposer, sampling: SamplingParams) -> tuple[list[int], lis
 
 def walked(sampling: SamplingParams, seed: int) -> list[int]:
     """The text that an exact model would write alone, by numpy and a rule of its own: the largest
-    log-probability with Gumbel noise.
+    log-probability with Gumbel noise. Penalties are counted token by token.
     """
     tokens = [START]
     for position in range(sampling.max_new_tokens):
-        logits = TARGET[tokens[-1]].double().log().numpy() / sampling.temperature
-        gumbel = -np.log(noise(seed, position, V).double().numpy())
-        tokens.append(int((logits + gumbel).argmax()))
+        logits = TARGET[tokens[-1]].double().log().numpy()
+        for token in range(V):
+            if token in tokens:
+                penalty = sampling.repetition_penalty
+                logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+            if times := tokens[1:].count(token):
+                logits[token] -= sampling.presence_penalty + times * sampling.frequency_penalty
+        if not sampling.greedy:
+            gumbel = -np.log(noise(seed, position, V).double().numpy())
+            logits = logits / sampling.temperature + gumbel
+        tokens.append(int(logits.argmax()))
     return tokens[1:]
 
 
@@ -194,6 +200,29 @@ def test_drafts_change_no_token(propose: Proposer, temperature: float) -> None:
         assert tokens == walked(sampling, seed)
         accepted += sum(outcome.accepted for outcome in outcomes)
     assert accepted > 0
+
+
+@pytest.mark.parametrize("propose", [*PROPOSERS, pytest.param(no_draft, id="none")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.7},
+        {"presence_penalty": 0.9},
+        {"frequency_penalty": 0.4},
+        {"repetition_penalty": 1.1, "presence_penalty": -0.2, "frequency_penalty": 0.3},
+    ],
+    ids=str,
+)
+def test_drafts_change_no_penalised_token(
+    propose: Proposer, temperature: float, penalties: dict[str, float]
+) -> None:
+    """Tokens that a draft proposes count among those before a position, on its path alone."""
+    sampling = SamplingParams(max_new_tokens=40, temperature=temperature, seed=5, **penalties)
+    tokens, _ = written(propose, sampling)
+    assert tokens == walked(sampling, 5)
+    assert tokens != walked(SamplingParams(max_new_tokens=40, temperature=temperature), 5)
 
 
 @pytest.mark.parametrize("propose", [*PROPOSERS, pytest.param(no_draft, id="none")])
@@ -211,10 +240,10 @@ def test_drawn_tokens_follow_the_target(propose: Proposer) -> None:
 def test_chi_square_catches_noise_that_repeats() -> None:
     """Were the second token drawn by the first one's noise, pairs would not be independent."""
     counts = np.zeros((V, V), dtype=int)
-    sampling = SamplingParams(temperature=1.0)
     for seed in range(DRAWS):
-        first = chosen(TARGET[START].log(), sampling, seed, 0)
-        counts[first, chosen(TARGET[first].log(), sampling, seed, 0)] += 1
+        text = Sequence([START], SamplingParams(temperature=1.0, seed=seed))
+        first = chosen(TARGET[START].log(), text, [])
+        counts[first, chosen(TARGET[first].log(), text, [])] += 1
     assert p_value(counts.sum(1), FIRST) > RIGHT
     assert p_value(counts, JOINT) < WRONG
 
@@ -241,8 +270,17 @@ def test_request_options_shape_the_target() -> None:
     assert p_value(counts, FIRST) < WRONG
 
 
-def test_a_draft_that_equals_the_target_stands_whole() -> None:
-    sampling = SamplingParams(max_new_tokens=400, temperature=1.0, seed=7)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.0, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+    ],
+    ids=str,
+)
+def test_a_draft_that_equals_the_target_stands_whole(options: dict[str, float]) -> None:
+    sampling = SamplingParams(max_new_tokens=400, seed=7, **options)
     _, outcomes = written(drawn_chain(TARGET, 3), sampling)
     assert [outcome.path for outcome in outcomes] == [[0, 1, 2, 3]] * 100
 
@@ -256,9 +294,9 @@ def test_shared_noise_lets_most_of_what_is_alike_stand() -> None:
         other = torch.softmax(TARGET.log() + spread * torch.randn(V, V, generator=generator), -1)
         stands, at_least, at_most = 0, 0.0, 0.0
         for seed in range(DRAWS):
-            sampling = SamplingParams(max_new_tokens=2, temperature=1.0, seed=seed)
+            text = Sequence([START], SamplingParams(temperature=1.0, seed=seed))
             row = seed % V
-            ours, theirs = (chosen(t[row].log(), sampling, seed, 1) for t in (TARGET, other))
+            ours, theirs = (chosen(t[row].log(), text, [row]) for t in (TARGET, other))
             stands += ours == theirs
             differing = (TARGET[row] - other[row]).abs().sum().item() / 2
             at_least += (1 - differing) / (1 + differing)

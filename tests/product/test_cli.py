@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -20,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import speq
 from speq import cli
+from speq.config import SamplingParams
 from speq.generator import Generator
 from speq.measure import check as bench_check
 from speq.models.moe_model import MoEModel
-from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import drawn_tokens, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
 
@@ -129,6 +131,10 @@ class Oracle:
         return str(self.tokenizer.decode(self.tokens(text, count), skip_special_tokens=True))
 
 
+def ids_of(model: Path, text: str) -> list[int]:
+    return list(AutoTokenizer.from_pretrained(model)(text)["input_ids"])
+
+
 @pytest.fixture(scope="module")
 def oracle(bundled: Path) -> Oracle:
     return Oracle(load_plain(bundled), AutoTokenizer.from_pretrained(bundled))
@@ -162,7 +168,8 @@ def generate_arguments(bundled: Path, *more: object) -> list[object]:
 
 
 def test_generate_prints_one_json_object(command: Command, bundled: Path, oracle: Oracle) -> None:
-    ended = command(*generate_arguments(bundled, "--json"))
+    # A fixed length: on a busy machine `auto` may find that drafts do not pay.
+    ended = command(*generate_arguments(bundled, "--json", "--draft-length", 4))
     assert ended.code == 0
     assert ended.out.count("\n") == 1
     answer = json.loads(ended.out)
@@ -193,15 +200,131 @@ def test_generate_prints_one_json_object(command: Command, bundled: Path, oracle
     assert sum(memory.values()) == 40 << 20
 
 
-def test_generate_prints_the_prompt_and_the_text(
-    command: Command, bundled: Path, oracle: Oracle
-) -> None:
+def test_generate_prints_the_text_alone(command: Command, bundled: Path, oracle: Oracle) -> None:
     ended = command(*generate_arguments(bundled))
     assert ended.code == 0
-    assert ended.out == f"{PROMPT}{oracle.text(PROMPT, 16)}\n"
+    assert ended.out == f"{oracle.text(PROMPT, 16)}\n"
     for title in ("time per output token", "acceptance rate", "expert hit rate", "memory budget"):
         assert title in ended.err
     assert "40 MiB" in ended.err
+
+
+def test_generate_echoes_the_prompt_where_asked_and_is_quiet(
+    command: Command, bundled: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        logging.getLogger("speq").info("something")
+        logging.getLogger("speq").error("something worse")
+        return from_pretrained(*args, **kwargs)
+
+    from_pretrained = Generator.from_pretrained
+    monkeypatch.setattr(Generator, "from_pretrained", told)
+    written = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("speq").addHandler(handler)
+    try:
+        loud = command(*generate_arguments(bundled))
+        quiet = command(*generate_arguments(bundled, "--echo", "--quiet"))
+    finally:
+        logging.getLogger("speq").removeHandler(handler)
+    assert "time per output token" in loud.err
+    assert (quiet.code, quiet.out) == (0, f"{PROMPT}{oracle.text(PROMPT, 16)}\n")
+    assert "│" not in quiet.err
+    assert written.count("something") == 1
+    assert written.count("something worse") == 2
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_generate_reads_prompts_of_any_length(
+    source: str, end: str, command: Command, tiny: Folder, tmp_path: Path
+) -> None:
+    """Longer than an argument may be; the last line end is no part of it."""
+    model = tiny("qwen2_moe")
+    text, file = "é\n" * 70_000, tmp_path / "prompt.txt"
+    file.write_bytes((text + end).encode())
+    given = ("--prompt-file", file) if source == "file" else ("--prompt", "-")
+    ended = command(
+        "generate", "--model", model, "--memory-budget", "2MiB", *given, stdin=text + end
+    )
+    tokens = 3 * 70_000 - (0 if end else 1) + 128
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == (
+        f"error: the prompt and max_new_tokens need a context of {tokens} tokens and the model's "
+        "limit is 512; shorten one of them\n"
+    )
+
+
+def test_generate_takes_a_prompt_from_a_file_or_standard_input(
+    command: Command, tiny: Folder, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello\n")
+    model, rest = tiny("qwen2_moe"), ("--memory-budget", "2MiB", "--max-new-tokens", 6, "--json")
+    ids = []
+    for given in (("--prompt", "hello"), ("--prompt-file", file), ("--prompt", "-")):
+        ended = command("generate", "--model", model, *given, *rest, stdin="hello\n")
+        ids.append(json.loads(ended.out)["token_ids"])
+    assert ids == [greedy_tokens(load_plain(model), ids_of(model, "hello"), 6)] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ((), "give one of --prompt and --prompt-file; neither was given"),
+        (("--prompt", "a", "--prompt-file", "b"), "give one of --prompt and --prompt-file; both"),
+        (("--prompt-file", "{tmp}/none"), "none cannot be read: No such file or directory; give"),
+        (("--prompt-file", "{tmp}"), "cannot be read: Is a directory; give a text file"),
+        (("--prompt-file", "{tmp}/latin"), "latin is not in UTF-8 (byte 1); convert it"),
+        (("--prompt-file", "{tmp}/empty"), "the prompt is empty; give at least one token"),
+        (("--prompt", "-"), "the prompt is empty; give at least one token"),
+        (("--prompt", ""), "the prompt is empty; give at least one token"),
+        (("--prompt", "a" * 500), "need a context of 628 tokens and the model's limit is 512"),
+    ],
+)
+def test_prompts_are_refused_before_a_model_is_loaded(
+    given: tuple[str, ...],
+    sentence: str,
+    command: Command,
+    tiny: Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under a budget that holds no model at all, which is not what is blamed."""
+    monkeypatch.setattr("speq.models.moe_model.load", None)
+    (tmp_path / "latin").write_bytes(b"a\xff")
+    (tmp_path / "empty").write_bytes(b"\n")
+    arguments = [part.replace("{tmp}", str(tmp_path)) for part in given]
+    ended = command("generate", "--model", tiny("qwen2_moe"), "--memory-budget", "1KiB", *arguments)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith("error: ")
+    assert sentence in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_generate_penalises_and_leaves_out_the_unlikely(command: Command, tiny: Folder) -> None:
+    """Options of the command line as those of the library."""
+    model = tiny("qwen2_moe")
+    options = {
+        "temperature": 0.9,
+        "top_k": 50,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.1,
+        "seed": 3,
+    }
+    given = [
+        part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)
+    ]
+    ended = command(
+        "generate", "--model", model, "--prompt", "hello", "--memory-budget", "2MiB",
+        "--max-new-tokens", 12, "--ignore-eos", "--json", *given,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    wanted = drawn_tokens(load_plain(model), ids_of(model, "hello"), 12, SamplingParams(**options))
+    assert json.loads(ended.out)["token_ids"] == wanted
 
 
 def test_generate_stops_before_a_stop_string(
@@ -211,7 +334,7 @@ def test_generate_stops_before_a_stop_string(
     stop = text.split()[4]
     ended = command(*generate_arguments(bundled, "--stop", "@@", "--stop", stop))
     assert ended.code == 0
-    assert ended.out == f"{PROMPT}{text[: text.index(stop)]}\n"
+    assert ended.out == f"{text[: text.index(stop)]}\n"
 
 
 def test_generate_samples_by_seed(command: Command, bundled: Path) -> None:
@@ -226,7 +349,7 @@ def test_generate_samples_by_seed(command: Command, bundled: Path) -> None:
 def test_generate_ends_when_nobody_reads_on(tiny: Folder) -> None:
     process = start(
         "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
-        "--max-new-tokens", 500, "--ignore-eos",
+        "--max-new-tokens", 500, "--ignore-eos", "--echo",
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
@@ -243,7 +366,7 @@ def test_generate_ends_at_an_interrupt(bundled: Path) -> None:
     """In a run of many seconds: a machine that is busy may deliver the signal late."""
     process = start(
         "generate", "--model", bundled, "--prompt", "hello", "--memory-budget", "48MiB",
-        "--max-new-tokens", 2000, "--ignore-eos",
+        "--max-new-tokens", 2000, "--ignore-eos", "--echo",
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.read(1) == b"h"
@@ -271,7 +394,7 @@ def test_a_full_disk_behind_stdout(
 
     class Full(io.StringIO):
         def flush(self) -> None:
-            if self.getvalue().strip("> "):
+            if self.getvalue():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(sys, "stdout", Full())
@@ -316,8 +439,11 @@ def test_chat_ends_with_its_input(bundled: Path, oracle: Oracle) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr.decode()
-    assert ended.stdout.decode() == f"> {first}\n> > {second}\n> "
-    assert ended.stderr.count(b" tokens, ") == 2
+    assert ended.stdout.decode() == f"{first}\n{second}\n"
+    opening, commands, *figures = ended.stderr.decode().splitlines()[-4:]
+    assert opening == f"{bundled} within 40MiB, context 2048 tokens"
+    assert commands == "/help lists commands; Ctrl-C ends an answer; Ctrl-D or /quit leaves"
+    assert all(re.match(r"\[\d+ tokens, [\d.]+ ms each", line) for line in figures)
     assert b"Traceback" not in ended.stderr
 
 
@@ -327,7 +453,7 @@ def test_chat_begins_with_a_system_message_and_ends_at_quit(
     arguments = [*chat_arguments(bundled), "--system", "Be brief."]
     ended = command(*arguments, stdin=f"{FIRST}\n/quit\n{SECOND}\n")
     wanted = reply(oracle, f"Be brief.\n\n### Instruction: {FIRST}\n### Response:")
-    assert (ended.code, ended.out) == (0, f"> {wanted}\n> ")
+    assert (ended.code, ended.out) == (0, f"{wanted}\n")
 
 
 def test_chat_goes_on_after_an_interrupted_answer(
@@ -346,31 +472,57 @@ def test_chat_goes_on_after_an_interrupted_answer(
     prompt = f"### Instruction: {FIRST}\n### Response:"
     begun = oracle.text(prompt, 1)
     prompt += f" {begun.strip()}\n\n### Instruction: {SECOND}\n### Response:"
-    assert (ended.code, ended.out) == (0, f"> {begun}\n> {reply(oracle, prompt)}\n> ")
+    assert (ended.code, ended.out) == (0, f"{begun}\n{reply(oracle, prompt)}\n")
 
 
-def test_chat_ends_where_the_context_is_full(command: Command, bundled: Path) -> None:
-    arguments = [*chat_arguments(bundled), "--context-length", 30]
-    ended = command(*arguments, stdin=f"{FIRST}\n{SECOND}\n{SECOND}\n")
-    assert ended.code == 1
-    assert ended.err.splitlines()[-1] == (
-        "error: the conversation fills the model's context; start a new one"
+def test_chat_goes_on_where_a_turn_does_not_fit(
+    command: Command, bundled: Path, oracle: Oracle
+) -> None:
+    """The turn is taken back; what reads the output learns of it by the exit status."""
+    arguments = [*chat_arguments(bundled), "--context-length", 48]
+    long = "tree " * 60
+    ended = command(*arguments, stdin=f"{FIRST}\n{long}\n/new\n{SECOND}\n")
+    answers = [reply(oracle, f"### Instruction: {text}\n### Response:") for text in (FIRST, SECOND)]
+    assert (ended.code, ended.out) == (1, f"{answers[0]}\n{answers[1]}\n")
+    assert re.search(
+        r"error: the conversation takes \d+ tokens and the model's context has 48\. The question "
+        r"was taken back; /drop forgets the oldest one, /new begins anew\n",
+        ended.err,
     )
 
 
-def test_chat_input_that_is_no_text(command: Command, bundled: Path) -> None:
-    ended = command(*chat_arguments(bundled), stdin="tree\udcff\n")
-    assert (ended.code, ended.out) == (1, "> ")
-    assert "which is no Unicode text" in ended.err.splitlines()[-1]
+def test_chat_goes_on_where_the_budget_does_not_suffice(command: Command, tmp_path: Path) -> None:
+    """The model's context is long enough, and the budget is not."""
+    model = write_model(tmp_path / "long", "qwen2_moe", max_position_embeddings=32_768)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}.{% endfor %}"
+    tokenizer.save_pretrained(model)
+    ended = command(
+        "chat", "--model", model, "--memory-budget", "3MiB", "--max-new-tokens", 4,
+        "--dtype", "float32", stdin=f"one\n{'two ' * 5000}\nthree\n/save {tmp_path}/said.json\n",
+    )  # fmt: skip
+    assert ended.code == 1
+    assert ended.err.count("error: ") == 1
+    assert "budget" in ended.err.partition("error: ")[2].partition("The question was taken back")[0]
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert [message["content"] for message in said[::2]] == ["one", "three"]
+    ids = ids_of(model, f"one.{said[1]['content']}.three.")
+    assert said[3]["content"] == tokenizer.decode(greedy_tokens(load_plain(model), ids, 4))
+
+
+def test_chat_input_that_is_no_text(command: Command, bundled: Path, oracle: Oracle) -> None:
+    ended = command(*chat_arguments(bundled), stdin=f"tree\udcff\n{FIRST}\n")
+    answer = reply(oracle, f"### Instruction: {FIRST}\n### Response:")
+    assert (ended.code, ended.out) == (1, f"{answer}\n")
+    assert "which is no Unicode text" in ended.err
 
 
 def test_chat_needs_a_template(command: Command, tiny: Folder) -> None:
+    """Said before it is loaded, and before a budget that holds no model at all is blamed."""
     model = tiny("qwen2_moe")
-    ended = command("chat", "--model", model, "--memory-budget", "2MiB", stdin="hello\n")
+    ended = command("chat", "--model", model, "--memory-budget", "1KiB", stdin="hello\n")
     assert (ended.code, ended.out) == (1, "")
-    assert ended.err.splitlines()[-1] == (
-        f"error: model {model} has no chat template; use speq generate"
-    )
+    assert ended.err == "error: the model has no chat template; give the prompt as text\n"
 
 
 # Measurements.

@@ -173,6 +173,14 @@ def test_generation_config_sampling() -> None:
     assert options == {"temperature": 0.3, "top_k": 4, "top_p": 0.2}
 
 
+def test_generation_config_min_p_and_repetition_penalty() -> None:
+    config = GenerationConfig(do_sample=True, min_p=0.1, repetition_penalty=1.2)
+    options = options_of(config, prompt_tokens=5)
+    assert options.items() >= {"min_p": 0.1, "repetition_penalty": 1.2}.items()
+    greedy = GenerationConfig(min_p=0.1, repetition_penalty=1.2)
+    assert options_of(greedy, prompt_tokens=5) == {"repetition_penalty": 1.2}
+
+
 def test_generation_config_sampling_defaults_are_those_of_transformers() -> None:
     defaults = GenerationConfig._get_default_generation_params()
     names = ("temperature", "top_k", "top_p")
@@ -204,13 +212,11 @@ def test_generation_config_unset_fields_ask_for_nothing() -> None:
     "options",
     [
         {"num_beams": 4},
-        {"repetition_penalty": 1.2},
         {"num_return_sequences": 2, "do_sample": True},
         {"min_new_tokens": 3},
         {"bad_words_ids": [[3]]},
         {"suppress_tokens": [1]},
         {"no_repeat_ngram_size": 2},
-        {"min_p": 0.1, "do_sample": True},
         {"typical_p": 0.9, "do_sample": True},
         {"forced_eos_token_id": 3},
         {"guidance_scale": 2.0},
@@ -228,7 +234,8 @@ def test_generation_config_fields_at_their_defaults_do_no_harm() -> None:
     """Many published files spell defaults out."""
     for name, value in GenerationConfig._get_default_generation_params().items():
         if name not in ("max_length", "do_sample"):
-            assert options_of(GenerationConfig(**{name: value}), 1) == {}, name
+            options = options_of(GenerationConfig(**{name: value}), 1)
+            assert SamplingParams(**options) == SamplingParams(), name
 
 
 def test_generation_config_of_the_bundled_model_is_taken() -> None:

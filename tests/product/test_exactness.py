@@ -37,6 +37,7 @@ from tests.helpers.tiny_models import (
     drawn_tokens,
     greedy_tokens,
     load_plain,
+    penalties,
     write_model,
     write_perturbed,
 )
@@ -259,6 +260,39 @@ def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> Non
     ):
         model, draft = folders.of(family, cell)
         seen |= run_cell(cell, model, draft, "float32", PROMPTS[0], expected, **options)
+    assert seen == {"full", "partial", "rejected"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.6, "frequency_penalty": 0.2},
+        {"temperature": 0.9, "top_k": 50, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 11},
+        {"temperature": 0.8, "top_k": 90, "presence_penalty": 1.0, "seed": 12},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_penalised_tokens_are_the_exact_models(options: dict[str, Any], folders: Folders) -> None:
+    """Penalties look at the tokens before a position, drafted ones among them."""
+    family, prompt = "qwen2_moe", PROMPTS[0]
+    plain, sampling = load_plain(folders.float32(family)), SamplingParams(**options)
+    if sampling.greedy:
+        processors = penalties(len(prompt), sampling)
+        expected = greedy_tokens(plain, prompt, 100, processors)
+    else:
+        expected = drawn_tokens(plain, prompt, 100, sampling)
+    unpenalised = greedy_tokens(plain, prompt, 100)
+    assert expected != unpenalised
+    assert len(set(expected)) > len(set(unpenalised))
+    seen: set[str] = set()
+    for cell in (
+        Cell(0, "half", "own"),
+        Cell(1, "two slots", "own", "packed"),
+        Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
+    ):
+        model, draft = folders.of(family, cell)
+        seen |= run_cell(cell, model, draft, "float32", prompt, expected, **options)
     assert seen == {"full", "partial", "rejected"}
 
 

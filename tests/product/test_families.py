@@ -18,7 +18,7 @@ from speq.models import moe_model
 from speq.models.families import FAMILIES, MIXTRAL_NAMES, PHIMOE_NAMES, Family, family_of
 from speq.models.opened import open_model
 from speq.models.resident import mapped_regions
-from tests.tiny_models import greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 BIASED = ("glm4_moe", "glm4_moe_lite")
 

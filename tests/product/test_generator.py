@@ -6,6 +6,7 @@ Tokens are compared with those of plain transformers.
 import logging
 import re
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
@@ -27,6 +29,7 @@ from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.scheduler.expert_cache import ExpertCache
 from speq.stats import RunStats
+from speq.text import tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]
@@ -144,10 +147,19 @@ def test_chat_messages_go_through_the_template(trained: Subject, bundled: Path) 
         ([True], "the prompt holds True"),
         (["hello"], "the prompt holds 'hello'"),
         ([None], "the prompt holds None"),
-        ([{"role": "user", "content": "hello"}, 3], "the prompt holds {'role'"),
+        ([{"role": "user", "content": "hello"}, 3], "the prompt holds {'content'"),
         ([{"role": "user", "content": "hello"}], "the model has no chat template"),
         (b"hello", "prompt is a bytes; give a string, token ids or chat messages"),
+        (bytearray(b"hello"), "prompt is a bytearray"),
+        (memoryview(b"hello"), "prompt is a memoryview; give a string, token ids or chat messages"),
         ({"role": "user"}, "prompt is a dict"),
+        ({1, 2}, "prompt is a set"),
+        (np.array([1, 2]), "prompt is a ndarray"),
+        (array("d", [1.0, 2.0]), r"the prompt holds 1\.0"),
+        ([np.int64(1)], "the prompt holds "),
+        ([[1, 2]] * 3, r"the prompt holds \[1, 2\]"),
+        (["a" * 10_000], "the prompt holds 'aaaaaaaa.{0,40}; token ids"),
+        pytest.param([10**5000], "the prompt holds an int too long to show; token", id="digits"),
         (7, "prompt is a int"),
         (None, "prompt is a NoneType"),
         (torch.tensor([1, 2]), "prompt is a Tensor"),
@@ -159,6 +171,44 @@ def test_bad_prompts_are_refused(small: Subject, prompt: Any, message: str) -> N
     with pytest.raises(SpeqError, match=message) as refused:
         small.generator.generate(prompt, max_new_tokens=4)
     assert "\n" not in str(refused.value)
+
+
+def test_a_first_request_is_checked_before_weights_are_loaded(
+    tiny: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before a budget is blamed that holds no model at all."""
+    monkeypatch.setattr("speq.models.moe_model.load", None)
+    for prompt, new_tokens, message in (
+        ("", 8, "the prompt is empty"),
+        ([1, 264], 8, "the prompt holds 264"),
+        ("a" * 600, 8, "a context of 608 tokens and the model's limit is 512; shorten"),
+        ("a" * 500, 13, "a context of 513 tokens and the model's limit is 512; shorten"),
+        (memoryview(b"hello"), 8, "prompt is a memoryview"),
+        ("a" * 500, 12, "memory budget"),
+    ):
+        with pytest.raises(SpeqError, match=message):
+            Generator.from_pretrained(tiny("qwen2_moe"), "1KiB", first_request=(prompt, new_tokens))
+    with pytest.raises(SpeqError, match="513 tokens and context_length is 64; shorten"):
+        Generator.from_pretrained(
+            tiny("qwen2_moe"), "1KiB", first_request=("a" * 500, 13), context_length=64
+        )
+
+
+def test_a_first_prompt_is_tokenised_once(tiny: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(tokenizer: Any, text: str, **options: Any) -> list[int]:
+        asked.append(text)
+        return tokens_of(tokenizer, text, **options)
+
+    monkeypatch.setattr("speq.prompts.tokens_of", counted)
+    generator = Generator.from_pretrained(tiny("qwen2_moe"), "2MiB", first_request=("hello", 4))
+    first = generator.generate("hello", max_new_tokens=4).token_ids
+    assert asked == ["hello"]
+    generator.generate("hellos", max_new_tokens=4)
+    assert generator.generate("hello", max_new_tokens=4).token_ids == first
+    assert asked == ["hello", "hellos", "hello"]
+    generator.close()
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from speq.scheduler.eviction import (
 )
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
-from tests.smallest import two_slot_budget
-from tests.tiny_models import greedy_tokens, load_plain
+from tests.helpers.smallest import two_slot_budget
+from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 
 class Past:

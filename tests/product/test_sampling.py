@@ -9,7 +9,8 @@ import torch
 from scipy import stats
 
 from speq.config import SamplingParams
-from speq.decode.sampling import distribution, draw, greedy, noise
+from speq.decode.sampling import chosen, distribution, draw, greedy, noise, penalised
+from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 
 ROWS, V = 48, 40
@@ -53,6 +54,46 @@ def test_distribution_matches_numpy(temperature: float, top_k: int, top_p: float
         assert np.array_equal(probs > 0, wanted > 0)
         np.testing.assert_allclose(probs, wanted, rtol=2e-5, atol=1e-7)
     assert compared > ROWS // 2
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+def test_min_p_keeps_what_is_near_the_likeliest(min_p: float, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(21)
+    logits = 2 * torch.randn(ROWS, V, generator=generator)
+    ours = distribution(logits, SamplingParams(temperature=temperature, min_p=min_p))
+    for row, probs in zip(logits.double().numpy(), ours.numpy(), strict=True):
+        weights = np.exp((row - row.max()) / temperature)
+        assert np.abs(weights - min_p).min() > 1e-6 or min_p == 1  # rounding decides none
+        wanted = np.where(weights >= min_p, weights, 0)
+        np.testing.assert_allclose(probs, wanted / wanted.sum(), rtol=2e-5, atol=1e-7)
+
+
+def test_min_p_comes_last() -> None:
+    """Probabilities are 0.4, 0.3, 0.2, 0.1. A share of 0.6 keeps two of them at temperature 1, and
+    one at temperature 1/2, where they are as 16, 9, 4 and 1.
+    """
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    ours = distribution(logits, SamplingParams(temperature=1.0, min_p=0.6))[0]
+    torch.testing.assert_close(ours, torch.tensor([4 / 7, 3 / 7, 0, 0]))
+    assert distribution(logits, SamplingParams(temperature=0.5, min_p=0.6))[0].tolist() == [
+        1,
+        0,
+        0,
+        0,
+    ]
+
+
+def test_penalties_count_tokens_before_a_position() -> None:
+    """Tokens 0 and 1 are the prompt's, 1 was generated twice and 2 once, 3 is drafted."""
+    logits = torch.tensor([2.0, 2.0, -2.0, 2.0, 2.0, -torch.inf])
+    given = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.125}
+    text = Sequence([0, 1], SamplingParams(**given), generated_ids=[1, 2, 1])
+    expected = torch.tensor([1, 1 - 0.5 - 0.25, -4 - 0.625, 1 - 0.625, 2, -torch.inf])
+    torch.testing.assert_close(penalised(logits, text, [3]), expected)
+    assert chosen(logits, text, [3]) == 4
+    assert chosen(logits, text, [3, 4]) == 0
+    assert logits[0] == 2  # what is given is left alone
 
 
 def test_order_is_temperature_then_top_k_then_top_p() -> None:
@@ -148,6 +189,13 @@ def test_noise_is_exponential_and_its_own_at_every_seed_and_position() -> None:
         ({"top_p": 0}, r"top_p is 0, which leaves no token to choose"),
         ({"top_p": math.nan}, r"top_p is nan; it must be from 0 to 1\.0"),
         ({"top_p": None}, r"top_p is None; it must be a number"),
+        ({"min_p": -0.1}, r"min_p is -0\.1; it must be from 0 to 1\.0"),
+        ({"min_p": 1.5}, r"min_p is 1\.5; it must be from 0 to 1\.0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty is 0; it must be from 0\.01 to 100"),
+        ({"repetition_penalty": math.nan}, r"repetition_penalty is nan; it must be from"),
+        ({"presence_penalty": 3}, r"presence_penalty is 3; it must be from -2\.0 to 2\.0"),
+        ({"frequency_penalty": "1"}, r"frequency_penalty is '1'; it must be a number"),
+        ({"temperature": 10**400}, r"temperature is 10{400}; it must be from 0 to inf"),
         ({"stop": "end"}, r"stop is 'end'; it must be a tuple of non-empty strings"),
         ({"stop": ("",)}, r"stop is \('',\); it must be a tuple of non-empty strings"),
         ({"stop": ("a", 3)}, r"stop is \('a', 3\); it must be a tuple"),
@@ -169,6 +217,11 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         {"top_p": 1},
         {"top_p": 1e-9},
         {"top_k": 0},
+        {"min_p": 1},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100},
+        {"presence_penalty": -2},
+        {"frequency_penalty": 2},
         {"seed": 0},
         {"seed": 2**63 - 1},
         {"stop": ("a", "b c")},

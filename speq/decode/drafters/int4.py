@@ -38,8 +38,7 @@ class Int4Drafter:
                 written += 1
                 if not logits.isfinite().all():  # damaged codes must not end what needs no draft
                     break
-                position = sequence.position + len(tokens)
-                tokens.append(chosen(logits[0], sequence.sampling, sequence.seed, position))
+                tokens.append(chosen(logits[0], sequence, tokens))
         finally:
             self._cache.rewind(written)
             self._bank.begin(0, None)

@@ -1,0 +1,70 @@
+"""What a prompt may be, and its token ids, which are known before a model is loaded."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from speq.errors import SpeqError
+from speq.text import tokens_of
+
+Message = Mapping[str, str]
+# A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class PromptEncoder:
+    """Turns prompts into token ids of one model. The last text is not tokenised a second time."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._last: tuple[str | None, list[int]] = (None, [])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt)
+        elif isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+            raise SpeqError(
+                f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
+            )
+        elif prompt and all(isinstance(part, Mapping) for part in prompt):
+            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        if not ids:
+            raise SpeqError("the prompt is empty; give at least one token")
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise SpeqError(
+                    f"the prompt holds {shown(token_id)}; token ids are whole numbers from "
+                    f"0 to {self._vocab_size - 1}"
+                )
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        last, ids = self._last
+        if text != last:
+            ids = tokens_of(self.tokenizer, text)
+            self._last = (text, ids)
+        return list(ids)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise SpeqError("the model has no chat template; give the prompt as text")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates are programs: they fail in their own ways
+            raise SpeqError(
+                f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
+            ) from error
+        return tokens_of(self.tokenizer, text, add_special_tokens=False)
+
+
+def shown(value: Any) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # of a number with thousands of digits
+        return f"an {type(value).__name__} too long to show"
