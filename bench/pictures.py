@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.files.atomic_file import check_target, replacing
+from speq.files.atomic_file import check_target, write_whole
 
 
 def check(path: Path, force: bool) -> None:
@@ -20,8 +20,4 @@ def check(path: Path, force: bool) -> None:
 def write(path: Path, figure: Any) -> None:
     """Write a plotly figure, whole or not at all. Raises SpeqError where that cannot be done."""
     page = figure.to_html(include_plotlyjs=True, full_html=True)
-    try:
-        with replacing(path) as file:
-            file.write(page.encode())
-    except OSError as error:
-        raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+    write_whole(path, page.encode())

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speq.errors import SpeqError, checked_choice, checked_int
+from speq.files.atomic_file import writing
 from speq.files.checkpoint import Checkpoint, locate
 from speq.units import Progress, format_bytes
 
@@ -69,12 +70,10 @@ def run(
                 f"the widened model takes {format_bytes(needed)} and {format_bytes(free)} of disk "
                 f"are left at {target}; free some, or give a smaller hidden size or expert width"
             )
-        try:
+        with writing(target):
             target.mkdir(parents=True, exist_ok=True)
             total = write_shards(checkpoint, config, settings, target, progress)
             write_rest(checkpoint.path, config, settings, target)
-        except OSError as error:
-            raise SpeqError(f"{target} cannot be written: {error.strerror}") from error
     finally:
         checkpoint.close()
     return {"path": str(target), "bytes": total, "settings": asdict(settings)}

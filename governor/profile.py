@@ -4,10 +4,21 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from speq.errors import SpeqError, checked_int
+from speq.errors import SpeqError, checked_int, checked_number, checked_text
 from speq.governor.roofline import Costs, Link, Points
 
 FORMAT = "speq-profile-1"
+# Beyond what any machine or model has; within, no figure made of these overflows or vanishes.
+MOST_BYTES = 1 << 60
+MOST_S = 1e6
+RATES = (1.0, 1e15)
+# Of each list of points: the largest first number; the smallest and the largest second one.
+POINTS = {
+    "link": (MOST_BYTES, *RATES),
+    "verify": (1 << 20, 1e-9, MOST_S),
+    "distinct": (1 << 20, 1.0, 1e9),
+    "routes": (1 << 20, 1.0, 1e9),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +29,12 @@ class ProfileKey:
     device: str
     budget_bytes: int
     version: str
+
+    def __post_init__(self) -> None:
+        """Raises SpeqError for what `speq tune` does not write."""
+        for name in ("model", "device", "version"):
+            checked_text(f"{name} of a profile's key", getattr(self, name))
+        checked_int("budget_bytes of a profile's key", self.budget_bytes, 1, MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +72,35 @@ class Profile:
 
     def __post_init__(self) -> None:
         """Raises SpeqError for figures that cannot have been measured."""
-        checked_int("expert_bytes", self.expert_bytes, 1)
+        checked_int("expert_bytes", self.expert_bytes, 1, MOST_BYTES)
         for name in ("link", "verify"):
             if not getattr(self, name):
                 raise SpeqError(f"{name} of a profile is empty; it must have at least one point")
-        for name in ("link", "verify", "distinct", "routes"):
+        for name, (most, smallest, largest) in POINTS.items():
             points = getattr(self, name)
             sizes = [x for x, _ in points]
-            if sizes != sorted(set(sizes)) or not all(x > 0 and y > 0 for x, y in points):
+            whole = all(1 <= x <= most and x == int(x) for x in sizes)
+            if (
+                not whole
+                or sizes != sorted(set(sizes))
+                or not all(smallest <= y <= largest for _, y in points)
+            ):
                 raise SpeqError(
-                    f"{name} of a profile is {points}; it must be pairs of positive numbers, the "
-                    "first of each rising"
+                    f"{name} of a profile is {points}; it must be pairs of numbers, the first of "
+                    f"each whole, rising and from 1 to {most:g}, the second from {smallest:g} to "
+                    f"{largest:g}"
                 )
         for name in ("transfer_overhead_s", "first_fetch_s", "draft_base_s", "draft_token_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise SpeqError(f"{name} of a profile is {getattr(self, name)}; it must be a time")
+            checked_number(f"{name} of a profile", getattr(self, name), 0, MOST_S)
+        checked_text("codec of a profile", self.codec)
         for name in ("decode_bytes_per_s", "encode_bytes_per_s"):
             speeds = getattr(self, name)
-            if not all(0 < speed < float("inf") for speed in speeds.values()):
-                raise SpeqError(f"{name} of a profile is {speeds}; speeds are positive")
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise SpeqError(f"acceptance of a profile is {self.acceptance}; it is from 0 to 1")
+            if not isinstance(speeds, dict):
+                raise SpeqError(f"{name} of a profile is {speeds!r}; it must be an object of rates")
+            for codec, speed in speeds.items():
+                checked_number(f"{name} of {codec} in a profile", speed, *RATES)
+        if self.acceptance is not None:
+            checked_number("acceptance of a profile", self.acceptance, 0, 1)
 
     @property
     def drafted(self) -> bool:
@@ -95,19 +120,19 @@ class Profile:
         return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = "the profile") -> "Profile":
-        """Raises SpeqError, naming `source`, for anything but what `to_json` writes."""
+    def from_entries(cls, entries: dict[str, Any], source: str = "the profile") -> "Profile":
+        """Of the object that `to_json` writes. Raises SpeqError, naming `source`, for any other."""
         try:
-            content = json.loads(text)
+            content = dict(entries)
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
-            for name in ("link", "verify", "distinct", "routes"):
+            for name in POINTS:
                 content[name] = _points(content[name])
             return cls(key=key, **content)
         except SpeqError as error:
-            raise SpeqError(f"{source}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpeqError(f"{source}: {error}; measure it again with `speq tune`") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise SpeqError(
                 f"{source} is no profile of format {FORMAT} ({error}); measure it again "
                 "with `speq tune`"
@@ -115,4 +140,12 @@ class Profile:
 
 
 def _points(pairs: Any) -> Points:
-    return tuple((float(x), float(y)) for x, y in pairs)
+    """Pairs of numbers. Raises ValueError, TypeError or OverflowError for anything else."""
+    if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
+        raise ValueError(f"{pairs!r:.80} are no pairs")
+    if not all(isinstance(each, int | float) for pair in pairs for each in pair):
+        raise ValueError(f"{pairs!r:.80} are no numbers")
+    try:
+        return tuple((float(x), float(y)) for x, y in pairs)
+    except OverflowError as error:
+        raise ValueError(f"{pairs!r:.80} are too large") from error

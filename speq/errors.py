@@ -17,6 +17,22 @@ def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None)
     return value
 
 
+def checked_number(name: str, value: Any, minimum: float, maximum: float) -> float:
+    """`value` if it is a number within bounds, else a SpeqError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpeqError(f"{name} is {value!r:.80}; it must be a number")
+    if not minimum <= value <= maximum:
+        raise SpeqError(f"{name} is {value!r:.40}; it must be from {minimum:g} to {maximum:g}")
+    return value
+
+
+def checked_text(name: str, value: Any) -> str:
+    """`value` if it is a text, else a SpeqError that names it."""
+    if not isinstance(value, str):
+        raise SpeqError(f"{name} is {value!r:.80}; it must be a text")
+    return value
+
+
 def checked_token_ids(name: str, value: Any) -> frozenset[int]:
     """The token ids in a field that holds one or a list, else a SpeqError that names it."""
     ids = value if isinstance(value, list | tuple) else [value]

@@ -16,7 +16,7 @@ import torch
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import GROUP_SIZE, Int4Arena
-from speq.files.atomic_file import replacing
+from speq.files.atomic_file import remove_abandoned, replacing
 from speq.files.checkpoint import Checkpoint
 from speq.files.safetensors_file import DTYPE_NAMES, SafetensorsFile
 from speq.units import Done
@@ -45,9 +45,13 @@ def candidate_paths(checkpoint: Checkpoint) -> list[Path]:
 def load_or_make(
     arena: Int4Arena, checkpoint: Checkpoint, store: ExpertStore, progress: Done | None = None
 ) -> None:
-    """Fill `arena` from the draft on disk, or round the experts and keep the result."""
+    """Fill `arena` from the draft on disk, or round the experts and keep the result.
+
+    What others left half-written, and write no more, goes first: it is as large as a draft.
+    """
     paths = candidate_paths(checkpoint)
     for path in paths:
+        remove_abandoned(path.parent)
         if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
             try:
                 read(arena, path)
@@ -96,8 +100,8 @@ def keep(arena: Int4Arena, paths: list[Path]) -> None:
         try:
             write(arena, path)
             return
-        except OSError as error:
-            reasons.append(f"{path.parent}: {error.strerror}")
+        except (OSError, SpeqError) as error:
+            reasons.append(f"{path.parent}: {getattr(error, 'strerror', None) or error}")
     logger.warning(
         "the draft could not be kept and will be made anew next time (%s)", "; ".join(reasons)
     )

@@ -122,7 +122,8 @@ class Checkpoint:
             if info.dtype not in WORD_DTYPES:
                 raise SpeqError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
-                    "bfloat16, float16, float32 or float64"
+                    "bfloat16, float16, float32 or float64: convert it to bfloat16, or download "
+                    "the original model"
                 )
 
     def fingerprint(self) -> str:

@@ -1,22 +1,63 @@
-"""JSON files that hold an object."""
+"""JSON as all of it is read here: objects in files, and values in lines."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
+from speq.files.regular_file import read_bytes
+
+# Deeper than any config; far from what Python's own recursion bears.
+MAX_DEPTH = 64
+# The index of the largest models has a tenth of it.
+MAX_BYTES = 256 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises SpeqError, naming the file, where there is none."""
+def parse_json(content: str | bytes) -> Any:
+    """A JSON value. Raises ValueError, with a reason in one line, for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        value = json.loads(content)
+    except RecursionError:
+        value, deep = None, True
+    else:
+        deep = _deeper_than(value, MAX_DEPTH)
+    if deep:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def read_json(
+    path: Path,
+    remedy: str = "download it again",
+    instead: str = "give the folder of a whole model",
+) -> dict[str, Any]:
+    """The object in a file. Raises SpeqError, naming the file, where there is none.
+
+    remedy   what to do about a damaged file
+    instead  what to do about one that cannot be read
+    """
+    content = read_bytes(path, instead, MAX_BYTES)
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise SpeqError(f"{path} is not valid JSON: {error}; {remedy}") from error
+    if not isinstance(value, dict):
         raise SpeqError(
-            f"{path} cannot be read: {error.strerror}; give the folder of a whole model"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise SpeqError(f"{path} is not valid JSON: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise SpeqError(f"{path} holds a JSON {type(content).__name__}; it must hold an object")
-    return content
+            f"{path} holds a JSON {type(value).__name__}; it must hold an object: {remedy}"
+        )
+    return value
+
+
+def _deeper_than(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True

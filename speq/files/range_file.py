@@ -19,12 +19,14 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.regular_file import check_regular
 
 logger = logging.getLogger("speq")
 
 SAMPLE_BYTES = 4096
 # For the blocks at a range's ends: one before it, and behind it one more than its last.
 ENDS_BYTES = 3 * ALIGNMENT
+WHOLE_FILE = "put the whole file there: download the model again, or pack it again"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -57,7 +59,7 @@ def say_buffered(folder: Path) -> None:
 class RangeFile:
     """An open file: its `size`, and reads of byte ranges, from any thread.
 
-    Raises SpeqError, naming the file, where it is missing or unreadable.
+    Raises SpeqError, naming the file, where it is missing, unreadable or not regular.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,6 +67,7 @@ class RangeFile:
         self._fd = self._direct_fd = -1
         self._address_alignment = 0
         try:
+            check_regular(path, WHOLE_FILE)
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self.size = os.fstat(self._fd).st_size
             if hasattr(os, "posix_fadvise"):
@@ -73,7 +76,7 @@ class RangeFile:
             self._check()
         except OSError as error:
             self.close()
-            raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
+            raise SpeqError(f"{path} cannot be read: {error.strerror}; {WHOLE_FILE}") from error
         except BaseException:
             self.close()
             raise
@@ -191,12 +194,13 @@ class RangeFile:
                 count = os.preadv(descriptor, behind(views, start), offset + start)
             except OSError as error:
                 raise SpeqError(
-                    f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}"
+                    f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}; "
+                    "look after the disk and run again"
                 ) from error
             if start + count <= done:
                 raise SpeqError(
                     f"{self.path} ended at byte {offset + done} while it was read; it held "
-                    f"{self.size} bytes when it was opened"
+                    f"{self.size} bytes when it was opened: {WHOLE_FILE}"
                 )
             done = start + count
             # A direct read goes on at a block's start: the last one is read again if it was cut.

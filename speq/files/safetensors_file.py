@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.files.json_file import parse_json
 from speq.files.range_file import RangeFile
 
 DTYPES: dict[str, torch.dtype] = {
@@ -75,8 +76,8 @@ class SafetensorsFile(RangeFile):
 
     def _parse(self, header: bytes) -> tuple[dict[str, str], dict[str, TensorInfo]]:
         try:
-            entries = json.loads(header)
-        except (ValueError, RecursionError) as error:
+            entries = parse_json(header)
+        except ValueError as error:
             raise self._corrupt(f"it is not valid JSON: {error}") from error
         if not isinstance(entries, dict):
             raise self._corrupt(f"it is a JSON {type(entries).__name__} and must be an object")
@@ -95,7 +96,7 @@ class SafetensorsFile(RangeFile):
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise SpeqError(
                 f"{self.path}: tensor {name} has dtype {dtype_name}, which is not supported; "
-                f"supported are {', '.join(DTYPES)}"
+                f"supported are {', '.join(DTYPES)}: convert it to bfloat16"
             )
         if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
             raise self._corrupt(

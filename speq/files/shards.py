@@ -49,7 +49,7 @@ class Shards:
         if not (self.path / single).exists():
             raise SpeqError(
                 f"{self.path} holds neither {single} nor {index}; only safetensors checkpoints are "
-                "read"
+                "read: download or convert the model to those"
             )
         self.files[single] = SafetensorsFile(self.path / single)
         return dict.fromkeys(self.files[single].tensors, single)
@@ -63,7 +63,8 @@ class Shards:
             named = isinstance(file_name, str) and file_name not in ("", "..")
             if not named or Path(file_name).name != file_name:
                 raise SpeqError(
-                    f"{self.path / index} names {file_name!r}, which is no file of that folder"
+                    f"{self.path / index} names {file_name!r}, which is no file of that folder; "
+                    "download the index again"
                 )
         for file_name in sorted(set(names.values())):
             if not os.path.isfile(self.path / file_name):

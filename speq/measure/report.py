@@ -13,7 +13,9 @@ from rich.table import Table
 
 from speq import __version__
 from speq.errors import SpeqError
-from speq.files.atomic_file import replacing
+from speq.files.atomic_file import write_whole
+from speq.files.json_file import parse_json
+from speq.files.regular_file import read_text
 from speq.machine import describe_machine
 
 # How a figure is shown: a format string, or a function.
@@ -41,11 +43,7 @@ class Report:
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
         content = json.dumps(asdict(self), indent=1) + "\n"
-        try:
-            with replacing(path) as file:
-                file.write(content.encode())
-        except OSError as error:
-            raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+        write_whole(path, content.encode())
 
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
@@ -63,23 +61,22 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
     source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"
     if count < 1:
         raise SpeqError(f"num_prompts is {count}; it must be at least 1")
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpeqError(f"prompts {source} cannot be read: {error}") from error
+    lines = read_text(source, "give JSON Lines with a `prompt` in each row").splitlines()
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            prompt = json.loads(line)["prompt"]
+            prompt = parse_json(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
-            raise SpeqError(f"{source}:{number} is no JSON object with a prompt") from error
+            raise SpeqError(
+                f"{source}:{number} is no JSON object with a prompt; write one in each row"
+            ) from error
         if not isinstance(prompt, str) or not prompt:
             raise SpeqError(f"{source}:{number} has the prompt {prompt!r}; it must be a text")
         prompts.append(prompt)
     if not prompts:
-        raise SpeqError(f"{source} holds no prompts")
+        raise SpeqError(f"{source} holds no prompts; write a JSON object with one in each row")
     if count > len(prompts):
         raise SpeqError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
     # Files are sorted by kind.

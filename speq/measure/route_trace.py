@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
-from speq.files.atomic_file import replacing
+from speq.errors import SpeqError, checked_int
+from speq.files.atomic_file import write_whole
+from speq.files.json_file import read_json
 from speq.generator import Generator
 from speq.measure.runs import steps_of
 from speq.routing import Route
@@ -17,6 +18,9 @@ from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import RunStats
 
 FORMAT = "speq-routes-1"
+RECORD_AGAIN = "record it again with `speq bench hit-rate --trace`"
+# Layers, experts and drafted tokens that any model or draft could have.
+MOST = 1 << 20
 # Ids and weights of one token in one layer.
 Choice = tuple[list[int], list[float]]
 
@@ -77,30 +81,33 @@ class RouteTrace:
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
-        try:
-            with replacing(path) as file:
-                file.write(json.dumps({"format": FORMAT} | asdict(self)).encode())
-        except OSError as error:
-            raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+        write_whole(path, json.dumps({"format": FORMAT} | asdict(self)).encode())
 
     @classmethod
     def read(cls, path: Path) -> "RouteTrace":
         """Raises SpeqError where the file is no trace."""
+        content = read_json(path, RECORD_AGAIN, "give a file that `--trace` of a bench wrote")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             steps = [TraceStep(**step) for step in content.pop("steps")]
             trace = cls(steps=steps, **content)
             trace.check()
-        except OSError as error:
-            raise SpeqError(f"trace {path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise SpeqError(f"{path} is no trace of format {FORMAT}: {error}") from error
+            raise SpeqError(
+                f"{path} is no trace of format {FORMAT}: {error!r}; {RECORD_AGAIN}"
+            ) from error
         return trace
 
     def check(self) -> None:
-        """Raises ValueError where sizes and ids do not agree with each other."""
+        """Raises ValueError or TypeError where sizes and ids do not agree with each other."""
+        if not isinstance(self.model, str):
+            raise ValueError(f"the model {self.model!r}")
+        for name, least in (
+            *(("draft_length", 0), ("num_layers", 1)),
+            *(("num_experts", 1), ("top_k", 1)),
+        ):
+            checked_int(name, getattr(self, name), least, MOST)
         for step in self.steps:
             choices = [choice for token in step.drafted for choice in token]
             choices += [choice for layer in step.guessed for choice in layer]

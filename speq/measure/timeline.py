@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
-from speq.files.atomic_file import replacing
+from speq.files.atomic_file import write_whole
 from speq.stats import Event, RunStats, StepStats
 
 # Rows of the picture; readers follow.
@@ -95,8 +94,4 @@ def _arguments(event: Event) -> dict[str, Any]:
 def write_trace(run: RunStats, path: Path) -> None:
     """Write a run's timeline, whole or not at all. Raises SpeqError where that cannot be done."""
     content = json.dumps({"traceEvents": list(trace_events(run)), "displayTimeUnit": "ms"})
-    try:
-        with replacing(path) as file:
-            file.write(content.encode())
-    except OSError as error:
-        raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+    write_whole(path, content.encode())

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from speq.errors import SpeqError
-from speq.files.atomic_file import replacing
+from speq.files.atomic_file import write_whole
+from speq.files.json_file import read_json
 from speq.governor.profile import Profile, ProfileKey
 from speq.machine import device_name
 from speq.models.opened import Opened
@@ -40,20 +41,13 @@ def kept_path(key: ProfileKey) -> Path | None:
 
 def read(path: Path) -> Profile:
     """Raises SpeqError, naming the file, where it is no profile."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpeqError(f"profile {path} cannot be read: {error}") from error
-    return Profile.from_json(text, f"profile {path}")
+    content = read_json(path, "measure it again with `speq tune`", "give a file of `speq tune`")
+    return Profile.from_entries(content, f"profile {path}")
 
 
 def write(profile: Profile, path: Path) -> None:
     """Whole or not at all. Raises SpeqError where that cannot be done."""
-    try:
-        with replacing(path) as file:
-            file.write(profile.to_json().encode())
-    except OSError as error:
-        raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+    write_whole(path, profile.to_json().encode())
 
 
 def kept(key: ProfileKey) -> Profile | None:

@@ -1,7 +1,6 @@
 """Text to calibrate on, as windows of tokens of one length; some are held out to judge by."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.files.json_file import parse_json
+from speq.files.regular_file import read_text
 from speq.quantizing.settings import QuantizeSettings
 
 logger = logging.getLogger("speq")
@@ -48,27 +49,26 @@ def read_texts(path: Path) -> list[str]:
             f"calibration {str(path)!r} is no file; give JSON Lines (.jsonl) with a `prompt` or "
             "`text` in each row, or a text file; a data set of the hub must be saved as one first"
         )
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpeqError(f"calibration {path} cannot be read: {error}") from error
+    content = read_text(path, "give a text in UTF-8, or JSON Lines")
     texts = [content]
     if path.suffix == ".jsonl":
         lines = enumerate(content.split("\n"), start=1)
         texts = [_text_of(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not any(text.strip() for text in texts):
-        raise SpeqError(f"calibration {path} holds no text")
+        raise SpeqError(f"calibration {path} holds no text; give some pages of it")
     return texts
 
 
 def _text_of(line: str, where: str) -> str:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SpeqError(f"{where} is no JSON: {error}") from error
+        row = parse_json(line)
+    except ValueError as error:
+        raise SpeqError(f"{where} is no JSON: {error}; write an object in each row") from error
     found = [row[field] for field in FIELDS if field in row] if isinstance(row, dict) else []
     if not found or not isinstance(found[0], str):
-        raise SpeqError(f"{where} is no JSON object with a text under `prompt` or `text`")
+        raise SpeqError(
+            f"{where} is no JSON object with a text under `prompt` or `text`; write one there"
+        )
     return found[0]
 
 

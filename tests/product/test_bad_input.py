@@ -679,7 +679,10 @@ def test_results_that_cannot_be_written_after_all(
         "--num-prompts", 1, "--max-new-tokens", 2, "--rounds", 1, "--json", target, "--force",
     )  # fmt: skip
     sentence = check_one_sentence(ended)
-    assert sentence == f"{target} cannot be written: No space left on device"
+    assert sentence == (
+        f"{target} cannot be written: No space left on device; free some space, or choose another "
+        "place"
+    )
     assert target.read_text() == "old"
     assert not [*tmp_path.rglob("*.partial")]
 
@@ -757,6 +760,9 @@ def full_at_write(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             self._file.close()
 
+        def fileno(self) -> int:
+            return int(self._file.fileno())
+
         def write(self, data: Any) -> int:
             self._left -= 1
             if self._left < 0:
@@ -804,6 +810,19 @@ def test_an_interrupt_while_the_draft_is_kept(
             Generator.from_pretrained(model, BUDGET)
     assert drafts(tmp_path) == []
     assert generate(model) == wanted
+
+
+def test_half_a_draft_of_a_killed_process_goes(
+    tiny: Folder, tmp_path: Path, wanted: list[int]
+) -> None:
+    """Whatever weights it was of: nobody else would ever look for it."""
+    model = copied(tiny("qwen2_moe"), tmp_path / "model")
+    left = model / ".speq" / "draft-int4-rtn-0123456789abcdef.safetensors.1-2.partial"
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    assert generate(model) == wanted
+    assert len(drafts(tmp_path)) == 1
+    assert not left.exists()
 
 
 def test_a_draft_that_cannot_lie_beside_its_model(

@@ -1,8 +1,10 @@
 """MoE-SpeQ's equations against values worked out by hand, and what must hold of them everywhere."""
 
+import json
 import math
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -117,27 +119,56 @@ PROFILE = Profile(
 
 
 def test_a_profile_survives_json() -> None:
-    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    assert Profile.from_entries(json.loads(PROFILE.to_json())) == PROFILE
     assert PROFILE.costs == COSTS
     assert PROFILE.slow_tier == LINK
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("changes", "message"),
     [
-        "",
-        "[]",
-        "{}",
-        PROFILE.to_json().replace("speq-profile-1", "speq-profile-0"),
-        PROFILE.to_json().replace('"verify"', '"verified"'),
-        PROFILE.to_json().replace('"expert_bytes": 10', '"expert_bytes": 0'),
-        PROFILE.to_json().replace('"draft_token_s": 0.25', '"draft_token_s": -1'),
-        PROFILE.to_json().replace("1000.0", "1.0"),
+        ({"format": "speq-profile-0"}, "another format"),
+        ({"format": None}, "another format"),
+        ({"verified": []}, "unexpected keyword argument 'verified'"),
+        ({"verify": None}, "None are no pairs"),
+        ({"verify": [[1, 2], 3]}, "are no pairs"),
+        ({"verify": [["1", "2"]]}, "are no numbers"),
+        ({"verify": []}, "verify of a profile is empty"),
+        ({"verify": [[1, 1e300]]}, "the second from 1e-09 to 1e"),
+        ({"verify": [[1, 1e-300]]}, "the second from 1e-09"),
+        ({"verify": [[1, 10**400]]}, "are too large"),
+        ({"verify": [[1, float("nan")]]}, "it must be pairs of numbers"),
+        ({"verify": [[1.0, 2.0], [1.0000000001, 2.0]]}, "the first of each whole, rising"),
+        ({"verify": [[3, 2.0], [1, 2.0]]}, "rising"),
+        ({"distinct": [[1, 1e-12]]}, "distinct of a profile is"),
+        ({"distinct": [[1e30, 2]]}, "distinct of a profile is"),
+        ({"link": [[100.0, 5.0], [1.0, 10.0]]}, "link of a profile is"),
+        ({"expert_bytes": 0}, "expert_bytes is 0; it must be from 1"),
+        ({"expert_bytes": True}, "expert_bytes is True; it must be a whole number"),
+        ({"draft_token_s": -1}, "draft_token_s of a profile is -1; it must be from 0"),
+        ({"draft_token_s": "1"}, "draft_token_s of a profile is '1'; it must be a number"),
+        ({"first_fetch_s": 10**400}, "first_fetch_s of a profile is 1000"),
+        ({"acceptance": 2}, "acceptance of a profile is 2; it must be from 0 to 1"),
+        ({"acceptance": []}, r"acceptance of a profile is \[\]; it must be a number"),
+        ({"codec": []}, r"codec of a profile is \[\]; it must be a text"),
+        ({"decode_bytes_per_s": [1]}, r"decode_bytes_per_s of a profile is \[1\]; it must be an"),
+        ({"decode_bytes_per_s": {"raw": 0}}, "decode_bytes_per_s of raw in a profile is 0"),
+        ({"encode_bytes_per_s": {"raw": None}}, "encode_bytes_per_s of raw in a profile is None"),
+        ({"key": {}}, "missing 4 required"),
+        ({"key": []}, "must be a mapping"),
+        ({"key": {"model": 1, "device": "", "budget_bytes": 1, "version": ""}}, "model of a prof"),
+        (
+            {"key": {"model": "", "device": "", "budget_bytes": [1], "version": ""}},
+            r"budget_bytes of a profile's key is \[1\]; it must be a whole number",
+        ),
     ],
+    ids=str,
 )
-def test_damaged_profiles_are_refused(text: str) -> None:
-    with pytest.raises(SpeqError, match=r"^old\.json"):
-        Profile.from_json(text, "old.json")
+def test_damaged_profiles_are_refused(changes: dict[str, Any], message: str) -> None:
+    entries = json.loads(PROFILE.to_json()) | changes
+    with pytest.raises(SpeqError, match=rf"^old\.json.*{message}.*; measure it again") as refused:
+        Profile.from_entries(entries, "old.json")
+    assert len(str(refused.value)) < 500
 
 
 def test_the_longest_draft_within_a_latency_by_hand() -> None:

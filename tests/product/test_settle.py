@@ -205,7 +205,7 @@ def test_a_kept_profile_is_found_and_none_is_none(model: Path, home: Path) -> No
     with running(model, codec="raw", profile="none") as generator:
         assert generator.runtime.draft_bank is not None
     path.write_text("{")
-    with pytest.raises(SpeqError, match=r"no profile of format .* with `speq tune`$"):
+    with pytest.raises(SpeqError, match=r"is not valid JSON: .* with `speq tune`$"):
         Generator.from_pretrained(model, BUDGET_BYTES, device="cpu")
 
 

@@ -1,0 +1,76 @@
+"""Files that may be opened without a wait: regular ones, and links to them."""
+
+import os
+import stat
+from fnmatch import fnmatch
+from pathlib import Path
+
+from speq.errors import SpeqError
+from speq.units import format_bytes
+
+KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def check_regular(path: Path, remedy: str = "put the file itself there") -> None:
+    """Raise SpeqError for a pipe, a socket or a device, whose opening or reading might never end.
+
+    A folder passes, for opening it fails with a reason. Raises OSError where nothing is there.
+    """
+    mode = os.stat(path).st_mode
+    for is_kind, name in KINDS:
+        if is_kind(mode):
+            raise SpeqError(f"{path} is {name} and must be a regular file; {remedy}")
+
+
+def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
+    """All bytes of a regular file. Raises SpeqError, which ends with `remedy`, otherwise."""
+    try:
+        check_regular(path, remedy)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if max_bytes is not None and size > max_bytes:
+                raise SpeqError(
+                    f"{path} has {format_bytes(size)} and is read up to "
+                    f"{format_bytes(max_bytes)}; {remedy}"
+                )
+            return file.read()
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpeqError):
+            raise
+        # A ValueError is of a path that no file can have.
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpeqError(f"{path} cannot be read: {reason}; {remedy}") from error
+
+
+def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
+    """The text of a regular file in UTF-8. Raises SpeqError, which ends with `remedy`."""
+    try:
+        return read_bytes(path, remedy, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise SpeqError(f"{path} cannot be read: it is no UTF-8 ({error}); {remedy}") from error
+
+
+def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
+    """Refuse what a library would hang or choke on when it reads a model folder by itself.
+
+    max_bytes  the largest size of files, by pattern of their names; others are not looked at
+
+    Raises SpeqError for a file that is not regular or is larger than its pattern allows.
+    """
+    for name in sorted(os.listdir(folder)):
+        limits = [limit for pattern, limit in max_bytes.items() if fnmatch(name, pattern)]
+        path = folder / name
+        if not limits or not os.path.exists(path):
+            continue
+        check_regular(path, "download the model again")
+        size = os.path.getsize(path)
+        if size > min(limits):
+            raise SpeqError(
+                f"{path} has {format_bytes(size)} and files of its kind at most "
+                f"{format_bytes(min(limits))}; download the model again"
+            )
