@@ -12,15 +12,21 @@ Damage = Callable[[random.Random, Path], str]
 Keys = tuple[str | int, ...]
 
 DEEP = 100_000
-# Put into JSON as they are: some are no JSON, some no reader should follow.
-LITERALS = (
-    *("null", "true", "false", "0", "-1", "1", "2", "3", "1.5", "-0.0", "1e-320", "1e300"),
-    *("NaN", "Infinity", "-Infinity", "1e999", "[]", "{}", "[1]", "[[[]]]", '{"a": 1}'),
-    *('""', '"x"', '"1"', '"\\u0000"', '"\\ud800"', '"../x"', '"/dev/zero"', '"nan"'),
-    *(str(2**31), str(2**63), str(10**19), str(-(10**19)), str(10**30), "9" * 5000),
-    *('"' + "x" * 100_000 + '"', "[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP),
-)
+# Put into JSON as they are, by what they try: some are no JSON, some no reader should follow.
+LITERALS: dict[str, tuple[str, ...]] = {
+    "simple": ("null", "true", "false", "0", "-1", "1", "2", "3", "1.5", "-0.0"),
+    "text": ('""', '"x"', '"1"', '"\\u0000"', '"\\ud800"', '"../x"', '"/dev/zero"', '"nan"'),
+    "container": ("[]", "{}", "[1]", "[[[]]]", '{"a": 1}'),
+    "not finite": ("NaN", "Infinity", "-Infinity", "1e999"),
+    "extreme": ("1e-320", "1e300", str(2**31), str(2**63), str(10**19), str(-(10**19))),
+    "long": (str(10**30), "9" * 5000, '"' + "x" * 100_000 + '"'),
+    "deep": ("[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP),
+}
 MARK = "a literal goes here"
+
+
+def odd_literal(rng: random.Random) -> str:
+    return rng.choice(LITERALS[rng.choice(tuple(LITERALS))])
 
 
 def short(text: str) -> str:
@@ -170,7 +176,7 @@ def other_encoding(rng: random.Random, path: Path) -> str:
 
 
 def literal_alone(rng: random.Random, path: Path) -> str:
-    literal = rng.choice(LITERALS)
+    literal = odd_literal(rng)
     path.write_text(literal)
     return f"{path.name} is {short(literal)}"
 
@@ -223,7 +229,7 @@ def changed_json(
     if way == "wrapped":
         holder[key] = [holder[key]]
         return json.dumps(content), f"{name} in a list", keys
-    literal = rng.choice(LITERALS)
+    literal = odd_literal(rng)
     holder[key] = MARK
     return json.dumps(content).replace(f'"{MARK}"', literal), f"{name} is {short(literal)}", keys
 
@@ -288,7 +294,7 @@ def cut_last_line(rng: random.Random, lines: list[str]) -> str:
 
 
 def odd_line(rng: random.Random, lines: list[str]) -> str:
-    at, literal = rng.randrange(len(lines)), rng.choice(("", " ", *LITERALS))
+    at, literal = rng.randrange(len(lines)), rng.choice(("", " ", *[odd_literal(rng)] * 6))
     lines[at] = literal
     return f"line {at + 1} is {short(literal)}"
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz.case import Case, Expect, contents
-from tests.fuzz.damage import BYTES, INSTEAD, TEXT, apply, change_lines, copied
+from tests.fuzz.damage import BYTES, INSTEAD, TEXT, apply, change_lines, copied, dangling, linked
 from tests.fuzz.sound import CODECS, Sound, generate, pack, quantize
 from tests.fuzz.target import Command, Ended
+
+# A symlink to a file is as good as the file, and leaves that other file in the folder.
+REPLACED = tuple(way for way in INSTEAD if way not in (linked, dangling))
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ def going_on(
     others = sorted(path for path in out.iterdir() if path.suffix != ".journal" and path.is_file())
     if journals and (not others or rng.random() < 0.6):
         ways: tuple[Callable[[random.Random, Path], str], ...] = (*[change_lines] * 12, *TEXT)
-        label = apply(rng, journals[0], (*ways, rng.choice(INSTEAD)))
+        label = apply(rng, journals[0], (*ways, rng.choice(REPLACED)))
     elif others:
-        label = apply(rng, rng.choice(others), (*BYTES, rng.choice(INSTEAD)))
+        label = apply(rng, rng.choice(others), (*BYTES, rng.choice(REPLACED)))
     else:
         label = "nothing"
     return Case(

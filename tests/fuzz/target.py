@@ -21,7 +21,7 @@ class Limits:
     """
 
     deadline_s: float = 60.0
-    cpu_s: int = 20
+    cpu_s: int = 10
     peak_bytes: int = 384 << 20
     address_bytes: int = 5 << 30
 

@@ -145,14 +145,14 @@ def test_every_class_has_its_share() -> None:
     assert repeated("packs", 7, 12) == "python -m tests.fuzz --class packs --seed 7 --case 12"
 
 
-@pytest.mark.parametrize("literal", LITERALS, ids=range(len(LITERALS)))
-def test_literals_are_put_into_json_as_they_are(literal: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", LITERALS)
+def test_literals_are_put_into_json_as_they_are(kind: str, tmp_path: Path) -> None:
     class Chosen(random.Random):
         def choice(self, seq: Any) -> Any:
-            return literal if seq is LITERALS else seq[0]
+            return kind if kind in seq else seq[0]
 
     path = tmp_path / "file.json"
     path.write_text('{"a": 1}')
     label, keys = change_json(Chosen(), path)
-    assert path.read_text() == f'{{"a": {literal}}}'
+    assert path.read_text() == f'{{"a": {LITERALS[kind][0]}}}'
     assert keys == ("a",) and label.startswith("file.json: a is ")
