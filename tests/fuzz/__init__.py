@@ -1,0 +1,1 @@
+"""Damaged inputs of fifteen classes, made by a seed, for the command and the library."""

@@ -1,0 +1,79 @@
+"""Packed models, read with `--verify-reads`; kept drafts; GPTQ folders."""
+
+import random
+import signal
+from pathlib import Path
+
+from tests.fuzz import damage
+from tests.fuzz.case import Case, Expect
+from tests.fuzz.checkpoints import json_damage
+from tests.fuzz.damage import BYTES, INSTEAD, TEXT, apply, copied
+from tests.fuzz.sound import CODECS, Sound, generate
+from tests.fuzz.target import killed
+
+DRAFTED = ("--draft-length", "3")
+
+
+def damaged(rng: random.Random, folder: Path) -> str:
+    """Damage one file of a folder, as is likely to matter for its kind."""
+    names = sorted(path for path in folder.iterdir() if path.is_file())
+    path = rng.choice(names)
+    if rng.random() < 0.1:
+        return apply(rng, path, INSTEAD)
+    if path.suffix != ".json":
+        return apply(rng, path, BYTES)
+    return apply(rng, path, (json_damage, json_damage, json_damage, *TEXT))
+
+
+def packs(rng: random.Random, sound: Sound, room: Path) -> Case:
+    codec = rng.choice(CODECS)
+    folder = copied(sound.packed(codec), room / codec)
+    command = generate(codec, "--verify-reads", *rng.choice(((), DRAFTED)))
+    text = sound.text(command, room)
+    way = rng.choice(("weights", "weights", "records", "any", "any"))
+    if way == "weights":
+        path = folder / "model.safetensors"
+        first = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        label = damage.scramble(rng, path, first)
+    elif way == "records":
+        path = folder / rng.choice(("experts.bin", "experts.json"))
+        label = apply(rng, path, (json_damage, *TEXT) if path.suffix == ".json" else BYTES)
+    else:
+        label = damaged(rng, folder)
+    return Case(f"{codec}: {label}", (command,), Expect.SAME_OR_REFUSED, text)
+
+
+def drafts(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """The rounded INT4 file that a run keeps beside its model: a draft never changes the text."""
+    model = copied(sound.drafted, room / "model")
+    command = generate("model", *DRAFTED)
+    text = sound.text(command, room)
+    (path,) = (model / ".speq").iterdir()
+    if rng.random() < 0.2:
+        path.unlink()
+        count, number = rng.randrange(1, 4), rng.choice((signal.SIGTERM, signal.SIGKILL))
+        label = f"the draft's writer got signal {int(number)} at sync {count}"
+        return Case(label, (killed(command, count, number), command), Expect.SAME, text)
+    way = rng.choice(("header", "bytes", "bytes", "instead"))
+    if way == "header":
+        content = path.read_bytes()
+        first = 8 + int.from_bytes(content[:8], "little")
+        header, label, _ = damage.changed_json(rng, content[8:first].decode())
+        encoded = header.encode("utf-8", "surrogatepass")
+        path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[first:])
+    else:
+        label = apply(rng, path, BYTES if way == "bytes" else INSTEAD)
+    return Case(f"draft: {label}", (command,), Expect.SAME_OR_REFUSED, text)
+
+
+def gptq(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """A GPTQ folder to draft with: whatever it says, the text is the model's."""
+    copied(sound.half, room / "half")
+    copied(sound.quantised, room / "gptq")
+    text = sound.text(generate("half", "--draft", "none"), room)
+    command = generate("half", "--draft", "gptq", *DRAFTED)
+    if rng.random() < 0.15:
+        copied(sound.packed("residual"), room / "residual")
+        command = generate("residual", "--draft", "gptq", *DRAFTED)
+    label = damaged(rng, room / "gptq")
+    return Case(label, (command,), Expect.SAME_OR_REFUSED, text)

@@ -1,0 +1,357 @@
+"""Values of the library's options and of the command's."""
+
+import math
+import os
+import random
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.case import Case, Expect
+from tests.fuzz.damage import copied, short
+from tests.fuzz.sound import BUDGET, MEMORY, PROMPT, Sound, generate
+from tests.fuzz.target import Command, Ended, speq
+
+ODD_NAMES = (
+    "bytes",
+    "memoryview",
+    "set",
+    "tuple",
+    "complex",
+    "decimal",
+    "fraction",
+    "object",
+    "path",
+)
+NUMBERS = (0, 1, 2, 3, -1, 64, 65, 0.5, -0.5, 1e-320, 1e308, 2**31, 2**63, 10**19, 10**400)
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        "",
+        "x",
+        "auto",
+        "none",
+        "1",
+        "\0",
+        "a\nb",
+        "\ud800",
+        "x" * 100_000,
+        "nan",
+    ),
+    *("cpu", "cuda", "raw", "lossless", "[red]", "[/red]", "..", "/dev/zero", "~", "~nobody/x"),
+    *NUMBERS,
+    *(float("nan"), float("inf"), -float("inf")),
+    *([], [1], {}, {"a": 1}, ["x"]),
+    *({"odd": name} for name in ODD_NAMES),
+)
+
+
+def whole(value: Any, least: int, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def real(value: Any, least: float, most: float = math.inf) -> bool:
+    """Whether a value is a finite number in some bounds."""
+    if type(value) is float:
+        return math.isfinite(value) and least <= value <= most
+    return type(value) is int and least <= value <= most
+
+
+def named(*names: str) -> Callable[[Any], bool]:
+    return lambda value: value in names if isinstance(value, str) else False
+
+
+# Values that an option may take at all; it may refuse some of them, and must refuse all others.
+# Paths and texts that stand for paths are among those.
+LOAD: dict[str, Callable[[Any], bool]] = {
+    "memory_budget": lambda value: whole(value, 1) or isinstance(value, str),
+    "device": named("auto", "cpu", "cuda"),
+    "dtype": named("auto", "bfloat16", "float16", "float32", "float64"),
+    "context_length": lambda value: value is None or whole(value, 1),
+    "draft": lambda value: isinstance(value, str) or value == {"odd": "path"},
+    "draft_length": lambda value: value in (None, "auto", "1") or whole(value, 0, 64),
+    "tpot_slo_ms": lambda value: value is None or real(value, 1e-323),
+    "latency_slo_ms": lambda value: value is None or real(value, 1e-323),
+    "cache_policy": named("lru", "lfu", "entropy", "lookahead"),
+    "prefetch": named("none", "three-phase", "single-sooner", "single-later"),
+    "codec": named("auto", "raw", "lossless", "residual"),
+    "profile": lambda value: isinstance(value, str) or value == {"odd": "path"},
+    "verify_reads": lambda value: isinstance(value, bool),
+    "reader_threads": lambda value: whole(value, 1, 64),
+    "no_such_option": lambda value: False,
+}
+SAMPLE: dict[str, Callable[[Any], bool]] = {
+    "max_new_tokens": lambda value: whole(value, 1),
+    "temperature": lambda value: real(value, 0),
+    "top_p": lambda value: real(value, 1e-323, 1),
+    "top_k": lambda value: whole(value, 0),
+    "seed": lambda value: value is None or whole(value, 0, 2**63 - 1),
+    "stop": lambda value: value is None or bool(texts_in(value)) or value in ([], {"odd": "tuple"}),
+    "ignore_eos": lambda value: isinstance(value, bool),
+    "generation_config": lambda value: value is None,
+    "no_such_option": lambda value: False,
+}
+# What the issue names, beside what the table draws.
+KNOWN_API = (
+    ("load", "tpot_slo_ms", 10**19),
+    ("load", "latency_slo_ms", 10**19),
+    ("load", "profile", "\0"),
+    ("sample", "temperature", 10**19),
+    ("sample", "prompt", {"odd": "memoryview"}),
+)
+
+
+def texts_in(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return values if all(isinstance(each, str) and each for each in values) else []
+
+
+def api(rng: random.Random, sound: Sound, room: Path) -> Case:
+    copied(sound.model, room / "model")
+    where, name, value = rng.choice(KNOWN_API)
+    if rng.random() < 0.9:
+        where = rng.choice(("load", "sample"))
+        options = LOAD if where == "load" else SAMPLE
+        name, value = rng.choice(sorted(options)), rng.choice(VALUES)
+        sensible = options[name](value)
+    else:
+        sensible = name != "prompt"
+    load: dict[str, Any] = {"model": "model", "memory_budget": BUDGET}
+    # A run at a temperature of its own, so that the other sampling options have a say.
+    request = {"prompt": PROMPT, "max_new_tokens": 4, "temperature": 1.0, "seed": 1}
+    (load if where == "load" else request)[name] = value
+    command = Command(kind="library", load=load, requests=(request,))
+    expect = Expect.ANY if sensible else Expect.REFUSED
+    return Case(f"{name} = {short(ascii(value))}", (command,), expect)
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """Files that a command may not replace by others, by the kind and target that they have."""
+
+    path: Path
+    mode: int
+    target: str | None
+
+    @classmethod
+    def now(cls, path: Path) -> "Untouched":
+        return cls(path, stat.S_IFMT(path.lstat().st_mode), target_of(path))
+
+    def __call__(self, ended: Ended) -> list[str]:
+        return [] if Untouched.now(self.path) == self else [f"{self.path.name} was replaced"]
+
+
+def target_of(path: Path) -> str | None:
+    return os.readlink(path) if path.is_symlink() else None
+
+
+@dataclass(frozen=True)
+class NothingNew:
+    """The names that a folder may hold after a command."""
+
+    folder: Path
+    names: frozenset[str]
+
+    def __call__(self, ended: Ended) -> list[str]:
+        new = sorted(set(os.listdir(self.folder)) - self.names)
+        return [f"wrote {', '.join(new)} into the current folder"] if new else []
+
+
+# Commands of a sound model, whose options are damaged.
+PLAN = ("plan", "model", "--memory-budget", BUDGET, "--preset", "laptop-ddr5")
+QUICK = generate("model").arguments
+CALIBRATED = ("quantize", "model", "--out", "out", "--calibration", "text.txt")
+BAD_NUMBERS = (
+    "",
+    "x",
+    "-1",
+    "nan",
+    "inf",
+    "1e999",
+    "0x10",
+    "1,5",
+    "--",
+    "1 2",
+    "\udcff",
+    "9" * 5000,
+)
+BAD_SIZES = (
+    "",
+    "x",
+    "-1GiB",
+    "0",
+    "nan",
+    "infGiB",
+    "1e999",
+    "GiB",
+    "1 Gi B",
+    "99999999999999999999TiB",
+)
+BAD_NAMES = ("", "x", "[red]", "[/red]", "\udcff", "AUTO", "none ", "x" * 100_000)
+# By command and option, what none of them can mean.
+OPTIONS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
+    *((QUICK, name, BAD_NUMBERS) for name in ("--max-new-tokens", "--top-k", "--temperature")),
+    *((QUICK, name, BAD_NUMBERS) for name in ("--top-p", "--seed", "--context-length")),
+    *((QUICK, name, BAD_NUMBERS) for name in ("--draft-length", "--tpot-slo", "--reader-threads")),
+    *((QUICK, name, BAD_NAMES) for name in ("--device", "--dtype", "--cache-policy", "--prefetch")),
+    *((QUICK, name, BAD_NAMES) for name in ("--codec", "--profile", "--no-such-option", "--draft")),
+    *((command, "--memory-budget", BAD_SIZES) for command in (QUICK, PLAN, CALIBRATED)),
+    *((PLAN, name, BAD_SIZES) for name in ("--link", "--memory-bandwidth")),
+    *((PLAN, name, BAD_NAMES) for name in ("--preset", "--locality", "--profile", "--device")),
+    *((PLAN, name, BAD_NUMBERS) for name in ("--acceptance", "--context-length")),
+    *((CALIBRATED, name, BAD_NUMBERS) for name in ("--bits", "--samples", "--damp", "--seed")),
+    *((CALIBRATED, name, BAD_NUMBERS) for name in ("--group-size", "--sequence-length")),
+    *((CALIBRATED, name, BAD_NAMES) for name in ("--method", "--codes")),
+)
+MODELS = (
+    "[red]",
+    "[/red]",
+    "./[/bold]",
+    "",
+    " ",
+    ".",
+    "..",
+    "/",
+    "/dev/null",
+    "a/b/c",
+    "\udcff",
+    "~x/y",
+)
+# What makes -1 and a group of all columns, or a plan of no acceptance, sensible.
+SENSIBLE = {("--group-size", "-1"), ("--seed", "0"), ("--bits", "4")}
+
+
+def option(rng: random.Random, sound: Sound, room: Path) -> Case:
+    command, name, values = rng.choice(OPTIONS)
+    value = rng.choice(values)
+    label = f"{command[0]} {name} {short(ascii(value))}"
+    expect = Expect.ANY if (name, value) in SENSIBLE else Expect.REFUSED
+    return Case(label, (speq(*command, f"{name}={value}"),), expect)
+
+
+def model_name(rng: random.Random, sound: Sound, room: Path) -> Case:
+    name = rng.choice(MODELS)
+    command = rng.choice(
+        (generate(name), speq("plan", name, *MEMORY), speq("pack", name, "--out", "out"))
+    )
+    return Case(f"model {name!a}", (command,), Expect.REFUSED)
+
+
+def bracketed(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """A sound model whose folder has a name that some printers take for markup."""
+    name = rng.choice(("[red]", "[/red]", "a [/b] c", "[bold"))
+    (room / "model").rename(room / name.replace("/", "\\"))
+    if "/" in name:
+        inner = room / name
+        inner.parent.mkdir(parents=True, exist_ok=True)
+        (room / name.replace("/", "\\")).rename(inner)
+    command = rng.choice(
+        (
+            speq("plan", f"./{name}", *MEMORY, "--preset", "laptop-ddr5"),
+            speq(
+                "quantize",
+                f"./{name}",
+                "--out",
+                "out",
+                "--calibration",
+                "text.txt",
+                "--group-size",
+                -1,
+                "--samples",
+                4,
+                "--sequence-length",
+                48,
+            ),
+            generate(f"./{name}"),
+            speq("check", f"./{name}", *MEMORY, "--num-prompts", 1),
+        )
+    )
+    return Case(f"{command.arguments[0]} of a folder named {name}", (command,), Expect.ANY)
+
+
+def output(rng: random.Random, sound: Sound, room: Path) -> Case:
+    how = rng.choice(("closed", "broken"))
+    pack = speq("pack", "model", "--out", "out", output=how)
+    plan = speq(*PLAN, output=how)
+    run = generate("model", output=how)
+    help_ = speq("--help", output=how)
+    command = rng.choice((pack, plan, run, help_, speq("--version", output=how)))
+    return Case(f"{command.arguments[0]}, standard output {how}", (command,), Expect.ANY)
+
+
+def forced(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """`--force` replaces files, and neither symlinks nor what is no file."""
+    path = room / "trace.json"
+    (room / "real.json").write_text("old")
+    way = rng.choice(("symlink", "pipe", "device", "dangling", "to a device"))
+    if way == "symlink":
+        path.symlink_to("real.json")
+    elif way == "dangling":
+        path.symlink_to("not-there.json")
+    elif way == "to a device":
+        path.symlink_to("/dev/null")
+    elif way == "pipe" or not node(path):
+        os.mkfifo(path)
+    command = generate("model", "--trace", path.name, "--force")
+    return Case(f"--force on a {way}", (command,), Expect.ANY, check=Untouched.now(path))
+
+
+def node(path: Path) -> bool:
+    """Make a device like /dev/null; whether this user may."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    except PermissionError:
+        return False
+    return True
+
+
+def nowhere(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """Nothing is written where no name was given, or where there is something else."""
+    (room / "tmp").mkdir()
+    (room / "home").mkdir()
+    (room / "file").write_text("")
+    out = rng.choice(
+        ("", "", "model", "file", "/dev/null", "file/below", "/dev/null/x", "\udcff/\udcfe")
+    )
+    command = rng.choice(
+        (speq("pack", "model", "--out", out), speq(*CALIBRATED[:3], out, *CALIBRATED[4:]))
+    )
+    expect = Expect.ANY if out.startswith("\udcff") else Expect.REFUSED
+    check = NothingNew(room, frozenset(os.listdir(room)) | {"\udcff"})
+    return Case(f"{command.arguments[0]} --out {out!a}", (command,), expect, check=check)
+
+
+def senseless(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """What the options allow one by one, and what makes no sense all the same."""
+    tpot = ("bench", "tpot", "model", "--budgets", BUDGET, "--max-new-tokens", 1)
+    schedule = ("bench", "schedule", "model", "--fractions", rng.choice(("1e9", "nan", "-1", "0")))
+    folder = (*CALIBRATED[:4], "--calibration", rng.choice((".", "model", "/dev/null", "")))
+    big = ("plan", "model", "--memory-budget", "99999999999999999999TiB")
+    command = speq(*rng.choice((tpot, schedule, folder, big)))
+    return Case(" ".join(command.arguments), (command,), Expect.REFUSED)
+
+
+def interrupted(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """A writer of a file is stopped; the next one leaves nothing of it behind."""
+    command = generate("model", "--trace", "trace.json", "--force", "--draft-length", 2)
+    text = sound.text(command, room)
+    number, count = rng.choice((15, 9)), rng.randrange(1, 4)
+    stopped = generate(*command.arguments[2:3], *command.arguments[9:], killed_at=(count, number))
+    label = f"signal {number} at sync {count}"
+    return Case(label, (stopped, command), Expect.SAME, text)
+
+
+WAYS = (
+    *(option, option, option, option, option, option, model_name, bracketed, output, forced),
+    *(nowhere, senseless, interrupted),
+)
+
+
+def cli(rng: random.Random, sound: Sound, room: Path) -> Case:
+    copied(sound.model, room / "model")
+    copied(sound.calibration, room / "text.txt")
+    return rng.choice(WAYS)(rng, sound, room)
