@@ -12,16 +12,20 @@ from typing import NamedTuple
 
 from speq.governor.acceptance import Acceptance
 from speq.governor.cycle_model import CycleModel
-from speq.governor.draft_length import Decision, FixedDraftLength, Governor, Ground
+from speq.governor.draft_length import (
+    LENGTHS,
+    LONGEST,
+    Decision,
+    FixedDraftLength,
+    Governor,
+    Ground,
+)
 from speq.governor.measured_cycles import MeasuredCycles
 from speq.governor.profile import Profile
 from speq.governor.roofline import Cycle
 from speq.governor.slo import Objectives
 from speq.stats import Forecast, StepStats
 
-# Neighbours among longer drafts differ by less than can be told.
-LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
-LONGEST = LENGTHS[-1]
 # Of all time, what drafts may lose that are tried, and plain cycles in between better drafts.
 DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
 # Plain cycles between drafts come in bursts, the first of which do not count: slots must fill again

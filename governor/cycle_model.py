@@ -10,80 +10,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
+from speq.governor.averages import Line, Mean, Ratio
 from speq.governor.profile import Profile
 from speq.governor.roofline import Cycle
 from speq.stats import StepStats
 
-# Cycles that averages remember.
-HORIZON = 60.0
 # What drafts took when they were profiled counts as so many cycles.
 PROFILED = 10.0
 # ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. With this bend the unions
 # measured on trained models and N(t) of MoESD are met within some percent, each with a b of its own
 # (0.8 and 1.0), for as many rows as are ever verified.
 BEND, SPREAD = 0.1, 0.85
-# Before it is known: a draft token's time beside a plain one's, and the share of experts in that.
-DRAFT_SHARE, EXPERT_SHARE = 0.6, 0.5
-
-
-@dataclass(slots=True)
-class Mean:
-    """The mean of the first values; from `HORIZON` on an exponential moving average."""
-
-    value: float
-    weight: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.weight = min(self.weight + 1, HORIZON)
-        self.value += (value - self.value) / self.weight
-
-
-@dataclass(slots=True)
-class Ratio:
-    """A decayed sum over another one."""
-
-    part: float = 0.0
-    whole: float = 0.0
-
-    def add(self, part: float, whole: float) -> None:
-        self.part += part - self.part / HORIZON
-        self.whole += whole - self.whole / HORIZON
-
-    @property
-    def known(self) -> bool:
-        return self.whole > 0
-
-    @property
-    def value(self) -> float:
-        return self.part / self.whole if self.whole > 0 else 0.0
-
-
-@dataclass(slots=True)
-class Line:
-    """y over x by decayed least squares; as long as all x are alike, with the slope of a prior."""
-
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        keep = 1 - 1 / HORIZON
-        self.weight = self.weight * keep + 1
-        step_x, step_y = x - self.x, y - self.y
-        self.x += step_x / self.weight
-        self.y += step_y / self.weight
-        self.xx = self.xx * keep + step_x * (x - self.x)
-        self.xy = self.xy * keep + step_x * (y - self.y)
-
-    @property
-    def slope(self) -> float:
-        """Both it and the intercept are times, and not negative."""
-        steepest = self.y / self.x
-        firmness = 0.1 * self.x * self.x
-        slope = (self.xy + firmness * EXPERT_SHARE * steepest) / (self.xx + firmness)
-        return min(max(slope, 0.0), steepest)
+# Before it is known: a draft token's time beside a plain one's.
+DRAFT_SHARE = 0.6
 
 
 @dataclass(slots=True)

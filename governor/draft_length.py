@@ -5,6 +5,9 @@ from typing import Literal, Protocol
 
 from speq.stats import Forecast, StepStats
 
+# Lengths that `auto` chooses from. Neighbours among longer drafts differ by less than can be told.
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
+LONGEST = LENGTHS[-1]
 # fixed: no choice was made. best: the highest expected throughput. probe: another one, to learn
 # what it costs. bound: what a latency objective or the end of the request leaves.
 Ground = Literal["fixed", "best", "probe", "bound"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from speq.errors import SpeqError
-from speq.governor.adaptive import LENGTHS
-from speq.governor.cycle_model import Line
+from speq.governor.averages import Line
+from speq.governor.draft_length import LENGTHS
 from speq.governor.holding import Holding
 from speq.governor.locality import Locality
 from speq.governor.presets import Rates

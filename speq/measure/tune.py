@@ -24,7 +24,7 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, mean_
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.alignment import aligned_bytes
 from speq.generator import Generator
-from speq.governor.adaptive import LONGEST
+from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
 from speq.measure.link import arena_for, expert_files, plain_reads

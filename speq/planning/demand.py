@@ -8,7 +8,7 @@ from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
-from speq.governor.adaptive import LONGEST
+from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
 from speq.models.shape import ModelShape
 from speq.planning.memory import Demand

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for
-from speq.governor.adaptive import LONGEST
+from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
 from speq.governor.planner import Outlook, choose
 from speq.governor.profile import Profile
