@@ -1,4 +1,4 @@
-"""Averages that forget: a mean, a ratio of sums, and a line, as the governor learns its terms by."""
+"""Averages that forget: a mean, a ratio of sums and a line. The governor learns its terms by them."""
 
 from dataclasses import dataclass
 
