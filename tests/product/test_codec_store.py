@@ -30,6 +30,7 @@ from speq.models.opened import Opened, open_model
 from speq.planning.representation import Trial, automatic, encoding
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.killed import killed_at
+from tests.helpers.packing import pack_to
 from tests.helpers.tiny_models import (
     FAMILIES,
     greedy_tokens,
@@ -37,7 +38,6 @@ from tests.helpers.tiny_models import (
     write_model,
     write_perturbed,
 )
-from tests.product.test_pack import pack_to
 
 Folder = Callable[[str], Path]
 Matrices = tuple[Tensor, Tensor]
