@@ -3,8 +3,7 @@
 
 # The kernels run on the host, without a GPU, by tests/cuda_host.
 add_library(speq_cuda_on_host SHARED EXCLUDE_FROM_ALL csrc/cuda/bindings.cpp
-  csrc/cuda/compact_bindings.cpp tests/cuda_host/kernels.cpp tests/cuda_host/schemas.cpp
-  tests/cuda_host/shim.cpp)
+  csrc/cuda/compact_bindings.cpp tests/cuda_host/kernels.cpp tests/cuda_host/shim.cpp)
 target_link_libraries(speq_cuda_on_host PRIVATE speq_options)
 target_include_directories(speq_cuda_on_host PRIVATE tests)
 target_compile_options(speq_cuda_on_host PRIVATE -Wno-unknown-pragmas) # of nvcc

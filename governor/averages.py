@@ -1,4 +1,4 @@
-"""Averages that forget: a mean, a ratio of sums and a line. The governor learns its terms by them."""
+"""Averages that forget: a mean, a ratio of sums and a line, which the governor learns by."""
 
 from dataclasses import dataclass
 

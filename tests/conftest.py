@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.command import Command, command_in_process
+from tests.helpers.paths import BUNDLED
 from tests.helpers.tiny_models import write_model, write_perturbed
 
 # Models this small are fastest on one thread, and the tests run in as many processes as cores.
 torch.set_num_threads(1)
-
-BUNDLED = Path(__file__).parent.parent / "models" / "tiny-moe"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,3 +84,9 @@ def poor_draft(
         return made[model_type]
 
     return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the `speq` command inside this process."""
+    return command_in_process(monkeypatch, capsys)

@@ -12,7 +12,7 @@ from speq.bench.machine import codec as bench_codec
 from speq.bench.machine.codec import WordCounts
 from speq.errors import SpeqError
 from speq.kernels.ops import quantize_int4
-from tests.product.test_pack import pack_to
+from tests.helpers.packing import pack_to
 
 
 def test_rows_of_the_bundled_model(bundled: Path) -> None:

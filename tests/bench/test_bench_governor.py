@@ -15,11 +15,11 @@ from speq.governor.profile import Profile
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.stats import StepStats
+from tests.helpers.paths import ROUTES
 
 Folder = Callable[[str], Path]
 
 BUDGET = "2MiB"
-ROUTES = Path(__file__).parent.parent / "data" / "routes-tiny-moe.json"
 
 
 def settings(**changes: Any) -> governor.Settings:

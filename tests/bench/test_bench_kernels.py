@@ -17,7 +17,7 @@ from speq.kernels import library, ops
 from speq.measure import memory_read
 from speq.measure.memory_read import MemoryRead, step_times
 from speq.measure.report import parse_numbers
-from tests.product.test_cli import Command, command_in_process
+from tests.helpers.command import Command
 
 CPU = torch.device("cpu")
 TINY = LayerShape("tiny", hidden_size=64, expert_width=32, top_k=2, num_experts=8)
@@ -58,11 +58,6 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.SHAPES, "tiny", TINY)
     monkeypatch.setitem(bench.READ_BYTES, "cpu", READ_BYTES)
     monkeypatch.setattr(bench, "MAX_CALLS", 4)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_in_process(monkeypatch, capsys)
 
 
 def clock_of(*durations_s: float) -> Callable[[], float]:

@@ -23,7 +23,7 @@ from speq.bench.replay.recording import COUNTED, TRIAL, Recording, first_step, o
 from speq.bench.replay.replay import Times
 from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.stats import StepStats
-from tests.bench.test_replay import RECORDED
+from tests.helpers.paths import ROUTES
 
 LRU_RAW, LRU_LOSSLESS = Candidate("raw", 0, "lru", "none"), Candidate("lossless", 0, "lru", "none")
 DRAFT_RAW = Candidate("raw", 8, "lookahead", "three-phase")
@@ -195,7 +195,7 @@ def test_aims_met_and_aims_that_are_none() -> None:
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    trace = RouteTrace.read(RECORDED)
+    trace = RouteTrace.read(ROUTES)
     trace = replace(trace, steps=trace.steps[:12])
     # The link takes twice as long for a raw expert as a layer takes to compute.
     times = Times(1e-3, 2e-3, 2e-4, transfer_s=4e-3, begun=2, moved_bytes=2000)

@@ -19,7 +19,8 @@ from speq.measure.report import parse_shares
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.stats import Event, RunStats, StepStats
-from tests.bench.test_replay import DRAFTED, RECORDED
+from tests.helpers.paths import ROUTES
+from tests.helpers.traces import DRAFTED
 
 Folder = Callable[[str], Path]
 
@@ -99,7 +100,7 @@ def test_times_of_a_run_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def some_steps() -> RouteTrace:
-    trace = RouteTrace.read(RECORDED)
+    trace = RouteTrace.read(ROUTES)
     return replace(trace, steps=trace.steps[:10])
 
 

@@ -24,27 +24,12 @@ from speq.bench.replay.replay import (
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.stats import StepStats
+from tests.helpers.paths import ROUTES
+from tests.helpers.traces import DRAFTED, check_sums, drafted, step, trace_of
 
 Folder = Callable[[str], Path]
 
-RECORDED = Path(__file__).parent.parent / "data" / "routes-tiny-moe.json"
 TIMES = Times(draft_layer_s=1, layer_s=2, expert_s=3, transfer_s=10, begun=2, moved_bytes=100)
-
-
-def drafted(*tokens: list[list[int]]) -> list[list[Choice]]:
-    """What the draft's tokens chose, layer by layer, all with the same weight."""
-    return [[(ids, [1.0] * len(ids)) for ids in token] for token in tokens]
-
-
-def step(
-    used: list[list[list[int]]], path: list[int], draft: list[list[Choice]] | None = None
-) -> TraceStep:
-    return TraceStep(draft or [], used, [[] for _ in used], path)
-
-
-def trace_of(*steps: TraceStep, experts: int = 4, top_k: int = 1) -> RouteTrace:
-    drafts = max(len(step.drafted) for step in steps)
-    return RouteTrace("by hand", drafts, len(steps[0].used), experts, top_k, list(steps))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,12 +83,6 @@ def test_a_warm_up_does_not_count() -> None:
     assert (figures["moved_bytes"], figures["stall_s"], figures["hit_rate"]) == (100, 10, 0.5)
     assert figures["tpot_ms"] == pytest.approx(20e3)
     assert (found.tokens, found.needs, found.ready) == (1, 2, 1)
-
-
-DRAFTED = trace_of(
-    step([[[0], [0]], [[1], [1]]], [0, 1], drafted([[0], [1]])),
-    step([[[0], [2]], [[1], [3]]], [0], drafted([[0], [1]])),
-)
 
 
 def test_three_phases_by_hand() -> None:
@@ -280,7 +259,7 @@ def test_what_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
-    target.write_bytes(RECORDED.read_bytes()[:-1000])
+    target.write_bytes(ROUTES.read_bytes()[:-1000])
     with pytest.raises(SpeqError, match=r"is not valid JSON: .*; record it again"):
         RouteTrace.read(target)
 
@@ -414,24 +393,9 @@ def test_random_routes(policy: str, prefetch: str) -> None:
         assert figures["transfer_s"] == pytest.approx(loads_in_all * times.transfer_s)
 
 
-def check_sums(step: StepStats) -> None:
-    """A step's figures are the sums of its layers', and what was moved has one cause."""
-    by_layer = step.by_layer.values()
-    for name in ("requests", "hits", "late", "used", "wasted", "ahead_bytes", "rejected_bytes"):
-        assert getattr(step, name) == sum(getattr(figures, name) for figures in by_layer), name
-    for name in ("stall_s", "late_s", "covered"):
-        total = sum(getattr(figures, name) for figures in by_layer)
-        assert getattr(step, name) == pytest.approx(total), name
-    moved = sum(figures.ahead_bytes + figures.demand_bytes for figures in by_layer)
-    assert step.moved_bytes == moved
-    assert step.rejected_bytes <= step.moved_bytes
-    assert step.hits + step.late <= step.requests
-    assert step.late_s <= step.stall_s + 1e-9
-
-
 @pytest.fixture(scope="module")
 def recorded() -> RouteTrace:
-    return RouteTrace.read(RECORDED)
+    return RouteTrace.read(ROUTES)
 
 
 # A machine on which the link takes as long as computing an expert layer: the regime in which it

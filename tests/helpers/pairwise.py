@@ -1,7 +1,9 @@
 """A small set of cells in which every pair of values of any two factors occurs."""
 
 from itertools import combinations, product
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Value = TypeVar("Value")
 
@@ -20,3 +22,16 @@ def pairwise(*factors: tuple[Value, ...]) -> list[tuple[Value, ...]]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def covering(*factors: tuple[Any, ...]) -> list[Any]:
+    """The product as parameters of a test: its pairwise cells always run, the others are `full`."""
+    always = set(pairwise(*factors))
+    return [
+        pytest.param(
+            *cell,
+            id="-".join(map(str, cell)).replace(" ", ""),
+            marks=() if cell in always else pytest.mark.full,
+        )
+        for cell in product(*factors)
+    ]

@@ -1,6 +1,7 @@
 """Compact experts: every bit comes back, products are those of plain words, damage stays inside."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from speq.errors import SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Bank, quantize_int4
+from tests.helpers.pairwise import covering
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
-SHAPES = [(64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6)]
-GROUPS = [2, 16, 32, 64, None]
+SHAPES = ((64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6))
+GROUPS = (2, 16, 32, 64, None)
 SEED = 11
 Pair = tuple[Tensor, Tensor]
 
@@ -61,10 +63,12 @@ def of_reference(encode: Any, layout: CompactLayout, *parts: Tensor) -> Tensor:
 def on_every_isa() -> Iterator[str]:
     """The instruction sets of this processor, each in use in turn."""
     best = library.isa()
-    for name in library.supported_isas():
-        library.limit_isa(name)
-        yield name
-    library.limit_isa(best)
+    try:
+        for name in library.supported_isas():
+            library.limit_isa(name)
+            yield name
+    finally:
+        library.limit_isa(best)
 
 
 def check_decodes(decode: Any, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -89,12 +93,14 @@ def test_lossless_gives_every_bit_back(hidden: int, width: int, make: Any) -> No
     check_decodes(lambda *out: reference_compact.decode_lossless_out(record, *out), gate_up, down)
 
 
-@pytest.mark.parametrize("kind", ["rounded", "other codes", "any bits"])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+KINDS = ("rounded", "other codes", "any bits")
+
+
+@pytest.mark.parametrize(("shape", "group", "kind"), covering(SHAPES, GROUPS, KINDS))
 def test_residual_gives_every_bit_back(
-    hidden: int, width: int, group: int | None, kind: str
+    shape: tuple[int, int], group: int | None, kind: str
 ) -> None:
+    hidden, width = shape
     sizes = group or hidden, group or width
     if hidden % sizes[0] or width % sizes[1]:
         sizes = hidden, width
@@ -121,7 +127,7 @@ SCALES = [0x0000, 0x8000, 0x0001, 0x03FF, 0x0400, 0x1234, 0x9234, 0x3C00, 0x7BFF
 
 
 @pytest.mark.parametrize("scale", [*SCALES, 0x7E01], ids=hex)
-def test_every_word_with_every_code(isa: str, scale: int) -> None:
+def test_every_word_with_every_code(scale: int) -> None:
     """Rows of gate and up: the 65,536 words, 8,192 to a row, with each of the sixteen codes."""
     hidden, width = 8192, 64
     words = torch.arange(1 << 16).view(8, hidden).repeat(16, 1)
@@ -135,7 +141,8 @@ def test_every_word_with_every_code(isa: str, scale: int) -> None:
     )
     exact = gate_up.view(torch.bfloat16)
     record = compact_ops.encode_residual(exact, down, *pairs)
-    check_decodes(lambda *out: compact_ops.decode_residual(record, *pairs, *out), exact, down)
+    for _ in on_every_isa():
+        check_decodes(lambda *out: compact_ops.decode_residual(record, *pairs, *out), exact, down)
 
 
 def test_rounded_codes_have_no_exceptions() -> None:
@@ -210,6 +217,11 @@ class Experts:
         return out
 
 
+@cache
+def experts_of(hidden: int, width: int, group: int | None) -> Experts:
+    return Experts(hidden, width, group)
+
+
 def route(rows: int, experts: int = Experts.count, top_k: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     return torch.rand(rows, experts, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
@@ -220,17 +232,27 @@ def inputs(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, hidden, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("hidden", "width", "group"),
-    [(64, 64, None), (130, 70, None), (40, 24, 8), (256, 64, 64), (128, 96, 32), (128, 192, 64)],
+ROWS = (1, 3, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Hidden size, expert width, and group size of the codes.
+PRODUCTS = (
+    (64, 64, None),
+    (130, 70, None),
+    (40, 24, 8),
+    (256, 64, 64),
+    (128, 96, 32),
+    (128, 192, 64),
 )
-@pytest.mark.parametrize("codec", ["lossless", "residual"])
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "dtype", "rows"), covering(("lossless", "residual"), PRODUCTS, DTYPES, ROWS)
+)
 def test_products_are_those_of_plain_words(
-    isa: str, codec: str, hidden: int, width: int, group: int | None, dtype: torch.dtype, rows: int
+    isa: str, codec: str, shape: tuple[int, int, int | None], dtype: torch.dtype, rows: int
 ) -> None:
-    experts = Experts(hidden, width, group)
+    hidden = shape[0]
+    experts = experts_of(*shape)
     hidden_states, topk_ids = inputs(rows, hidden, dtype), route(rows)
     found = experts.run(codec, hidden_states, topk_ids)
     assert torch.equal(found, experts.run("raw", hidden_states, topk_ids))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speq.kernels import compact_ops, library, reference, reference_compact
 from speq.kernels.compact_layout import CompactLayout
-from tests.kernels.test_kernels import Backend, backend_named
+from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODECS = ["lossless", "residual"]
@@ -24,7 +24,7 @@ BASE_SLOTS = 5
 INDEX_BYTES = 4
 
 
-@pytest.fixture(params=["cuda_on_host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
 

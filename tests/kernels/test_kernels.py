@@ -6,6 +6,9 @@ the host, through a shim, where `make sanitize` built them so.
 Most problems here are on a grid of whole numbers on which all sums are exact in float32, in any
 order: there is one right answer, and a kernel that forgets or doubles anything cannot hide in a
 tolerance.
+
+Where factors of a problem multiply, every backend runs cells in which each pair of values of any
+two factors occurs; `make test-full` runs the whole product.
 """
 
 from collections.abc import Iterator
@@ -17,67 +20,18 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library, reference
+from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.pairwise import covering
 
-ON_HOST = library.FOLDER / "libspeq_cuda_on_host.so"
 POISON = float("nan")
 
 
-@dataclass(frozen=True)
-class Backend:
-    name: str
-    device: str = "cpu"
-    namespace: str = "speq"
-
-    def run(self, op: str, *arguments: Any) -> None:
-        """Run an op whose last argument, on the CPU, is its output."""
-        *inputs, out = (x.to(self.device) if isinstance(x, Tensor) else x for x in arguments)
-        getattr(getattr(torch.ops, self.namespace), f"{op}_out").default(*inputs, out)
-        if self.device != "cpu":
-            arguments[-1].copy_(out)
-
-
-BACKENDS = [
-    *(f"cpu-{isa}" for isa in library.ISAS),
-    "cuda_on_host",
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*CPU_BACKENDS, *CUDA_BACKENDS])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
 
 
-def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The backend that a fixture's parameter names, while the test runs."""
-    kind, _, isa = request.param.partition("-")
-    absent = reason_absent(kind, isa)
-    if absent is not None:
-        if kind in request.config.getoption("need_backend"):
-            pytest.fail(absent)
-        pytest.skip(absent)
-    if kind == "cpu":
-        before = library.isa()
-        library.limit_isa(isa)
-        yield Backend(request.param)
-        library.limit_isa(before)
-    elif kind == "cuda":
-        yield Backend("cuda", device="cuda")
-    else:
-        torch.ops.load_library(str(ON_HOST))
-        yield Backend("cuda_on_host", namespace="speq_cuda_on_host")
-
-
-def reason_absent(kind: str, isa: str) -> str | None:
-    if kind == "cpu":
-        return None if isa in library.supported_isas() else f"this processor has no {isa}"
-    if kind == "cuda":
-        reason = library.MISSING["cuda"]
-        return reason or (None if torch.cuda.is_available() else "torch sees no CUDA device")
-    return None if ON_HOST.exists() else "CUDA kernels for the host are built by `make sanitize`"
-
-
-@pytest.fixture(params=[f"cpu-{isa}" for isa in library.ISAS])
+@pytest.fixture(params=CPU_BACKENDS)
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
 
@@ -161,9 +115,9 @@ def assert_close(ours: Tensor, wanted: Tensor) -> None:
     assert (error <= scale * max(2e-6, 1.01 * eps)).all(), (error / scale).max()
 
 
-ROWS = [1, 2, 3, 7, 16]
+ROWS = (1, 2, 3, 7, 16)
 # Hidden size, expert width, and the group sizes of both products.
-SHAPES = [
+SHAPES = (
     (256, 128, (128, 64)),
     (384, 160, (128, 32)),
     (128, 96, (64, 96)),  # one scale to a row of down
@@ -172,7 +126,7 @@ SHAPES = [
     (96, 40, (32, 8)),
     (100, 36, (20, 4)),  # groups that no vector takes
     (6, 2, (2, 2)),
-]
+)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -277,10 +231,13 @@ def test_moe_int4_row_alone_and_in_company(backend: Backend) -> None:
         assert torch.equal(alone.by(backend)[0], together[row])
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("columns", "group"), [(256, 128), (96, 32), (200, 200), (36, 4), (2, 2)])
-@pytest.mark.parametrize("permuted", [False, True])
-def test_linear_int4(backend: Backend, rows: int, columns: int, group: int, permuted: bool) -> None:
+# Columns, and the size of their groups.
+INT4_COLUMNS = ((256, 128), (96, 32), (200, 200), (36, 4), (2, 2))
+
+
+@pytest.mark.parametrize(("rows", "shape", "permuted"), covering(ROWS, INT4_COLUMNS, (False, True)))
+def test_linear_int4(backend: Backend, rows: int, shape: tuple[int, int], permuted: bool) -> None:
+    columns, group = shape
     generator = torch.Generator().manual_seed(5)
     qweight, scales = codes_and_scales(1, 70, columns, group, generator)
     inputs = 127.0 * torch.randint(-1, 2, (rows, columns), generator=generator)
@@ -372,18 +329,16 @@ def grouped_problem(
     )
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Hidden size and expert width: whole vectors, parts of one, and single elements.
+GROUPED_SHAPES = ((96, 64), (128, 48), (100, 36), (33, 17), (5, 3), (264, 1))
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    ("hidden_size", "width"), [(96, 64), (128, 48), (100, 36), (33, 17), (5, 3), (264, 1)]
-)
-@pytest.mark.parametrize("words", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "shape", "words"), covering(ROWS, GROUPED_SHAPES, DTYPES))
 def test_moe_grouped(
-    backend: Backend, rows: int, hidden_size: int, width: int, words: torch.dtype
+    backend: Backend, rows: int, shape: tuple[int, int], words: torch.dtype
 ) -> None:
-    problem = grouped_problem(rows, 3, hidden_size, width, words=words)
+    problem = grouped_problem(rows, 3, *shape, words=words)
     assert torch.equal(problem.by(backend), problem.wanted())
 
 
@@ -532,19 +487,20 @@ def test_read_sum(backend: Backend, count: int) -> None:
     assert int(out) == (wanted + 2**63) % 2**64 - 2**63
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 16])
-@pytest.mark.parametrize(("columns", "outputs"), [(96, 70), (33, 5), (200, 129), (1, 1), (16, 3)])
-@pytest.mark.parametrize("biased", [False, True])
+LINEAR_ROWS = (1, 2, 3, 4, 5, 7, 8, 16)
+# Columns and outputs.
+LINEAR_SHAPES = ((96, 70), (33, 5), (200, 129), (1, 1), (16, 3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "dtype", "biased"),
+    covering(LINEAR_ROWS, LINEAR_SHAPES, DTYPES, (False, True)),
+)
 def test_linear(
-    cpu_backend: Backend,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    outputs: int,
-    biased: bool,
+    cpu_backend: Backend, rows: int, shape: tuple[int, int], dtype: torch.dtype, biased: bool
 ) -> None:
     """Whole numbers, against int64; rounded once to the dtype."""
+    columns, outputs = shape
     generator = torch.Generator().manual_seed(14)
     inputs = torch.randint(-5, 6, (rows, columns), generator=generator)
     weight = torch.randint(-9, 10, (outputs, columns), generator=generator)

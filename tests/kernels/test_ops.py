@@ -58,9 +58,9 @@ def test_missing_library_is_a_reason_and_no_error(tmp_path: Path) -> None:
 def test_op_without_a_native_kernel_is_the_reference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with torch.library._scoped_library("speq", "FRAGMENT") as library:
-        library.define("only_tested_out(Tensor x) -> ()")
-        library.impl("only_tested_out", lambda x: None, "CompositeExplicitAutograd")
+    with torch.library._scoped_library("speq", "FRAGMENT") as fragment:
+        fragment.define("only_tested_out(Tensor x) -> ()")
+        fragment.impl("only_tested_out", lambda x: None, "CompositeExplicitAutograd")
         slow = library.backend_of("only_tested", "cpu")
         assert slow == Backend("reference", "there is no native only_tested for cpu")
         monkeypatch.setitem(library.OPS, "only_tested", ("", lambda x: None))
@@ -68,7 +68,7 @@ def test_op_without_a_native_kernel_is_the_reference(
         assert caplog.messages == [
             "slow reference kernels in use for only_tested (there is no native only_tested for cpu)"
         ]
-        library.impl("only_tested_out", lambda x: None, "CPU")
+        fragment.impl("only_tested_out", lambda x: None, "CPU")
         assert library.backend_of("only_tested", "cpu").name == "cpu"
         assert library.backend_of("only_tested", "cuda").name == "reference"
 

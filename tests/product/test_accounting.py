@@ -8,7 +8,7 @@ import pytest
 from speq import Generator
 from speq.registries import PREFETCHERS
 from speq.stats import RunStats
-from tests.bench.test_replay import check_sums
+from tests.helpers.traces import check_sums
 
 Folder = Callable[[str], Path]
 

@@ -21,15 +21,9 @@ from torch import Tensor
 from speq import Generator, SpeqError
 from speq.experts.int4 import Int4Arena
 from speq.files.checkpoint import Checkpoint
+from tests.helpers.command import PATIENCE_S, Command, Ended, arguments_of
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
-from tests.product.test_cli import (
-    PATIENCE_S,
-    ROOT,
-    Command,
-    Ended,
-    arguments_of,
-    command_in_process,
-)
 
 Folder = Callable[[str], Path]
 # Changes a copy of a sound model.
@@ -51,11 +45,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(path / ".cache"))
     return path
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_in_process(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

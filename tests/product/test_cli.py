@@ -20,19 +20,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import speq
-from speq import cli
 from speq.config import SamplingParams
 from speq.generator import Generator
 from speq.measure import check as bench_check
 from speq.models.moe_model import MoEModel
+from tests.helpers.command import PATIENCE_S, Command, Ended, arguments_of
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import drawn_tokens, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
 
-ROOT = Path(__file__).parent.parent.parent
 PROMPT = "Once upon a time there was a little dog named"
-# Processes that should have ended long before are taken for hung.
-PATIENCE_S = 60
 MEASURED = {
     "new_tokens",
     "ttft_ms",
@@ -57,46 +55,6 @@ MEASURED = {
     "transfer_s",
     "memory",
 }
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a run of the command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Ended]
-
-
-def command_in_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
-    """Runs the command inside this process."""
-
-    def run(*arguments: object, stdin: str = "") -> Ended:
-        monkeypatch.setenv("COLUMNS", "200")  # tables and help in one piece
-        monkeypatch.setattr(sys, "argv", ["speq", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        return Ended(code or 0, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return command_in_process(monkeypatch, capsys)
-
-
-def arguments_of(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "speq", *map(str, arguments)]
 
 
 def start(*arguments: object) -> subprocess.Popen[bytes]:

@@ -34,6 +34,7 @@ from speq.planning.subject import Subject
 from speq.planning.trial import Trial
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.killed import killed_at
+from tests.helpers.packing import pack_to
 from tests.helpers.tiny_models import (
     FAMILIES,
     greedy_tokens,
@@ -41,7 +42,6 @@ from tests.helpers.tiny_models import (
     write_model,
     write_perturbed,
 )
-from tests.product.test_pack import pack_to
 
 Folder = Callable[[str], Path]
 Matrices = tuple[Tensor, Tensor]

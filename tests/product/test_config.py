@@ -12,7 +12,7 @@ from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
 from speq.errors import SpeqError
 from speq.units import format_bytes, parse_bytes
-from tests.conftest import BUNDLED
+from tests.helpers.paths import BUNDLED
 
 
 @pytest.mark.parametrize(

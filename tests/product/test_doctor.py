@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from speq.kernels import library, reference
-from tests.product.test_cli import Command, command_in_process
+from tests.helpers.command import Command
 
 # As an attribute of `speq.cli`, the name is the command's.
 doctor = importlib.import_module("speq.cli.doctor")
 READ_BYTES = 1 << 20
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+@pytest.fixture(autouse=True)
+def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "READ_BYTES", READ_BYTES)
-    return command_in_process(monkeypatch, capsys)
 
 
 def table_of(out: str) -> dict[str, tuple[str, str]]:

@@ -4,7 +4,6 @@ import math
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,7 @@ from speq.governor.profile import Profile, ProfileKey
 from speq.governor.slo import Objectives
 from speq.measure.route_trace import RouteTrace
 from speq.stats import Forecast, StepStats
-
-ROUTES = Path(__file__).parent.parent / "data" / "routes-tiny-moe.json"
+from tests.helpers.paths import ROUTES
 
 
 class Machine:

@@ -27,9 +27,10 @@ from speq.models.opened import open_model
 from speq.runtime import Runtime
 from tests.helpers import gptq_files
 from tests.helpers.gptq_files import Packing, Written, write_gptq
+from tests.helpers.paths import DATA
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
-DATA = Path(__file__).parent.parent / "data" / "gptq"
+FOLDERS = DATA / "gptq"
 CPU = torch.device("cpu")
 Folder = Callable[[str], Path]
 BUDGET = "64MiB"
@@ -74,11 +75,11 @@ def unloaded(arena: Int4Arena, base_slot: int, down_order: np.ndarray) -> dict[s
 @pytest.mark.parametrize("name", ["v1", "v2-desc-act"])
 def test_weights_of_gptqmodel(name: str) -> None:
     """As gptqmodel itself dequantises them, bit for bit."""
-    digests = json.loads((DATA / name / "digests.json").read_text())
+    digests = json.loads((FOLDERS / name / "digests.json").read_text())
     experts = ExpertLayout((0, 1), 4, 64, 64)
-    arena = load(DATA / name, experts)
+    arena = load(FOLDERS / name, experts)
     assert ("input_perm" in arena.parts) == (name == "v2-desc-act")
-    tensors = load_file(DATA / name / "model.safetensors")
+    tensors = load_file(FOLDERS / name / "model.safetensors")
     seen = 0
     for layer, expert in product(range(2), range(4)):
         module = f"model.layers.{layer}.mlp.experts.{expert}"
@@ -97,7 +98,7 @@ def test_a_draft_of_gptqmodel_generates(name: str, tmp_path: Path) -> None:
         tmp_path / "model", "qwen2_moe", dtype=torch.bfloat16, num_hidden_layers=2, num_experts=4,
         mlp_only_layers=[], moe_intermediate_size=64, tie_word_embeddings=True,
     )  # fmt: skip
-    packed = load_file(DATA / name / "model.safetensors")
+    packed = load_file(FOLDERS / name / "model.safetensors")
     exact = load_file(model / "model.safetensors")
     for tensor in exact:
         if ".experts." in tensor:
@@ -110,7 +111,7 @@ def test_a_draft_of_gptqmodel_generates(name: str, tmp_path: Path) -> None:
             exact[tensor] = packed[tensor]
     save_file(exact, model / "model.safetensors", metadata={"format": "pt"})
     wanted = greedy_tokens(load_plain(model), PROMPT_IDS, 24)
-    tokens, stats = generated(model, str(DATA / name))
+    tokens, stats = generated(model, str(FOLDERS / name))
     assert tokens == wanted
     # Half of what is accepted by experts that lie this near; by wrong ones, next to nothing.
     assert stats["acceptance_rate"] > 0.5

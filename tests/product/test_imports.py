@@ -5,18 +5,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-# Folders by the name their modules are installed under.
-FOLDERS = {
-    "speq": ROOT / "speq",
-    "speq.scheduler": ROOT / "scheduler",
-    "speq.governor": ROOT / "governor",
-    "speq.bench": ROOT / "bench",
-}
+from tests.helpers.paths import FOLDERS
+
 BARE_NAMES = frozenset({"scheduler", "governor", "bench"})
 
 

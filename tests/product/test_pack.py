@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 
 from speq import Generator, SpeqError
 from speq.cli import app
-from speq.cli.pack import packing_of
 from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
-from speq.experts.pack import pack
 from speq.experts.packed_store import PackedExpertStore
 from speq.measure import check
-from speq.models.opened import Opened, open_model
+from speq.models.opened import open_model
 from tests.helpers.killed import killed_at
+from tests.helpers.packing import pack_to
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -43,28 +42,6 @@ def records_of(model: Path) -> list[Tensor]:
         found.append(slot[: store.record_bytes(*divmod(at, store.num_experts))])
     opened.close()
     return found
-
-
-def pack_to(
-    model: Path,
-    out: Path,
-    progress: Callable[[int, int], None] | None = None,
-    codec: str = "raw",
-    draft: str = "auto",
-) -> Opened:
-    """Pack a model and open the result."""
-    opened = open_model(model)
-    try:
-        assert isinstance(opened.store, SafetensorsExpertStore)
-        packing = packing_of(opened, codec, draft)
-        try:
-            pack(opened.checkpoint, opened.store, out, packing, progress)
-        finally:
-            if packing.draft is not None:
-                packing.draft.close()
-    finally:
-        opened.close()
-    return open_model(out)
 
 
 def same(model: Path, packed: Path) -> bool:

@@ -10,9 +10,8 @@ import torch
 
 from speq.machine import PROCESS_BYTES
 from speq.units import parse_bytes
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import write_model
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass(frozen=True, slots=True)

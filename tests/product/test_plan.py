@@ -35,9 +35,9 @@ from speq.planning.demand import Budget
 from speq.planning.subject import Subject
 from speq.runtime import Runtime
 from speq.units import format_rate, parse_bytes, parse_rate
-from tests.bench.test_replay import RECORDED
+from tests.helpers.paths import DATA, ROUTES
 
-CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+CONFIGS = DATA / "configs"
 QWEN = CONFIGS / "Qwen1.5-MoE-A2.7B"
 DEEPSEEK = CONFIGS / "DeepSeek-V2-Lite"
 PHI = CONFIGS / "Phi-3.5-MoE-instruct"
@@ -194,7 +194,7 @@ def test_published_routes_hit_as_in_table_3(slots: int, hits: float) -> None:
 @pytest.mark.parametrize("window", [1, 5, 9])
 @pytest.mark.parametrize("slots", [4, 8, 16])
 def test_a_curve_misses_as_the_real_cache_does(window: int, slots: int) -> None:
-    trace = RouteTrace.read(RECORDED)
+    trace = RouteTrace.read(ROUTES)
     of = Locality(32, 4, bench_locality.curve_of(trace))
     real = [
         bench_locality.replayed(trace, window, slots, *policy)
@@ -224,7 +224,7 @@ def test_a_curve_that_no_routes_have_is_refused(points: tuple[tuple[float, float
 
 
 def test_windows_are_decoded_token_by_token() -> None:
-    trace = RouteTrace.read(RECORDED)
+    trace = RouteTrace.read(ROUTES)
     routes = bench_locality.in_windows(trace, 5)
     plain = trace.plain().steps
     assert len(routes.steps) == len(plain) // 5
@@ -430,10 +430,10 @@ def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
     found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, "--json"))
     assert found["assumptions"]["acceptance"] == 0.77
     assert found["assumptions"]["machine"] == "profile measured on cpu: some"
-    arguments = ("--memory-budget", "16GiB", "--preset", "rtx-4090", "--trace", RECORDED, "--json")
+    arguments = ("--memory-budget", "16GiB", "--preset", "rtx-4090", "--trace", ROUTES, "--json")
     found = json.loads(run(QWEN, *arguments))
     assert found["assumptions"]["locality"] == "routes of models/tiny-moe"
-    trace = RouteTrace.read(RECORDED)
+    trace = RouteTrace.read(ROUTES)
     tried = sum(min(len(s.path), len(s.drafted)) for s in trace.steps)
     stood = sum(len(s.path) - 1 for s in trace.steps)
     assert found["assumptions"]["acceptance"] == pytest.approx(stood / tried)

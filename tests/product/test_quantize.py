@@ -36,11 +36,11 @@ from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import QuantizeSettings, check_sizes, codes_for
 from speq.units import parse_bytes
 from tests.helpers.killed import killed_at
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import FAMILIES, load_plain, write_model
 from tests.helpers.window_words import told
 
 Folder = Callable[[str], Path]
-ROOT = Path(__file__).parent.parent.parent
 LENGTH = 48  # longer than the smallest sliding window
 # One group for all columns: it fits every family's odd widths.
 SETTINGS = QuantizeSettings(group_size=-1, samples=8, sequence_length=LENGTH)

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -26,6 +25,7 @@ from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, Priority, State, Ticket
 from speq.stats import Event, Recorder
 from tests.helpers.fake_transfer import LIMIT_S, Clock, Gates, Reordering
+from tests.helpers.paths import ROOT
 
 READERS = [1, 2, 3, 8]
 SLOT_BYTES = 16
@@ -728,10 +728,9 @@ raise RuntimeError("out of main")
 
 def test_a_process_ends_though_a_read_is_under_way() -> None:
     """And only after the read: memory it writes to may not go away."""
-    root = Path(__file__).parent.parent.parent
     process = subprocess.run(
         [sys.executable, "-c", FALLS_OUT_OF_MAIN],
-        cwd=root,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speq.text import TextStream
-from tests.conftest import BUNDLED
+from tests.helpers.paths import BUNDLED
 from tests.helpers.tiny_models import VOCAB, write_tokenizer
 
 TEXTS = (

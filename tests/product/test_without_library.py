@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from tests.helpers.paths import FOLDERS
 from tests.helpers.tiny_models import greedy_tokens, load_plain
-from tests.product.test_imports import FOLDERS
 
 PROMPT = "The sea"
 
