@@ -8,25 +8,21 @@ published ones encoded, on random experts of the model's shape.
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
 from speq.errors import checked_int
-from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of, codecs_for
+from speq.experts.codec import codec_of, codecs_for
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, mean_moved_bytes
-from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
-from speq.files.alignment import aligned_bytes
 from speq.generator import Generator
 from speq.governor.adaptive import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
 from speq.measure import link
+from speq.measure.codec_speed import compute_bytes_per_s, encode_bytes_per_s
 from speq.measure.report import read_prompts
 from speq.measure.routes import distinct_points
 from speq.measure.runs import steps_of
@@ -37,11 +33,6 @@ from speq.units import Clock, parse_bytes
 
 # Draft lengths that are measured; those between are interpolated.
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
-# Held of a layer's words while a codec is timed: more than caches hold. Calls that are timed.
-LAYER_BYTES = 192 << 20
-CALLS = 24
-# Experts that each thread encodes to be timed.
-ENCODED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +72,13 @@ def tune(
         points, first_fetch_s = measured_link(runtime, clock)
         shape = runtime.opened.store.codec.shape
         codecs = {
-            name: compute_speed(runtime, codec_of(name, shape), clock)
+            name: compute_bytes_per_s(
+                codec_of(name, shape), runtime.shape, runtime.device, runtime.dtype, clock
+            )
             for name in codecs_for(shape.dtype)
         }
         encoders = {
-            name: encode_speed(codec_of(name, shape), runtime.config.reader_threads, clock)
+            name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
             for name in encodable(runtime)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
@@ -201,72 +194,3 @@ def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
     store, readers = source_of(runtime), runtime.config.reader_threads
     points = link.link_by_size(runtime.opened, store, readers, clock)
     return points, link.first_fetch_s(store, readers, clock)
-
-
-def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
-    """An expert whose words are spread as trained ones are."""
-    gate_up_proj, down_proj = (
-        (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
-        for size in (shape.gate_up_shape, shape.down_shape)
-    )
-    return gate_up_proj, down_proj
-
-
-def encode_speed(codec: ExpertCodec, readers: int, clock: Clock) -> float:
-    """Bytes of words a second that `readers` threads encode together, out of memory."""
-    shape = codec.shape
-    words = random_expert(shape, torch.Generator().manual_seed(1))
-    base = None
-    if codec.needs_draft:
-        base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
-    rooms = list(aligned_bytes(readers, codec.slot_bytes))
-
-    def encode(room: torch.Tensor) -> None:
-        for _ in range(ENCODED):
-            codec.encode(words, base, room)
-
-    with ThreadPoolExecutor(readers) as pool:
-        list(pool.map(encode, rooms))  # wakes threads, and takes the memory
-        start_s = clock()
-        list(pool.map(encode, rooms))
-        spent_s = clock() - start_s
-    return readers * ENCODED * shape.nbytes / spent_s
-
-
-@torch.inference_mode()
-def compute_speed(runtime: Runtime, codec: ExpertCodec, clock: Clock) -> float:
-    """Bytes of words a second at which one token's experts are computed with, out of slots."""
-    shape, device = codec.shape, runtime.device
-    top_k = runtime.shape.top_k
-    held = max(min(LAYER_BYTES // shape.nbytes, runtime.shape.experts.num_experts), 2 * top_k)
-    layout = Int4Layout(shape.hidden_size, shape.expert_width)
-    arena = Int4Arena(layout, 1, held, device) if codec.needs_draft else None
-    generator = torch.Generator().manual_seed(1)
-    records = []
-    for at in range(held):
-        words, base = random_expert(shape, generator), None
-        if arena is not None:
-            base = Int4Expert.rounded(layout, *words)
-            arena.put(at, base)
-        record = aligned_bytes(1, codec.slot_bytes)[0]
-        nbytes = codec.encode(words, base, record)
-        records.append(record[:nbytes].clone())
-    codec = codec.holding(max(map(len, records)))
-    slots = aligned_bytes(held, codec.slot_bytes, device)
-    for slot, record in zip(slots, records, strict=True):
-        slot[: len(record)] = record.to(device)
-    experts = codec.experts(slots, arena)
-    routes = torch.arange(CALLS * top_k, device=device).remainder(held).view(CALLS, 1, top_k)
-    table = torch.arange(held, device=device)
-    hidden_states = torch.randn(1, shape.hidden_size, generator=generator).to(device, runtime.dtype)
-    out = hidden_states.new_empty(1, top_k, shape.hidden_size)
-
-    def call(topk_ids: torch.Tensor) -> float:
-        start_s = clock()
-        experts.run(0, hidden_states, topk_ids, table, runtime.shape.activation, out)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return clock() - start_s
-
-    spent_s = [call(topk_ids) for topk_ids in routes]
-    return top_k * shape.nbytes / median(spent_s[1:])
