@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from speq import SpeqError
-from speq.bench.paper import equal_memory_picture
+from speq.bench.paper import equal_memory_table
 from speq.bench.paper.candidates import (
     Candidate,
     CodecCost,
@@ -320,7 +320,7 @@ def test_the_picture_shows_the_rows() -> None:
     rows: list[Row] = []
     for part, fraction in (("replay", 0.4), ("replay", 0.5), ("engine", 0.5)):
         rows += rows_of(part, fraction, STANDINGS)
-    lines = equal_memory_picture.figure("a model", rows).data
+    lines = equal_memory_table.figure("a model", rows).data
     bytes_of = {line.name: line for line in lines if line.showlegend}
     times_of = {line.name: line for line in lines if not line.showlegend}
     assert set(bytes_of) == set(times_of)

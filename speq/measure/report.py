@@ -1,5 +1,6 @@
 """One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from speq import __version__
 from speq.errors import SpeqError
-from speq.files.atomic_file import replacing
+from speq.files.atomic_file import check_target, replacing
 from speq.machine import describe_machine
 
 # How a figure is shown: a format string, or a function.
@@ -40,12 +41,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
-        content = json.dumps(asdict(self), indent=1) + "\n"
-        try:
-            with replacing(path) as file:
-                file.write(content.encode())
-        except OSError as error:
-            raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
+        _write(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
@@ -56,6 +52,23 @@ def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any
     for row in rows:
         table.add_row(*(_cell(row[name], show) for name, show in columns.values()))
     Console().print(table)
+
+
+def check_picture(path: Path, force: bool) -> None:
+    """Refuse before minutes are spent measuring."""
+    if importlib.util.find_spec("plotly") is None:
+        raise SpeqError(
+            "pictures are drawn by plotly, which is not installed; pip install 'speq[plots]'"
+        )
+    check_target(path, force)
+
+
+def write_picture(path: Path, figure: Any) -> None:
+    """Write a plotly figure as a page that needs nothing beside it, whole or not at all.
+
+    Raises SpeqError where that cannot be done.
+    """
+    _write(path, figure.to_html(include_plotlyjs=True, full_html=True))
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:
@@ -121,6 +134,14 @@ def current_commit() -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        with replacing(path) as file:
+            file.write(content.encode())
+    except OSError as error:
+        raise SpeqError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _cell(value: Any, show: Show) -> str:
