@@ -129,6 +129,10 @@ class StepStats:
     events: list[Event] = field(default_factory=list)
     by_layer: dict[int, LayerStats] = field(default_factory=dict)
 
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
     def layer(self, layer: int) -> LayerStats:
         """The figures of one layer, to add to."""
         return self.by_layer.setdefault(layer, LayerStats())
@@ -301,9 +305,6 @@ FIGURES = {
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
     "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`",
     "codec": "how experts lay in slots: the name of the codec",
-    "representations": "what this budget would hold with each codec, with and without a draft: "
-    "`codec`, `draft`, `slots`, `slot_bytes`, `estimated`. Estimates assume 11.4 bits a weight "
-    "(lossless) or 8.9 (residual), because these experts were not encoded so",
     "planned": "the planner's reason for codec and draft, if a profile let it choose",
 }
 LAYER_FIGURES = {
@@ -369,24 +370,22 @@ class RunStats:
         """The steps behind the prompt."""
         return [step for step in self.steps if step.phase == "decode"]
 
+    def total(self, name: str, phase: str = "decode") -> Any:
+        """The sum of a figure of `StepStats` over the steps of a phase."""
+        return sum(getattr(step, name) for step in self.steps if step.phase == phase)
+
     def summary(self) -> dict[str, Any]:
         """FIGURES by name; None where a figure does not exist for this run."""
-        decode = self.decode
+        decode, total = self.decode, self.total
         prefill = [step for step in self.steps if step.phase == "prefill"]
-
-        def total(name: str, steps: list[StepStats] = decode) -> Any:
-            return sum(getattr(step, name) for step in steps)
-
-        drafting = [step for step in decode if step.draft_length]
-        decode_s = sum(step.end_s - step.start_s for step in decode)
         return {
-            "new_tokens": total("emitted", self.steps),
+            "new_tokens": sum(step.emitted for step in self.steps),
             "ttft_ms": (prefill[-1].end_s - self.start_s) * 1e3 if prefill else None,
-            "tpot_ms": ratio(decode_s * 1e3, total("emitted")),
+            "tpot_ms": ratio(total("duration_s") * 1e3, total("emitted")),
             "steps": len(decode),
             "draft_length_mean": ratio(total("draft_length"), len(decode)),
             "accept_length_mean": ratio(total("emitted"), len(decode)),
-            "acceptance_rate": ratio(total("accepted", drafting), total("draft_length", drafting)),
+            "acceptance_rate": ratio(total("accepted"), total("draft_length")),
             "route_recall": ratio(total("named"), total("choices")),
             "hit_rate": ratio(total("hits"), total("requests")),
             "coverage": ratio(total("covered"), total("layers")),
@@ -405,11 +404,11 @@ class RunStats:
             "transfer_s": float(total("transfer_s")),
             "link_s": float(total("link_s")),
             "hidden_share": ratio(total("link_s") - total("exposed_s"), total("link_s")),
-            "prefill_s": float(sum(step.end_s - step.start_s for step in prefill)),
-            "prefill_moved_bytes": total("moved_bytes", prefill),
-            "prefill_read_bytes": total("read_bytes", prefill),
-            "prefill_stall_s": float(total("stall_s", prefill)),
-            "prefill_hit_rate": ratio(total("hits", prefill), total("requests", prefill)),
+            "prefill_s": float(total("duration_s", "prefill")),
+            "prefill_moved_bytes": total("moved_bytes", "prefill"),
+            "prefill_read_bytes": total("read_bytes", "prefill"),
+            "prefill_stall_s": float(total("stall_s", "prefill")),
+            "prefill_hit_rate": ratio(total("hits", "prefill"), total("requests", "prefill")),
             "layers": [
                 {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
             ],

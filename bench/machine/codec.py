@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.bench.paper.codec_costs import rooms_of
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, Matrices, codec_of, codecs_for
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.experts.int4 import Int4Expert
+from speq.files.alignment import aligned_bytes
 from speq.files.atomic_file import check_target
 from speq.kernels import windows
 from speq.measure.report import Column, Report
@@ -83,7 +83,7 @@ class Measured:
 
     def __init__(self, codec: ExpertCodec) -> None:
         self._codec = codec
-        self._room = rooms_of({codec.name: codec})[codec.name]
+        self._room = aligned_bytes(1, codec.slot_bytes)[0]
         self._copy = codec.shape.empty()
         self._sizes: list[int] = []
         self._times_s: dict[str, list[float]] = {"encode": [], "decode": [], "copy": []}

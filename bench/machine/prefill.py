@@ -35,8 +35,6 @@ COLUMNS: dict[str, Column] = {
     "distinct": ("distinct_bytes", format_bytes),
     "stall s": ("stall_s", "{:.2f}"),
 }
-# Read to measure the link, each time.
-LINK_BYTES = 1 << 30
 # Of the memory there is, for the run with every expert in it.
 RESIDENT_SHARE = 0.9
 
@@ -145,7 +143,7 @@ def measure(model: str, settings: Settings, budget: str, resident: Generator | N
             drop(path)
         stats = first_token(generator, prompt)
         distinct = distinct_bytes(runtime)
-        link = link_bytes_per_s(runtime.opened, settings.reader_threads, LINK_BYTES)
+        link = link_bytes_per_s(runtime.opened.store, settings.reader_threads)
         chunk = runtime.plan.chunk
     finally:
         generator.close()

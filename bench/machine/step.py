@@ -20,9 +20,11 @@ from speq.generator import Generator
 from speq.kernels import ops
 from speq.layers.draft_experts import DraftExperts
 from speq.measure.report import Column, Report, read_prompts
+from speq.measure.runs import runs_of
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.runtime import Runtime
 
+WARM_UP_TOKENS = 8
 # All experts of a route in one call; the baseline, a call for each expert and projection.
 DRAFT_KERNELS = {"fused": ops.moe_int4, "unfused": ops.moe_int4_unfused}
 
@@ -127,24 +129,17 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         runtime.draft_bank.kernel = kernel
     settle = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
     try:
-        longest = max(len(generator.encode(prompt)) for prompt in prompts)
-        generator.reserve(longest + settings.max_new_tokens)
-        generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
+        runs_of(generator, prompts[-1:], min(WARM_UP_TOKENS, settings.max_new_tokens))
         watch(runtime, clock, settle)
-        stats = [
-            generator.generate(
-                prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True
-            ).stats
-            for prompt in prompts
-        ]
+        runs = runs_of(generator, prompts, settings.max_new_tokens)
     finally:
         generator.close()
     outside = {"draft token": "draft_s", "verification": "verify_s"}
     rows = []
     for kind, name in outside.items():
         if passes := clock.passes.get(kind):
-            whole_s = sum(run[name] for run in stats) / len(passes)
-            stall_s = sum(run["stall_s"] for run in stats) / len(passes)
+            whole_s = sum(run.total(name) for run in runs) / len(passes)
+            stall_s = sum(run.total("stall_s") for run in runs) / len(passes)
             rows += summarise(kind, passes, whole_s, stall_s if kind == "verification" else 0.0)
     path = settings.prompts and str(settings.prompts)
     report = Report("step", model, asdict(settings) | {"prompts": path}, rows)

@@ -115,7 +115,7 @@ def measure(
                 source.drop()
                 before = source.cached_bytes()
                 if size is None:
-                    sample = expert_reads(source.opened, arena, readers, volume, seed=turn)
+                    sample = expert_reads(source.opened.store, arena, readers, volume, seed=turn)
                 else:
                     sample = plain_reads(source.paths, size, arena, readers, volume, seed=turn)
                 samples[at].append(sample)
@@ -123,9 +123,9 @@ def measure(
     rows = []
     for at, (source, readers, size) in enumerate(cases):
         plain = samples[cases.index((source, readers, max(sizes)))]
-        rates = [s.payload_bytes / s.seconds for s in samples[at]]
+        rates = [s.bytes_per_s for s in samples[at]]
         pairs = zip(rates, plain, strict=True)
-        shares = [rate / (other.payload_bytes / other.seconds) for rate, other in pairs]
+        shares = [rate / other.bytes_per_s for rate, other in pairs]
         rows.append(
             {
                 "store": source.name,

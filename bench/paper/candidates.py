@@ -7,6 +7,7 @@ from typing import Any
 
 from speq.bench.replay.replay import Times
 from speq.planning.memory import MIN_SLOTS
+from speq.stats import RunStats, ratio
 
 # Eviction and prefetching of the baseline, and of what follows the draft or the routers.
 ON_DEMAND = ("lru", "none")
@@ -121,31 +122,22 @@ class Outcome:
     acceptance_rate: float | None
 
     @classmethod
-    def of(cls, slots: int, runs: list[dict[str, Any]]) -> "Outcome":
-        """From the figures of runs (`RunStats.summary`) that each decoded at least one step."""
-        tokens = sum(_emitted(run) for run in runs)
-        decode_s = sum(run["tpot_ms"] * _emitted(run) for run in runs) / 1e3
-        drafting = [run for run in runs if run["acceptance_rate"] is not None]
-        drafted = sum(_drafted(run) for run in drafting)
-        accepted = sum(_drafted(run) * run["acceptance_rate"] for run in drafting)
+    def of(cls, slots: int, runs: Sequence[RunStats]) -> "Outcome":
+        """From runs that each decoded at least one step."""
+
+        def total(name: str) -> float:
+            return float(sum(run.total(name) for run in runs))
+
+        tokens, decode_s = total("emitted"), total("duration_s")
         return cls(
             slots=slots,
             tpot_ms=decode_s / tokens * 1e3,
-            moved_bytes=sum(run["moved_bytes"] for run in runs) / tokens,
-            rejected_bytes=sum(run["rejected_bytes"] for run in runs) / tokens,
-            compute_ms=(decode_s - sum(run["stall_s"] for run in runs)) / tokens * 1e3,
-            link_ms=sum(run["link_s"] for run in runs) / tokens * 1e3,
-            acceptance_rate=accepted / drafted if drafted else None,
+            moved_bytes=total("moved_bytes") / tokens,
+            rejected_bytes=total("rejected_bytes") / tokens,
+            compute_ms=(decode_s - total("stall_s")) / tokens * 1e3,
+            link_ms=total("link_s") / tokens * 1e3,
+            acceptance_rate=ratio(total("accepted"), total("draft_length")),
         )
-
-
-def _emitted(run: dict[str, Any]) -> float:
-    """Tokens of decode steps: the first of all is the prompt's."""
-    return float(run["steps"] * run["accept_length_mean"])
-
-
-def _drafted(run: dict[str, Any]) -> float:
-    return float(run["steps"] * run["draft_length_mean"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from speq.bench.paper.candidates import CodecCost
 from speq.drafts.draft_source import open_draft
@@ -16,8 +15,8 @@ from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_store import PackedExpertStore
-from speq.experts.slots import SlotExperts
 from speq.files.alignment import aligned_bytes
+from speq.measure.codec_speed import in_slots, pass_s
 from speq.measure.report import Column
 from speq.models.opened import Opened, open_model
 from speq.registries import CODECS
@@ -98,7 +97,8 @@ def encoded_sizes(
     store = raw.store
     count = store.num_layers * store.num_experts
     sizes: dict[str, list[int]] = {name: [] for name in codecs}
-    slot, rooms = expert_slot(store), rooms_of(codecs)
+    slot = expert_slot(store)
+    rooms = {name: aligned_bytes(1, codec.slot_bytes)[0] for name, codec in codecs.items()}
     for at in range(count if codecs else 0):
         exact, base = read_matrices(store, *divmod(at, store.num_experts), slot), draft.expert(at)
         for name, codec in codecs.items():
@@ -111,11 +111,6 @@ def encoded_sizes(
     }
 
 
-def rooms_of(codecs: Mapping[str, ExpertCodec]) -> dict[str, Tensor]:
-    """A slot of each that holds any record."""
-    return {name: aligned_bytes(1, codec.slot_bytes)[0] for name, codec in codecs.items()}
-
-
 def compute_ratios(
     raw: Opened, draft: DraftSource, codecs: Mapping[str, ExpertCodec], clock: Clock
 ) -> dict[str, float]:
@@ -125,39 +120,25 @@ def compute_ratios(
     """
     store = raw.store
     count = min(SAMPLE, store.num_experts)
+    device = torch.device("cpu")
     exact = [read_matrices(store, 0, at, expert_slot(store)) for at in range(count)]
-    arena = Int4Arena(draft.layout, 1, count, torch.device("cpu"))
-    for at in range(count):
-        arena.put(at, draft.expert(at))
-    held: dict[str, SlotExperts] = {}
-    for name, room in rooms_of(codecs).items():
-        codec = codecs[name]
-        records = [
-            room[: codec.encode(pair, draft.expert(at), room)].clone()
-            for at, pair in enumerate(exact)
-        ]
-        slots = aligned_bytes(count, codec.holding(max(map(len, records))).slot_bytes)
-        for slot, record in zip(slots, records, strict=True):
-            slot[: len(record)] = record
-        held[name] = codec.experts(slots, arena)
-    hidden_size = store.codec.shape.hidden_size
+    bases = [draft.expert(at) for at in range(count)]
+    arena = Int4Arena(draft.layout, 1, count, device)
+    for at, base in enumerate(bases):
+        arena.put(at, base)
+    held = {
+        name: in_slots(codec, zip(exact, bases, strict=True), arena, device)
+        for name, codec in codecs.items()
+    }
+    shape, topk_ids = store.codec.shape, torch.arange(count).view(1, count)
     generator = torch.Generator().manual_seed(0)
-    hidden_states = torch.randn(1, hidden_size, generator=generator).to(store.codec.shape.dtype)
+    hidden_states = torch.randn(1, shape.hidden_size, generator=generator).to(shape.dtype)
     times: dict[str, list[float]] = {name: [] for name in held}
     for _ in range(ROUNDS):
         for name, experts in held.items():
-            times[name].append(_timed(experts, hidden_states, count, raw.shape.activation, clock))
+            spent_s = pass_s(experts, count, hidden_states, topk_ids, raw.shape.activation, clock)
+            times[name].append(spent_s)
     return {
         name: median(one / plain for one, plain in zip(mine, times["raw"], strict=True))
         for name, mine in times.items()
     }
-
-
-def _timed(
-    experts: SlotExperts, hidden_states: Tensor, count: int, activation: str, clock: Clock
-) -> float:
-    topk_ids = torch.arange(count).view(1, count)
-    out = hidden_states.new_empty(1, count, hidden_states.shape[1])
-    start_s = clock()
-    experts.run(0, hidden_states, topk_ids, torch.arange(count), activation, out)
-    return clock() - start_s

@@ -11,16 +11,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speq.bench import pictures
-from speq.bench.paper import codec_costs, equal_memory_picture
+from speq.bench.paper import codec_costs
 from speq.bench.paper.candidates import candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
-from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
+from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, figure, rows_of
 from speq.bench.replay.recording import Recording
 from speq.config import MAX_DRAFT_LENGTH
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import check_target
-from speq.measure.report import Report, parse_numbers, parse_shares, print_table, read_prompts
+from speq.measure.report import (
+    Report,
+    check_picture,
+    parse_numbers,
+    parse_shares,
+    print_table,
+    read_prompts,
+    write_picture,
+)
 from speq.units import Progress, parse_bytes
 
 NOTE = (
@@ -92,7 +99,7 @@ def run(
     """Measure both parts. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     if picture is not None:
-        pictures.check(picture, force)
+        check_picture(picture, force)
     fractions = parse_shares("fractions", settings.fractions)
     engine_fractions = _engine_fractions(settings)
     checked_int("rounds", settings.rounds, 1)
@@ -134,7 +141,7 @@ def run(
     if json_file is not None:
         report.write(json_file)
     if picture is not None:
-        pictures.write(picture, equal_memory_picture.figure(model, rows))
+        write_picture(picture, figure(model, rows))
     return report
 
 

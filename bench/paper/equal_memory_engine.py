@@ -12,6 +12,7 @@ from speq.bench.runs.schedule import budget_for
 from speq.errors import SpeqError
 from speq.files.checkpoint import locate
 from speq.generator import Generator
+from speq.measure.runs import runs_of
 from speq.text import load_tokenizer, tokens_of
 from speq.units import Progress
 
@@ -97,10 +98,6 @@ class EngineRuns:
             if warm_up:
                 warm = min(WARM_UP_TOKENS, self.max_new_tokens)
                 generator.generate(self.trial, max_new_tokens=warm)
-            runs = [
-                generator.generate(text, max_new_tokens=self.max_new_tokens, ignore_eos=True).stats
-                for text in texts
-            ]
-            return Outcome.of(plan.slots, runs)
+            return Outcome.of(plan.slots, runs_of(generator, texts, self.max_new_tokens))
         finally:
             generator.close()

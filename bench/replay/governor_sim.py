@@ -12,7 +12,7 @@ import multiprocessing
 import random
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -40,6 +40,7 @@ COLUMNS: dict[str, Column] = {
     "within 3% of the best k": ("within_3_percent_of_best", "{:.1%}"),
     "of k = 0": ("within_3_percent_of_plain", "{:.1%}"),
     "worst": ("worst", "{:.3f}"),
+    "its seed": ("worst_seed", "{}"),
     "mean": ("mean", "{:.4f}"),
     "us a decision": ("decision_us", "{:.0f}"),
 }
@@ -296,7 +297,7 @@ def judge(text: Text, setting: Setting, tokens: int) -> Verdict:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """trace: recorded routes; layers: of them, so many first ones are replayed; seed: of the first
-    setting, the others following.
+    setting, the others following; verdicts: keep what each setting came to.
     """
 
     trace: Path
@@ -305,9 +306,17 @@ class Settings:
     layers: int
     seed: int
     processes: int
+    verdicts: bool = False
 
 
-def run(settings: Settings, json_file: Path | None, force: bool) -> tuple[Report, dict[str, Any]]:
+@dataclass(slots=True)
+class GovernorSimReport(Report):
+    """rows: the one that sums up; verdicts: a row for each setting, where they were asked for."""
+
+    verdicts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(settings: Settings, json_file: Path | None, force: bool) -> GovernorSimReport:
     """Judge all settings, and sum up. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     for name in ("settings", "tokens", "layers", "processes"):
@@ -319,25 +328,31 @@ def run(settings: Settings, json_file: Path | None, force: bool) -> tuple[Report
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, context) as pool:
-        rows = [row for row in pool.map(task, seeds)]
-    report = Report(
-        "governor-sim", trace.model, asdict(settings) | {"trace": str(settings.trace)}, rows
+        verdicts = list(pool.map(task, seeds))
+    report = GovernorSimReport(
+        "governor-sim",
+        trace.model,
+        asdict(settings) | {"trace": str(settings.trace)},
+        [summary(verdicts)],
+        verdicts=verdicts if settings.verdicts else [],
     )
     if json_file is not None:
         report.write(json_file)
-    return report, summary(rows)
+    return report
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Shares of settings, and the worst of them."""
-    of_best = [row["of_best"] for row in rows]
+def summary(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of settings, and the worst of them, which `Setting.draw` makes again of its seed."""
+    of_best = [verdict["of_best"] for verdict in verdicts]
+    of_plain = [verdict["of_plain"] for verdict in verdicts]
     return {
-        "settings": len(rows),
-        "within_3_percent_of_best": sum(ratio <= 1.03 for ratio in of_best) / len(rows),
-        "within_3_percent_of_plain": sum(row["of_plain"] <= 1.03 for row in rows) / len(rows),
+        "settings": len(verdicts),
+        "within_3_percent_of_best": sum(ratio <= 1.03 for ratio in of_best) / len(verdicts),
+        "within_3_percent_of_plain": sum(ratio <= 1.03 for ratio in of_plain) / len(verdicts),
         "worst": max(of_best),
-        "mean": sum(of_best) / len(rows),
-        "decision_us": median(row["decision_us"] for row in rows),
+        "worst_seed": verdicts[of_best.index(max(of_best))]["seed"],
+        "mean": sum(of_best) / len(verdicts),
+        "decision_us": median(verdict["decision_us"] for verdict in verdicts),
     }
 
 

@@ -16,7 +16,7 @@ from speq.errors import SpeqError, checked_int
 from speq.experts.expert_store import mean_moved_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.atomic_file import check_target
-from speq.measure.link import arena_for, expert_reads
+from speq.measure.link import link_bytes_per_s
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.route_trace import RouteTrace, record
 from speq.models.opened import open_model
@@ -34,8 +34,6 @@ SYSTEMS = {
     "single-later": ("lookahead", "single-later", False),
     "speculative": ("lookahead", "three-phase", False),
 }
-# Read to measure the link.
-LINK_BYTES = 256 << 20
 # Of the recorded steps, one in so many only fills the slots.
 WARM_UP = 10
 
@@ -127,11 +125,8 @@ def link_of(model: str) -> tuple[float, int]:
     """(seconds the link takes for an expert, its bytes)."""
     opened = open_model(model)
     try:
-        readers = DEFAULT_READER_THREADS
-        arena = arena_for(2 * readers, opened.store.codec.slot_bytes)
-        sample = expert_reads(opened, arena, readers, LINK_BYTES, seed=0)
         moved_bytes = round(mean_moved_bytes(opened.store))
-        return sample.seconds * moved_bytes / sample.payload_bytes, moved_bytes
+        return moved_bytes / link_bytes_per_s(opened.store, DEFAULT_READER_THREADS), moved_bytes
     finally:
         opened.close()
 

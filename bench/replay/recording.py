@@ -143,7 +143,7 @@ def outcome_of(
             f"the texts have {sum(step.emitted for step in steps)} tokens, too few to try "
             "candidates on the first of them; give more prompts, or more max_new_tokens"
         )
-    return Outcome.of(slots, [RunStats(0.0, {}, steps=window).summary()])
+    return Outcome.of(slots, [RunStats(0.0, {}, steps=window)])
 
 
 def first_step(steps: list[StepStats], share: Fraction) -> int:

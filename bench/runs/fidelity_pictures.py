@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from speq.bench import pictures
+from speq.measure.report import check_picture, write_picture
 
 # MoE-SpeQ's Figures 5 and 6, and how both go on along a draft.
 ACTIVATION, MATCHES, DRAFT = "activation.html", "matches.html", "draft.html"
@@ -13,7 +13,7 @@ Rows = list[dict[str, Any]]
 def check(folder: Path, force: bool) -> None:
     """Refuse before minutes are spent measuring."""
     for name in (ACTIVATION, MATCHES, DRAFT):
-        pictures.check(folder / name, force)
+        check_picture(folder / name, force)
 
 
 def write(folder: Path, model: str, rows: Rows, positions: Rows) -> None:
@@ -25,7 +25,7 @@ def write(folder: Path, model: str, rows: Rows, positions: Rows) -> None:
         DRAFT: along_a_draft(model, positions),
     }
     for name, figure in figures.items():
-        pictures.write(folder / name, figure)
+        write_picture(folder / name, figure)
 
 
 def activation(model: str, layers: Rows) -> Any:

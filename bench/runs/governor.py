@@ -25,6 +25,7 @@ from speq.measure.report import Column, Report, parse_numbers, read_prompts
 from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.planning import profiles
+from speq.stats import ratio
 from speq.units import parse_bytes
 
 AUTO, TUNED, HELD = "auto", "tuned", "0, held"
@@ -137,14 +138,15 @@ def measure(
     finally:
         generator.close()
     steps = [step for run in runs for step in run.decode]
-    drafted = sum(step.draft_length for step in steps)
     explained = explain(steps)
+
+    def total(name: str) -> float:
+        return float(sum(run.total(name) for run in runs))
+
     return {
-        "tpot_ms": sum(step.end_s - step.start_s for step in steps)
-        / sum(step.emitted for step in steps)
-        * 1e3,
-        "draft_length_mean": drafted / len(steps),
-        "acceptance_rate": sum(step.accepted for step in steps) / drafted if drafted else None,
+        "tpot_ms": total("duration_s") / total("emitted") * 1e3,
+        "draft_length_mean": total("draft_length") / len(steps),
+        "acceptance_rate": ratio(total("accepted"), total("draft_length")),
         "forecast_error": explained.error,
         "serial_error": explained.serial_error,
         "overlapped_error": explained.overlapped_error,

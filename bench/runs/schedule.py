@@ -7,6 +7,7 @@ memory and of the link's time for the useful bytes: those loaded and used before
 Systems are rotated within a round, and the link is measured in each.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,10 +18,11 @@ from speq.experts.expert_store import mean_moved_bytes
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import locate
 from speq.generator import Generator
-from speq.measure.link import arena_for, expert_reads
+from speq.measure.link import link_bytes_per_s
 from speq.measure.report import Column, Report, parse_shares, read_prompts
+from speq.measure.runs import runs_of
 from speq.models.opened import open_model
-from speq.stats import ratio
+from speq.stats import RunStats, ratio
 from speq.text import load_tokenizer, tokens_of
 from speq.units import format_bytes
 
@@ -31,7 +33,7 @@ SYSTEMS = {
     "lookahead": ("lookahead", "none"),
     "three-phase": ("lookahead", "three-phase"),
 }
-LINK_BYTES = 512 << 20
+WARM_UP_TOKENS = 16
 # Share of the experts' memory that holds all of them, and the draft.
 ALL = 2.0
 
@@ -64,47 +66,48 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One system's texts in one round. link_s: the link's time for a byte in that round."""
+    """One system's texts in one round. Bytes are per token; link_s: the link's time for one.
+
+    useful_bytes  without experts that were evicted before they were used
+    hit_rates     of each text
+    """
 
     slots: int
-    moved_bytes_each: float
     link_s: float
-    runs: list[dict[str, Any]]
+    tpot_ms: float
+    moved_bytes: float
+    useful_bytes: float
+    stall_share: float
+    hidden_share: float
+    hit_rates: tuple[float, ...]
+    acceptance_rate: float | None
 
-    def total(self, name: str) -> float:
-        return float(sum(run[name] for run in self.runs))
+    @classmethod
+    def of(
+        cls, slots: int, expert_bytes: float, link_s: float, runs: Sequence[RunStats]
+    ) -> "Sample":
+        """From runs that decoded at least one step, all together."""
 
-    @property
-    def tokens(self) -> float:
-        return self.total("new_tokens") - len(self.runs)
+        def total(name: str) -> float:
+            return float(sum(run.total(name) for run in runs))
 
-    @property
-    def decode_s(self) -> float:
-        return sum(run["tpot_ms"] * (run["new_tokens"] - 1) for run in self.runs) / 1e3
-
-    @property
-    def tpot_ms(self) -> float:
-        return self.decode_s / self.tokens * 1e3
-
-    @property
-    def moved_bytes(self) -> float:
-        """Per token."""
-        return self.total("moved_bytes") / self.tokens
-
-    @property
-    def useful_bytes(self) -> float:
-        """Per token: without experts that were evicted before they were used."""
-        return self.moved_bytes - self.total("wasted") * self.moved_bytes_each / self.tokens
+        tokens, decode_s, moved_bytes = total("emitted"), total("duration_s"), total("moved_bytes")
+        hidden_share = ratio(total("link_s") - total("exposed_s"), total("link_s"))
+        return cls(
+            slots=slots,
+            link_s=link_s,
+            tpot_ms=decode_s / tokens * 1e3,
+            moved_bytes=moved_bytes / tokens,
+            useful_bytes=(moved_bytes - total("wasted") * expert_bytes) / tokens,
+            stall_share=total("stall_s") / decode_s,
+            hidden_share=1.0 if hidden_share is None else hidden_share,
+            hit_rates=tuple(run.total("hits") / run.total("requests") for run in runs),
+            acceptance_rate=ratio(total("accepted"), total("draft_length")),
+        )
 
     @property
     def useful_ms(self) -> float:
         return self.useful_bytes * self.link_s * 1e3
-
-    @property
-    def hidden_share(self) -> float:
-        link_s = self.total("link_s")
-        hidden = sum((run["hidden_share"] or 0.0) * run["link_s"] for run in self.runs)
-        return hidden / link_s if link_s else 1.0
 
 
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
@@ -174,19 +177,10 @@ def measure(
         device="cpu",
     )
     try:
-        generator.generate(prompts[-1], max_new_tokens=min(16, settings.max_new_tokens))
-        runs = [
-            generator.generate(
-                prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True
-            ).stats
-            for prompt in prompts
-        ]
-        plan, opened = generator.runtime.plan, generator.runtime.opened
-        readers = settings.reader_threads
-        arena = arena_for(2 * readers, opened.store.codec.slot_bytes)
-        link = expert_reads(opened, arena, readers, LINK_BYTES, seed=0)
-        each = mean_moved_bytes(opened.store)
-        return Sample(plan.slots, each, link.seconds / link.payload_bytes, runs)
+        runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
+        store = generator.runtime.opened.store
+        link_s = 1 / link_bytes_per_s(store, settings.reader_threads)
+        return Sample.of(generator.runtime.plan.slots, mean_moved_bytes(store), link_s, runs)
     finally:
         generator.close()
 
@@ -211,9 +205,9 @@ def summarise(
         "moved_of_lru": ratio(moved, median(sample.moved_bytes for sample in lru)),
         "useful_bytes_per_token": median(sample.useful_bytes for sample in samples),
         "link_bytes_per_s": median(1 / sample.link_s for sample in samples),
-        "stall_share": median(s.total("stall_s") / s.decode_s for s in samples),
+        "stall_share": median(sample.stall_share for sample in samples),
         "hidden_share": median(sample.hidden_share for sample in samples),
-        "hit_rate": median(run["hit_rate"] for sample in samples for run in sample.runs),
-        "acceptance_rate": samples[0].runs[0]["acceptance_rate"],
+        "hit_rate": median(rate for sample in samples for rate in sample.hit_rates),
+        "acceptance_rate": samples[0].acceptance_rate,
         "samples": len(samples),
     }

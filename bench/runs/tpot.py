@@ -15,6 +15,7 @@ from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, read_prompts
+from speq.measure.runs import runs_of
 from speq.units import format_bytes, parse_bytes
 
 MEDIANS = (
@@ -31,6 +32,8 @@ MEDIANS = (
     "draft_s",
     "verify_s",
 )
+
+WARM_UP_TOKENS = 8
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -98,15 +101,8 @@ def measure(
         **settings.run,
     )
     try:
-        longest = max(len(generator.encode(prompt)) for prompt in prompts)
-        generator.reserve(longest + settings.max_new_tokens)
-        generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
-        return [
-            generator.generate(
-                prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True
-            ).stats
-            for prompt in prompts
-        ]
+        runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
+        return [run.summary() for run in runs]
     except SpeqError as error:
         raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
     finally:

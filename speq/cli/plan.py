@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from speq.planning.budget_plan import BudgetPlan
     from speq.planning.subject import Subject
 
-# Read to measure this machine's memory and disk: seconds, not minutes.
+# Read to measure this machine's memory: seconds, not minutes.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
-LINK_BYTES = 128 << 20
 
 
 def plan(
@@ -175,7 +174,7 @@ def measured(opened: "Opened") -> "Rates":
     return Rates(
         "measured on this machine just now",
         "cpu",
-        link_bytes_per_s(opened, DEFAULT_READER_THREADS, LINK_BYTES),
+        link_bytes_per_s(opened.store, DEFAULT_READER_THREADS),
         MEMORY_SHARE * memory,
     )
 

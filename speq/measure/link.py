@@ -1,26 +1,40 @@
-"""How fast the link to the experts is: reads from disk, copies from host memory."""
+"""How fast the link to the experts is: reads from disk, copies from host memory.
+
+Two kinds of reads. Plain ones are what the disk gives: threads that do nothing else. Experts come
+as they do in a run: through the transfer engine, into slots. The link is the latter, everywhere.
+"""
 
 import random
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from statistics import median
 
+import torch
 from torch import Tensor
 
 from speq.decode.offload import fetch_from, moved_from
 from speq.errors import SpeqError
-from speq.experts.expert_store import mean_moved_bytes
+from speq.experts.expert_store import ExpertStore, mean_moved_bytes
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.files.alignment import aligned_bytes
 from speq.files.range_file import RangeFile
+from speq.governor.roofline import Points
 from speq.models.opened import Opened
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority, Ticket
 from speq.stats import Recorder
 from speq.units import Clock, format_bytes
+
+# Read for one figure, unless a caller has reasons of its own.
+LINK_BYTES = 256 << 20
+# Sizes of plain reads and copies; an expert's own follows.
+READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+FIRST_FETCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,10 @@ class Sample:
     payload_bytes: int
     read_bytes: int
     seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.payload_bytes / self.seconds
 
 
 def expert_files(opened: Opened) -> list[Path]:
@@ -95,16 +113,15 @@ def plain_reads(
 
 
 def expert_reads(
-    opened: Opened,
+    store: ExpertStore,
     arena: Tensor,
     readers: int,
     volume: int,
-    seed: int,
+    seed: int = 0,
     clock: Clock = time.perf_counter,
 ) -> Sample:
     """Have the transfer engine bring random experts into rows of `arena`, as fast as it can."""
-    store, recorder = opened.store, Recorder(clock)
-    count = store.num_layers * store.num_experts
+    recorder, count = Recorder(clock), store.num_layers * store.num_experts
     wanted = min(max(int(volume // mean_moved_bytes(store)), readers), count)
     keys = [
         ExpertKey(*divmod(at, store.num_experts))
@@ -112,10 +129,9 @@ def expert_reads(
     ]
     # As many again as are read: a reader never waits for the next request.
     slots = arena[: 2 * readers, : store.codec.slot_bytes]
-    engine = ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)
     step = recorder.begin("bench")
     tickets: dict[int, Ticket] = {}
-    try:
+    with closing(_transfer_of(store, slots, readers, recorder)) as engine:
         start_s = clock()
         for at, key in enumerate(keys):
             slot = at % len(slots)
@@ -125,13 +141,77 @@ def expert_reads(
         for ticket in tickets.values():
             engine.wait(ticket)
         seconds = clock() - start_s
-    finally:
-        engine.close()
     return Sample(step.moved_bytes, step.read_bytes, seconds)
 
 
-def link_bytes_per_s(opened: Opened, readers: int, volume: int) -> float:
-    """What the disk gives: plain reads of an expert's size from the files that hold them."""
-    size = opened.store.codec.slot_bytes
-    sample = plain_reads(expert_files(opened), size, arena_for(readers, size), readers, volume)
-    return sample.payload_bytes / sample.seconds
+def link_bytes_per_s(
+    store: ExpertStore,
+    readers: int,
+    volume: int = LINK_BYTES,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """What the link from the disk gives a run: the bytes of experts that come into slots."""
+    arena = arena_for(2 * readers, store.codec.slot_bytes)
+    return expert_reads(store, arena, readers, volume, clock=clock).bytes_per_s
+
+
+def link_by_size(
+    opened: Opened, store: ExpertStore, readers: int, clock: Clock = time.perf_counter
+) -> Points:
+    """Bytes per second from the disk by size of a read: plain ones, and an expert's own last.
+
+    store  of the model's experts as they are on the disk
+    """
+    expert_bytes, files = round(mean_moved_bytes(store)), expert_files(opened)
+    sizes = [size for size in READ_SIZES if size < expert_bytes]
+    arena = arena_for(readers, *sizes, store.codec.slot_bytes)
+    plain = [plain_reads(files, size, arena, readers, LINK_BYTES, clock=clock) for size in sizes]
+    speeds = [sample.bytes_per_s for sample in plain]
+    speeds.append(link_bytes_per_s(store, readers, clock=clock))
+    return tuple(zip(map(float, (*sizes, expert_bytes)), speeds, strict=True))
+
+
+def first_fetch_s(store: ExpertStore, readers: int, clock: Clock = time.perf_counter) -> float:
+    """Seconds until an expert is in its slot where nothing else is under way; the median."""
+    slots, count = arena_for(1, store.codec.slot_bytes), store.num_layers * store.num_experts
+    spent_s = []
+    with closing(_transfer_of(store, slots, readers, Recorder(clock))) as engine:
+        for turn in range(1 + FIRST_FETCHES):
+            key = ExpertKey(*divmod(7 * turn % count, store.num_experts))
+            start_s = clock()
+            engine.wait(engine.submit(key, 0, Priority.DEMAND))
+            spent_s.append(clock() - start_s)
+    return median(spent_s[1:])  # the first one wakes threads and files
+
+
+def copies_by_size(expert_bytes: int, device: torch.device, clock: Clock) -> Points:
+    """Bytes per second to a GPU by size of a copy, an expert's own last."""
+    sizes = [*(size for size in READ_SIZES if size < expert_bytes), expert_bytes]
+    copies = {size: max(LINK_BYTES // size, 4) for size in sizes}
+    return tuple(
+        (float(size), count * size / copied_s(size, count, device, clock))
+        for size, count in copies.items()
+    )
+
+
+def first_copy_s(expert_bytes: int, device: torch.device, clock: Clock) -> float:
+    """Seconds until an expert is on a GPU where nothing else is under way; the median."""
+    return median(copied_s(expert_bytes, 1, device, clock) for _ in range(FIRST_FETCHES))
+
+
+def copied_s(size: int, copies: int, device: torch.device, clock: Clock) -> float:
+    """Seconds of copies out of pinned memory, one behind the other."""
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    start_s = clock()
+    for _ in range(copies):
+        there.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    return clock() - start_s
+
+
+def _transfer_of(
+    store: ExpertStore, slots: Tensor, readers: int, recorder: Recorder
+) -> ReaderThreads:
+    return ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)

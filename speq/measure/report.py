@@ -1,5 +1,6 @@
 """One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from speq import __version__
 from speq.errors import SpeqError
-from speq.files.atomic_file import write_whole
+from speq.files.atomic_file import check_target, write_whole
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.machine import describe_machine
@@ -42,8 +43,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
-        content = json.dumps(asdict(self), indent=1) + "\n"
-        write_whole(path, content.encode())
+        write_whole(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
@@ -54,6 +54,23 @@ def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any
     for row in rows:
         table.add_row(*(_cell(row[name], show) for name, show in columns.values()))
     Console().print(table)
+
+
+def check_picture(path: Path, force: bool) -> None:
+    """Refuse before minutes are spent measuring."""
+    if importlib.util.find_spec("plotly") is None:
+        raise SpeqError(
+            "pictures are drawn by plotly, which is not installed; pip install 'speq[plots]'"
+        )
+    check_target(path, force)
+
+
+def write_picture(path: Path, figure: Any) -> None:
+    """Write a plotly figure as a page that needs nothing beside it, whole or not at all.
+
+    Raises SpeqError where that cannot be done.
+    """
+    write_whole(path, figure.to_html(include_plotlyjs=True, full_html=True).encode())
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:

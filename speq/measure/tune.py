@@ -8,49 +8,31 @@ published ones encoded, on random experts of the model's shape.
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
-from speq.decode.offload import fetch_from, moved_from
 from speq.errors import checked_int
-from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of, codecs_for
+from speq.experts.codec import codec_of, codecs_for
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, mean_moved_bytes
-from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
-from speq.files.alignment import aligned_bytes
 from speq.generator import Generator
 from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
-from speq.measure.link import arena_for, expert_files, plain_reads
+from speq.measure import link
+from speq.measure.codec_speed import compute_bytes_per_s, encode_bytes_per_s
 from speq.measure.report import read_prompts
 from speq.measure.routes import distinct_points
 from speq.measure.runs import steps_of
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
-from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.reader_threads import ReaderThreads
-from speq.scheduler.transfer import Priority
-from speq.stats import Recorder, StepStats
+from speq.stats import StepStats
 from speq.units import Clock, parse_bytes
 
 # Draft lengths that are measured; those between are interpolated.
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
-# Sizes of plain reads; an expert's own follows, from reads of experts.
-READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-# Read for a point of the link, and held of a layer's words while a codec is timed: more than caches
-# hold. First fetches and calls that are timed.
-LINK_BYTES = 64 << 20
-LAYER_BYTES = 192 << 20
-FIRST_FETCHES = 16
-CALLS = 24
-# Experts that each thread encodes to be timed.
-ENCODED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +69,34 @@ def tune(
     try:
         runtime = generator.runtime
         cycles, routes = measured_cycles(generator, prompts, settings.max_new_tokens, tell)
-        link, first_fetch_s = measured_link(runtime, clock)
+        points, first_fetch_s = measured_link(runtime, clock)
         shape = runtime.opened.store.codec.shape
         codecs = {
-            name: compute_speed(runtime, codec_of(name, shape), clock)
+            name: compute_bytes_per_s(
+                codec_of(name, shape), runtime.shape, runtime.device, runtime.dtype, clock
+            )
             for name in codecs_for(shape.dtype)
         }
         encoders = {
-            name: encode_speed(codec_of(name, shape), runtime.config.reader_threads, clock)
+            name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
             for name in encodable(runtime)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
         codec = runtime.opened.store.codec.name
-        points = distinct_points(routes, runtime.shape.experts.num_experts)
+        distinct = distinct_points(routes, runtime.shape.experts.num_experts)
     finally:
         generator.close()
     return Profile(
         key=key,
-        link=link,
-        transfer_overhead_s=max(first_fetch_s - expert_bytes / link[-1][1], 0.0),
+        link=points,
+        transfer_overhead_s=max(first_fetch_s - expert_bytes / points[-1][1], 0.0),
         first_fetch_s=first_fetch_s,
         expert_bytes=expert_bytes,
         decode_bytes_per_s=codecs,
         encode_bytes_per_s=encoders,
         codec=codec,
-        routes=points,
+        routes=distinct,
         **figures_of(cycles),
     )
 
@@ -203,127 +187,10 @@ def encodable(runtime: Runtime) -> list[str]:
 
 def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
     """Bytes per second by size, experts last, and seconds until a first expert is there."""
-    store, readers = source_of(runtime), runtime.config.reader_threads
-    expert_bytes = mean_bytes(runtime)
-    sizes = [size for size in READ_SIZES if size < expert_bytes]
     if runtime.device.type == "cuda":
-        speeds = {size: copy_speed(size, runtime.device, clock) for size in (*sizes, expert_bytes)}
-        points = tuple((float(size), speed) for size, speed in speeds.items())
-        first_s = [copied_s(expert_bytes, 1, runtime.device, clock) for _ in range(FIRST_FETCHES)]
-        return points, median(first_s)
-    arena = arena_for(2 * readers, store.codec.slot_bytes)
-    files, plain = expert_files(runtime.opened), []
-    for size in sizes:
-        sample = plain_reads(files, size, arena, readers, LINK_BYTES, 0, clock)
-        plain.append((float(size), sample.payload_bytes / sample.seconds))
-    engine = ReaderThreads(fetch_from(store), arena, moved_from(store), Recorder(clock), readers)
-    count = store.num_layers * store.num_experts
-    batch = min(len(arena), count)
-
-    def fetched_s(first: int, experts: int) -> float:
-        start_s = clock()
-        tickets = [
-            engine.submit(
-                ExpertKey(*divmod((first + at) % count, store.num_experts)), at, Priority.DEMAND
-            )
-            for at in range(experts)
-        ]
-        for ticket in tickets:
-            engine.wait(ticket)
-        return clock() - start_s
-
-    try:
-        fetched_s(0, batch)  # wakes threads and files
-        rounds = max(LINK_BYTES // (batch * expert_bytes), 4)
-        spent_s = [fetched_s(1 + turn * batch, batch) for turn in range(rounds)]
-        first_s = [fetched_s(7 * turn, 1) for turn in range(FIRST_FETCHES)]
-    finally:
-        engine.close()
-    speed = batch * expert_bytes / median(spent_s)
-    return (*plain, (float(expert_bytes), speed)), median(first_s)
-
-
-def copy_speed(size: int, device: torch.device, clock: Clock) -> float:
-    """Bytes per second of copies out of pinned memory, one behind the other."""
-    copies = max(LINK_BYTES // size, 4)
-    return copies * size / copied_s(size, copies, device, clock)
-
-
-def copied_s(size: int, copies: int, device: torch.device, clock: Clock) -> float:
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    torch.cuda.synchronize()
-    start_s = clock()
-    for _ in range(copies):
-        there.copy_(pinned, non_blocking=True)
-    torch.cuda.synchronize()
-    return clock() - start_s
-
-
-def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
-    """An expert whose words are spread as trained ones are."""
-    gate_up_proj, down_proj = (
-        (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
-        for size in (shape.gate_up_shape, shape.down_shape)
-    )
-    return gate_up_proj, down_proj
-
-
-def encode_speed(codec: ExpertCodec, readers: int, clock: Clock) -> float:
-    """Bytes of words a second that `readers` threads encode together, out of memory."""
-    shape = codec.shape
-    words = random_expert(shape, torch.Generator().manual_seed(1))
-    base = None
-    if codec.needs_draft:
-        base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
-    rooms = list(aligned_bytes(readers, codec.slot_bytes))
-
-    def encode(room: torch.Tensor) -> None:
-        for _ in range(ENCODED):
-            codec.encode(words, base, room)
-
-    with ThreadPoolExecutor(readers) as pool:
-        list(pool.map(encode, rooms))  # wakes threads, and takes the memory
-        start_s = clock()
-        list(pool.map(encode, rooms))
-        spent_s = clock() - start_s
-    return readers * ENCODED * shape.nbytes / spent_s
-
-
-@torch.inference_mode()
-def compute_speed(runtime: Runtime, codec: ExpertCodec, clock: Clock) -> float:
-    """Bytes of words a second at which one token's experts are computed with, out of slots."""
-    shape, device = codec.shape, runtime.device
-    top_k = runtime.shape.top_k
-    held = max(min(LAYER_BYTES // shape.nbytes, runtime.shape.experts.num_experts), 2 * top_k)
-    layout = Int4Layout(shape.hidden_size, shape.expert_width)
-    arena = Int4Arena(layout, 1, held, device) if codec.needs_draft else None
-    generator = torch.Generator().manual_seed(1)
-    records = []
-    for at in range(held):
-        words, base = random_expert(shape, generator), None
-        if arena is not None:
-            base = Int4Expert.rounded(layout, *words)
-            arena.put(at, base)
-        record = aligned_bytes(1, codec.slot_bytes)[0]
-        nbytes = codec.encode(words, base, record)
-        records.append(record[:nbytes].clone())
-    codec = codec.holding(max(map(len, records)))
-    slots = aligned_bytes(held, codec.slot_bytes, device)
-    for slot, record in zip(slots, records, strict=True):
-        slot[: len(record)] = record.to(device)
-    experts = codec.experts(slots, arena)
-    routes = torch.arange(CALLS * top_k, device=device).remainder(held).view(CALLS, 1, top_k)
-    table = torch.arange(held, device=device)
-    hidden_states = torch.randn(1, shape.hidden_size, generator=generator).to(device, runtime.dtype)
-    out = hidden_states.new_empty(1, top_k, shape.hidden_size)
-
-    def call(topk_ids: torch.Tensor) -> float:
-        start_s = clock()
-        experts.run(0, hidden_states, topk_ids, table, runtime.shape.activation, out)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return clock() - start_s
-
-    spent_s = [call(topk_ids) for topk_ids in routes]
-    return top_k * shape.nbytes / median(spent_s[1:])
+        expert_bytes = mean_bytes(runtime)
+        points = link.copies_by_size(expert_bytes, runtime.device, clock)
+        return points, link.first_copy_s(expert_bytes, runtime.device, clock)
+    store, readers = source_of(runtime), runtime.config.reader_threads
+    points = link.link_by_size(runtime.opened, store, readers, clock)
+    return points, link.first_fetch_s(store, readers, clock)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +120,31 @@ def test_nonsense_is_refused(tiny: Folder, changes: dict[str, Any], message: str
 
 def test_simulated_machines_are_judged_and_summed_up(tmp_path: Path) -> None:
     target = tmp_path / "sim.json"
-    given = governor_sim.Settings(ROUTES, settings=2, tokens=40, layers=1, seed=5, processes=1)
-    report, summary = governor_sim.run(given, target, force=False)
-    assert [row["seed"] for row in report.rows] == [5, 6]
-    for row in report.rows:
-        fixed = [time_s for time_s in row["fixed_s"].values() if time_s is not None]
-        if row["best"] is None:
-            assert row["of_best"] == 1
+    given = governor_sim.Settings(ROUTES, 2, tokens=40, layers=1, seed=5, processes=1)
+    report = governor_sim.run(replace(given, verdicts=True), target, force=False)
+    assert [verdict["seed"] for verdict in report.verdicts] == [5, 6]
+    for verdict in report.verdicts:
+        fixed = [time_s for time_s in verdict["fixed_s"].values() if time_s is not None]
+        if verdict["best"] is None:
+            assert verdict["of_best"] == 1
         else:
-            assert row["fixed_s"][str(row["best"])] == min(fixed)
-            assert row["of_best"] == pytest.approx(row["auto_s"] / min(fixed))
-    ratios = [row["of_best"] for row in report.rows]
-    assert summary["worst"] == max(ratios)
-    assert summary["mean"] == sum(ratios) / 2
-    assert summary["within_3_percent_of_best"] == sum(ratio <= 1.03 for ratio in ratios) / 2
-    assert json.loads(target.read_text())["rows"] == json.loads(json.dumps(report.rows))
+            assert verdict["fixed_s"][str(verdict["best"])] == min(fixed)
+            assert verdict["of_best"] == pytest.approx(verdict["auto_s"] / min(fixed))
+    ratios = [verdict["of_best"] for verdict in report.verdicts]
+    (row,) = report.rows
+    assert row["worst"] == max(ratios)
+    assert row["worst_seed"] == 5 + ratios.index(max(ratios))
+    assert row["mean"] == sum(ratios) / 2
+    assert row["within_3_percent_of_best"] == sum(ratio <= 1.03 for ratio in ratios) / 2
+    written = json.loads(target.read_text())
+    assert written["rows"] == report.rows
+    assert written["verdicts"] == json.loads(json.dumps(report.verdicts))
+
+
+def test_verdicts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    given = governor_sim.Settings(ROUTES, 1, tokens=20, layers=1, seed=5, processes=1)
+    governor_sim.run(given, tmp_path / "sim.json", force=False)
+    written = json.loads((tmp_path / "sim.json").read_text())
+    assert (len(written["rows"]), written["verdicts"]) == (1, [])
+    # The seeds of all settings, each of which can be drawn again.
+    assert (written["settings"]["seed"], written["settings"]["settings"]) == (5, 1)

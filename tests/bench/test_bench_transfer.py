@@ -15,8 +15,11 @@ from speq.bench.machine.page_cache import cached_bytes
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.files.alignment import ALIGNMENT
+from speq.measure import link
 from speq.measure.report import parse_numbers
 from speq.models.opened import open_model
+from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.transfer import Priority
 
 Folder = Callable[[str], Path]
 
@@ -72,13 +75,13 @@ def test_expert_reads_bring_whole_records(kind: str, tiny: Folder, packed: Path)
     store = opened.store
     record_bytes = store.codec.record_bytes
     arena = transfer.arena_for(4, store.codec.slot_bytes)
-    sample = transfer.expert_reads(opened, arena, 2, 5 * record_bytes, seed=1)
+    sample = transfer.expert_reads(store, arena, 2, 5 * record_bytes, seed=1)
     assert sample.payload_bytes == 5 * record_bytes
     assert sample.read_bytes >= sample.payload_bytes
     assert sample.seconds > 0
     # Every expert, so that the rows hold some of them, unchanged.
     everything = store.num_layers * store.num_experts * record_bytes
-    sample = transfer.expert_reads(opened, arena, 2, everything, seed=1)
+    sample = transfer.expert_reads(store, arena, 2, everything, seed=1)
     assert sample.payload_bytes == everything
     slot = transfer.arena_for(1, store.codec.slot_bytes)[0]
     records = set()
@@ -86,6 +89,51 @@ def test_expert_reads_bring_whole_records(kind: str, tiny: Folder, packed: Path)
         store.read(*divmod(at, store.num_experts), slot)
         records.add(bytes(slot[:record_bytes].tolist()))
     assert all(bytes(row[:record_bytes].tolist()) in records for row in arena)
+    opened.close()
+
+
+def test_the_link_by_size_ends_with_an_experts_own(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_model(packed)
+    record_bytes = opened.store.codec.record_bytes
+    # Half a second each: plain reads of all there is, and every expert once.
+    monkeypatch.setattr(link, "READ_SIZES", (4096, 8192, 1 << 30))
+    monkeypatch.setattr(link, "plain_reads", lambda _, size, *__, **___: link.Sample(size, 1, 0.5))
+    monkeypatch.setattr(
+        link, "expert_reads", lambda store, _, readers, volume, **__: link.Sample(volume, 1, 0.5)
+    )
+    points = link.link_by_size(opened, opened.store, 2)
+    expert = (float(record_bytes), 2.0 * link.LINK_BYTES)
+    assert points == ((4096.0, 8192.0), (8192.0, 16384.0), expert)
+    assert link.link_bytes_per_s(opened.store, 2, volume=500) == 1000.0
+    opened.close()
+
+
+class OneAtATime:
+    """A transfer engine whose first fetch takes long and whose others take 1, 2, 3, ... seconds."""
+
+    def __init__(self) -> None:
+        self.now, self.under_way, self.done = 0.0, 0, 0
+
+    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> None:
+        self.under_way += 1
+        assert (self.under_way, slot, priority) == (1, 0, Priority.DEMAND)
+
+    def wait(self, ticket: None) -> None:
+        self.now += self.done or 1000
+        self.under_way, self.done = 0, self.done + 1
+
+    def close(self) -> None:
+        assert self.done == 1 + link.FIRST_FETCHES
+
+
+def test_the_first_fetch_is_the_median_of_lone_ones(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, engine = open_model(packed), OneAtATime()
+    monkeypatch.setattr(link, "_transfer_of", lambda *_: engine)
+    assert link.first_fetch_s(opened.store, 1, clock=lambda: engine.now) == 8.5  # of 1 to 16
     opened.close()
 
 

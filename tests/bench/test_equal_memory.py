@@ -3,12 +3,11 @@
 from collections import OrderedDict
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 
 from speq import SpeqError
-from speq.bench.paper import equal_memory_picture
+from speq.bench.paper import equal_memory_table
 from speq.bench.paper.candidates import (
     Candidate,
     CodecCost,
@@ -22,7 +21,7 @@ from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_
 from speq.bench.replay.recording import COUNTED, TRIAL, Recording, first_step, outcome_of
 from speq.bench.replay.replay import Times
 from speq.measure.route_trace import RouteTrace, TraceStep
-from speq.stats import StepStats
+from speq.stats import RunStats, StepStats
 from tests.helpers.paths import ROUTES
 
 LRU_RAW, LRU_LOSSLESS = Candidate("raw", 0, "lru", "none"), Candidate("lossless", 0, "lru", "none")
@@ -94,30 +93,27 @@ def test_the_least_time_is_chosen() -> None:
     assert choose({LRU_RAW: 3.0, DRAFT_RAW: 2.0, LRU_LOSSLESS: 2.0}) == DRAFT_RAW
 
 
-def run_of(steps: int, emitted: float, **figures: Any) -> dict[str, Any]:
-    given = {"moved_bytes": 0, "rejected_bytes": 0, "stall_s": 0.0, "link_s": 0.0}
-    none = {"draft_length_mean": 0.0, "acceptance_rate": None, "tpot_ms": 1.0}
-    return given | none | {"steps": steps, "accept_length_mean": emitted / steps} | figures
+def run_of(*steps: StepStats) -> RunStats:
+    prompt = StepStats("prefill", emitted=1, moved_bytes=10**6, stall_s=9.0, end_s=9.0)
+    return RunStats(0.0, {}, steps=[prompt, *steps])
 
 
 def test_an_outcome_by_hand() -> None:
     """Two texts of 12 and 4 decoded tokens: 1,200 and 80 ms."""
-    found = Outcome.of(
-        7,
-        [
-            run_of(4, 12, tpot_ms=100.0, moved_bytes=1500, rejected_bytes=100, stall_s=0.4,
-                   link_s=0.5, draft_length_mean=4.0, acceptance_rate=0.5),
-            run_of(2, 4, tpot_ms=20.0, moved_bytes=100, rejected_bytes=60, link_s=0.3,
-                   draft_length_mean=2.0, acceptance_rate=1.0),
-        ],
-    )  # fmt: skip
+    long, short = StepStats("decode", emitted=9), StepStats("decode", emitted=4)
+    long.moved_bytes, long.rejected_bytes, long.stall_s, long.link_s = 1500, 100, 0.4, 0.5
+    long.draft_length, long.accepted, long.end_s = 16, 8, 1.0
+    short.moved_bytes, short.rejected_bytes, short.link_s = 100, 60, 0.3
+    short.draft_length, short.accepted, short.end_s = 4, 4, 0.08
+    plain = StepStats("decode", emitted=3, start_s=2.0, end_s=2.2)
+    found = Outcome.of(7, [run_of(long, plain), run_of(short)])
     assert found.slots == 7
     assert found.tpot_ms == pytest.approx(1280 / 16)
     assert (found.moved_bytes, found.rejected_bytes) == (100, 10)
     assert found.compute_ms == pytest.approx(880 / 16)
     assert found.link_ms == pytest.approx(800 / 16)
     assert found.acceptance_rate == pytest.approx((8 + 4) / (16 + 4))
-    assert Outcome.of(1, [run_of(3, 3)]).acceptance_rate is None
+    assert Outcome.of(1, [run_of(plain)]).acceptance_rate is None
 
 
 def outcome(tpot_ms: float, moved_bytes: float = 0.0, **figures: float) -> Outcome:
@@ -324,7 +320,7 @@ def test_the_picture_shows_the_rows() -> None:
     rows: list[Row] = []
     for part, fraction in (("replay", 0.4), ("replay", 0.5), ("engine", 0.5)):
         rows += rows_of(part, fraction, STANDINGS)
-    lines = equal_memory_picture.figure("a model", rows).data
+    lines = equal_memory_table.figure("a model", rows).data
     bytes_of = {line.name: line for line in lines if line.showlegend}
     times_of = {line.name: line for line in lines if not line.showlegend}
     assert set(bytes_of) == set(times_of)

@@ -153,7 +153,6 @@ def test_the_same_routes_at_another_machines_speed(some_steps: RouteTrace) -> No
 def test_hit_rate_of_a_model(
     tiny: Folder, two_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hit_rate, "LINK_BYTES", 1 << 20)
     model, packed = str(tiny("qwen3_moe")), tmp_path / "packed"
     opened = open_model(model)
     pack(opened.checkpoint, opened.store, packed)  # type: ignore[arg-type]
@@ -245,14 +244,32 @@ def test_budgets_are_shares_of_the_experts(tiny: Folder) -> None:
     assert base == sum(tensor.nbytes for tensor in tensors) - experts + 2 * 16 * 4
 
 
-def generated(tpot_ms: float, new_tokens: int, **figures: float) -> dict[str, Any]:
-    given = {"moved_bytes": 0, "wasted": 0, "stall_s": 0.0, "link_s": 0.0, "hidden_share": None}
-    rates = {"hit_rate": 0.5, "acceptance_rate": 0.75}
-    return given | rates | {"tpot_ms": tpot_ms, "new_tokens": new_tokens} | figures
+def generated(
+    tpot_ms: float,
+    new_tokens: int,
+    hit_rate: float = 0.5,
+    hidden_share: float = 0.0,
+    **figures: float,
+) -> RunStats:
+    """A run whose first token is the prompt's, and all others of one step with a draft."""
+    step = StepStats(
+        "decode",
+        emitted=new_tokens - 1,
+        draft_length=4,
+        accepted=3,
+        requests=100,
+        hits=round(100 * hit_rate),
+        exposed_s=figures.get("link_s", 0.0) * (1 - hidden_share),
+        start_s=5.0,
+        end_s=5.0 + tpot_ms * (new_tokens - 1) / 1e3,
+        **figures,  # type: ignore[arg-type]
+    )
+    prompt = StepStats("prefill", emitted=1, moved_bytes=10**6, stall_s=1.0, end_s=4.0)
+    return RunStats(0.0, {}, steps=[prompt, step])
 
 
-def sample(*runs: dict[str, Any], link_s: float = 1e-3) -> Sample:
-    return Sample(slots=7, moved_bytes_each=10, link_s=link_s, runs=list(runs))
+def sample(*runs: RunStats, link_s: float = 1e-3) -> Sample:
+    return Sample.of(7, 10, link_s, runs)
 
 
 def test_a_sample_by_hand() -> None:
@@ -260,17 +277,17 @@ def test_a_sample_by_hand() -> None:
     made = sample(
         generated(100.0, 11, moved_bytes=900, wasted=3, link_s=2.0, hidden_share=0.25),
         generated(30.0, 5, moved_bytes=220, wasted=4, link_s=0.5, hidden_share=1.0),
-        generated(0.0, 1, link_s=0.0),
+        generated(0.0, 1, hit_rate=0.7),
     )
-    assert made.tokens == 14
-    assert made.decode_s == pytest.approx((100 * 10 + 30 * 4) / 1e3)
-    assert made.tpot_ms == pytest.approx(1120 / 14)
+    assert made.tpot_ms == pytest.approx((100 * 10 + 30 * 4) / 14)
     assert made.moved_bytes == pytest.approx(1120 / 14)
     # Seven experts of 10 bytes came for nothing.
     assert made.useful_bytes == pytest.approx((1120 - 70) / 14)
     assert made.useful_ms == pytest.approx((1120 - 70) / 14)
     assert made.hidden_share == pytest.approx((0.5 + 0.5) / 2.5)
+    assert (made.hit_rates, made.acceptance_rate) == ((0.5, 0.5, 0.7), 0.75)
     assert sample(generated(1.0, 2)).hidden_share == 1
+    assert sample(generated(100.0, 11, stall_s=0.25)).stall_share == 0.25
 
 
 def test_a_row_by_hand() -> None:
@@ -317,7 +334,6 @@ def test_a_row_by_hand() -> None:
 def test_schedule_of_a_model(
     tiny: Folder, two_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "LINK_BYTES", 1 << 18)
     target = tmp_path / "schedule.json"
     # Small experts: what a pass needs beside them is more than their own share.
     settings = schedule_settings(two_prompts, fractions="8", rounds=1)

@@ -23,7 +23,7 @@ from speq.experts.pack import Packing, pack
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
-from speq.measure import tune
+from speq.measure import codec_speed
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
@@ -514,5 +514,5 @@ def test_encoding_is_timed_by_all_threads_together() -> None:
     shape = ExpertShape(64, 48, torch.bfloat16)
     for codec in ("lossless", "residual"):
         times = iter((3.0, 5.0))
-        speed = tune.encode_speed(codec_of(codec, shape), 3, times.__next__)
-        assert speed == 3 * tune.ENCODED * shape.nbytes / 2
+        speed = codec_speed.encode_bytes_per_s(codec_of(codec, shape), 3, times.__next__)
+        assert speed == 3 * codec_speed.ENCODED * shape.nbytes / 2

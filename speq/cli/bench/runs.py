@@ -182,19 +182,20 @@ def governor_sim(
     layers: Annotated[int, typer.Option(help="Of the recorded ones, so many are replayed.")] = 4,
     seed: Annotated[int, typer.Option(help="Of the first setting.")] = 0,
     processes: Annotated[int, typer.Option(help="Settings simulated at a time.")] = 2,
+    verdicts: Annotated[
+        bool, typer.Option("--verdicts", help="Write what each setting came to as well.")
+    ] = False,
     json_file: opt.JsonFile = None,
     force: opt.Force = False,
 ) -> None:
     """The governor against every fixed draft length, on simulated machines."""
     from speq.bench.replay import governor_sim as bench_governor_sim
-    from speq.measure.report import print_table
 
-    report, summary = bench_governor_sim.run(
-        bench_governor_sim.Settings(trace, settings, tokens, layers, seed, processes),
+    bench_governor_sim.run(
+        bench_governor_sim.Settings(trace, settings, tokens, layers, seed, processes, verdicts),
         json_file=json_file,
         force=force,
-    )
-    print_table(f"{report.bench}: {report.model}", bench_governor_sim.COLUMNS, [summary])
+    ).print(bench_governor_sim.COLUMNS)
 
 
 @bench_app.command("paper-systems")

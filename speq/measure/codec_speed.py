@@ -1,0 +1,123 @@
+"""How fast codecs are: encoding experts, and computing with them out of slots.
+
+Speeds are in bytes of an expert's plain words a second, whatever its record takes.
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from speq.experts.codec import ExpertCodec, ExpertShape, Matrices
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
+from speq.experts.slots import SlotExperts
+from speq.files.alignment import aligned_bytes
+from speq.models.shape import ModelShape
+from speq.units import Clock
+
+# Words of a layer that are held while calls are timed: more than caches hold.
+LAYER_BYTES = 192 << 20
+CALLS = 24
+# Experts that each thread encodes to be timed.
+ENCODED = 8
+
+
+def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
+    """An expert whose words are spread as trained ones are."""
+    gate_up_proj, down_proj = (
+        (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
+        for size in (shape.gate_up_shape, shape.down_shape)
+    )
+    return gate_up_proj, down_proj
+
+
+def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:
+    """What `readers` threads encode together, out of memory."""
+    shape = codec.shape
+    words = random_expert(shape, torch.Generator().manual_seed(1))
+    base = None
+    if codec.needs_draft:
+        base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
+    rooms = list(aligned_bytes(readers, codec.slot_bytes))
+
+    def encode(room: Tensor) -> None:
+        for _ in range(ENCODED):
+            codec.encode(words, base, room)
+
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(encode, rooms))  # wakes threads, and takes the memory
+        start_s = clock()
+        list(pool.map(encode, rooms))
+        spent_s = clock() - start_s
+    return readers * ENCODED * shape.nbytes / spent_s
+
+
+@torch.inference_mode()
+def compute_bytes_per_s(
+    codec: ExpertCodec, model: ModelShape, device: torch.device, dtype: torch.dtype, clock: Clock
+) -> float:
+    """What one token's experts are computed with, out of slots of a layer of the model's shape."""
+    shape, top_k = codec.shape, model.top_k
+    held = max(min(LAYER_BYTES // shape.nbytes, model.experts.num_experts), 2 * top_k)
+    layout = Int4Layout(shape.hidden_size, shape.expert_width)
+    arena = Int4Arena(layout, 1, held, device) if codec.needs_draft else None
+    generator = torch.Generator().manual_seed(1)
+
+    def pairs() -> Iterator[tuple[Matrices, Int4Expert | None]]:
+        for at in range(held):
+            words, base = random_expert(shape, generator), None
+            if arena is not None:
+                base = Int4Expert.rounded(layout, *words)
+                arena.put(at, base)
+            yield words, base
+
+    experts = in_slots(codec, pairs(), arena, device)
+    routes = torch.arange(CALLS * top_k, device=device).remainder(held).view(CALLS, 1, top_k)
+    hidden_states = torch.randn(1, shape.hidden_size, generator=generator).to(device, dtype)
+    spent_s = [
+        pass_s(experts, held, hidden_states, topk_ids, model.activation, clock)
+        for topk_ids in routes
+    ]
+    return top_k * shape.nbytes / median(spent_s[1:])
+
+
+def in_slots(
+    codec: ExpertCodec,
+    pairs: Iterable[tuple[Matrices, Int4Expert | None]],
+    arena: Int4Arena | None,
+    device: torch.device,
+) -> SlotExperts:
+    """Experts, each with its INT4 codes, in a slot each; no larger than the largest record.
+
+    arena  all experts' codes, where the codec needs a draft
+    """
+    room = aligned_bytes(1, codec.slot_bytes)[0]
+    records = [room[: codec.encode(words, base, room)].clone() for words, base in pairs]
+    codec = codec.holding(max(map(len, records)))
+    slots = aligned_bytes(len(records), codec.slot_bytes, device)
+    for slot, record in zip(slots, records, strict=True):
+        slot[: len(record)] = record.to(device)
+    return codec.experts(slots, arena)
+
+
+def pass_s(
+    experts: SlotExperts,
+    num_experts: int,
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    clock: Clock,
+) -> float:
+    """Seconds of one pass through experts of layer 0, each of which lies in the slot of its number.
+
+    hidden_states [T, H], topk_ids [T, K] of `num_experts`
+    """
+    table = torch.arange(num_experts, device=hidden_states.device)
+    out = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1])
+    start_s = clock()
+    experts.run(0, hidden_states, topk_ids, table, activation, out)
+    if hidden_states.device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start_s
