@@ -30,7 +30,7 @@ from speq.models.opened import Opened, open_model
 from speq.planning.representation import Trial, automatic, encoding
 from tests.gptq_files import Packing, Written, write_gptq
 from tests.killed import killed_at
-from tests.test_pack import pack_to
+from tests.test_pack import pack_to, without_checksums
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model, write_perturbed
 
 Folder = Callable[[str], Path]
@@ -205,8 +205,7 @@ def test_a_damaged_draft(residual: Path) -> None:
 def test_a_damaged_manifest_is_one_sentence(
     residual: Path, change: dict[str, Any], message: str
 ) -> None:
-    path = residual / "experts.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    without_checksums(residual, **change)
     with pytest.raises(SpeqError, match=message):
         open_model(residual)
 
@@ -215,7 +214,7 @@ def test_records_of_sizes_that_cannot_be(residual: Path) -> None:
     path = residual / "experts.json"
     manifest = json.loads(path.read_text())
     manifest["records"][0][1] = 100
-    path.write_text(json.dumps(manifest))
+    without_checksums(residual, records=manifest["records"])
     with pytest.raises(SpeqError, match=r"puts a record|has a record of 100 bytes; residual"):
         open_model(residual)
 

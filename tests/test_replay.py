@@ -274,7 +274,7 @@ def test_what_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
 def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     target.write_bytes(RECORDED.read_bytes()[:-1000])
-    with pytest.raises(SpeqError, match="is not valid JSON: .*; record it again"):
+    with pytest.raises(SpeqError, match=r"is not valid JSON: .*; record it again"):
         RouteTrace.read(target)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
-from speq.files.range_file import ENDS_BYTES, RangeFile
+from speq.files.checksums import TensorCheck
+from speq.files.range_file import ENDS_BYTES, RangeFile, bytes_of
 
 MAPS = Path("/proc/self/maps")
 
@@ -45,8 +46,11 @@ def mapped_regions() -> list[Region]:
     return regions
 
 
-def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Read every parameter that is mapped from one of the checkpoint's files into memory."""
+def make_resident(model: nn.Module, checkpoint: Checkpoint, check: TensorCheck) -> None:
+    """Read every parameter that is mapped from one of the checkpoint's files into memory.
+
+    What is read is compared by `check`, which raises SpeqError.
+    """
     files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
     regions = [region for region in mapped_regions() if region.path in files]
     starts = [region.start for region in regions]
@@ -58,9 +62,10 @@ def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
             continue
         assert parameter.is_contiguous()
         region = regions[at]
-        parameter.data = read(
-            files[region.path], region.offset + address - region.start, parameter.data, ends
-        )
+        file, offset = files[region.path], region.offset + address - region.start
+        made = read(file, offset, parameter.data, ends)
+        check.compare(file, offset, bytes_of(made.view(-1).view(torch.uint8)))
+        parameter.data = made
 
 
 def read(file: RangeFile, offset: int, like: Tensor, ends: Tensor) -> Tensor:
