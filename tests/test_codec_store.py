@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, exper
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
+from speq.models import moe_model
 from speq.models.opened import Opened, open_model
 from speq.planning.representation import Trial, automatic, encoding
 from tests.gptq_files import Packing, Written, write_gptq
 from tests.killed import killed_at
 from tests.test_pack import pack_to, without_checksums
+from tests.test_quantize import SETTINGS, quantise_to
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model, write_perturbed
 
 Folder = Callable[[str], Path]
@@ -170,6 +173,33 @@ def test_only_its_own_draft_will_do(source: Path, residual: Path, tmp_path: Path
     write_gptq(tmp_path / "gptq", source, Packing(group_size=32))
     with pytest.raises(SpeqError, match="holds residuals of another draft"):
         tokens_of(residual, draft=str(tmp_path / "gptq"))
+
+
+def test_another_draft_is_refused_before_weights_are_loaded(
+    source: Path, residual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a GPTQ checkpoint of the very codes that rounding makes: it is not the pack's own."""
+
+    def fail(*args: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    rounded = tmp_path / "rtn"
+    quantise_to(rounded, source, replace(SETTINGS, group_size=32, method="rtn"))
+    expected = tokens_of(residual, draft_length=3)[0]
+    monkeypatch.setattr(moe_model, "load", fail)
+    with pytest.raises(SpeqError, match="holds residuals of another draft, or its .*; leave the"):
+        tokens_of(residual, draft=str(rounded))
+    monkeypatch.undo()
+    # Packed over that checkpoint, it may be named, and codes are compared all the same.
+    pack_to(source, tmp_path / "over", codec="residual", draft=str(rounded)).close()
+    assert tokens_of(tmp_path / "over", draft=str(rounded), draft_length=3)[0] == expected
+    with pytest.raises(SpeqError, match="holds residuals of another draft"):
+        tokens_of(tmp_path / "over", draft=str(source))
+    # A pack of an earlier version does not say what it was made from: its codes tell.
+    entries = json.loads((residual / "experts.json").read_text())["draft"]
+    del entries["source"]
+    without_checksums(residual, draft=entries)
+    assert tokens_of(residual, draft=str(source), draft_length=3)[0] == expected
 
 
 def test_a_damaged_draft(residual: Path) -> None:
