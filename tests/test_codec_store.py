@@ -187,7 +187,7 @@ def test_another_draft_is_refused_before_weights_are_loaded(
     quantise_to(rounded, source, replace(SETTINGS, group_size=32, method="rtn"))
     expected = tokens_of(residual, draft_length=3)[0]
     monkeypatch.setattr(moe_model, "load", fail)
-    with pytest.raises(SpeqError, match="holds residuals of another draft, or its .*; leave the"):
+    with pytest.raises(SpeqError, match=r"holds residuals of another draft, or its .*; leave the"):
         tokens_of(residual, draft=str(rounded))
     monkeypatch.undo()
     # Packed over that checkpoint, it may be named, and codes are compared all the same.

@@ -28,6 +28,7 @@ from speq.files.checksums import sealed
 from speq.measure import check
 from speq.models import moe_model
 from speq.models.opened import Opened, open_model
+from tests.damage import flip, last, line_of, lines, resized
 from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
@@ -238,38 +239,6 @@ def half_packed(tmp_path_factory: pytest.TempPathFactory) -> Unfinished:
     for shard in (root / "whole").glob("*.safetensors"):
         shutil.copy(shard, root / "half")
     return Unfinished(source, root / "half", content_of(root / "whole"))
-
-
-def line_of(value: Any, before: int = 0) -> bytes:
-    """A journal's line, written by hand. before: CRC of the line before it."""
-    text = json.dumps(value).encode() if not isinstance(value, bytes) else value
-    return b"%08x %s\n" % (zlib.crc32(text, before), text)
-
-
-def lines(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[Path], None]:
-    def damage(out: Path) -> None:
-        journal = out / "experts.journal"
-        journal.write_bytes(b"".join(change(journal.read_bytes().splitlines(keepends=True))))
-
-    return damage
-
-
-def last(value: Any) -> Callable[[Path], None]:
-    """Put a value into the last line, with a sound checksum."""
-    return lines(lambda found: [*found[:-1], line_of(value, int(found[-2][:8], 16))])
-
-
-def flip(name: str, at: float) -> Callable[[Path], None]:
-    def damage(out: Path) -> None:
-        content = bytearray((out / name).read_bytes())
-        content[int(at * len(content))] ^= 16
-        (out / name).write_bytes(content)
-
-    return damage
-
-
-def resized(name: str, change: Callable[[int], int]) -> Callable[[Path], None]:
-    return lambda out: os.truncate(out / name, change((out / name).stat().st_size))
 
 
 def shard_damage(change: Callable[[Path], object]) -> Callable[[Path], None]:

@@ -125,6 +125,18 @@ class TensorCheck:
         self._done_bytes += nbytes
 
 
+def check_crc32(path: Path, wanted: Any) -> None:
+    """Raise SpeqError unless a file is there and has this CRC-32."""
+    crc32, block = 0, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    with RangeFile(path) as file:
+        for at in range(0, file.size, BLOCK_BYTES):
+            part = block[: min(BLOCK_BYTES, file.size - at)]
+            file.read_into(at, part)
+            crc32 = zlib.crc32(bytes_of(part), crc32)
+    if crc32 != wanted:
+        raise SpeqError(f"{path} is not what was written")
+
+
 def sealed(entries: dict[str, Any]) -> dict[str, Any]:
     """Entries of a manifest with a checksum of their own."""
     return entries | {"crc32": zlib.crc32(json.dumps(entries).encode())}
