@@ -56,6 +56,8 @@ def open_draft(
 ) -> DraftSource:
     """The draft of a model: "auto", or a folder or hub id. Raises SpeqError where it does not fit.
 
+    A model that is packed with its draft takes no other, but the folder that it was copied from.
+
     auto  the one that the model is packed with; else the GPTQ checkpoint beside it, if there is
           one, or else its own experts, rounded. A folder without config.json, which is written
           last, is no checkpoint yet.
@@ -67,7 +69,7 @@ def open_draft(
         return PackedDraft(model.path, tied, store.num_layers * store.num_experts)
     source = _open(draft, model, store, experts)
     try:
-        tied.check_layout(model.path, source.layout)
+        tied.check_source(model.path, source.layout, source.fingerprint)
     except SpeqError:
         source.close()
         raise

@@ -7,8 +7,10 @@ a folder that no run opens, and that the same command goes on with (`record_writ
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,12 +19,22 @@ import torch
 from speq.errors import SpeqError
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import SafetensorsExpertStore
-from speq.experts.packed_store import Manifest, dtype_name
-from speq.experts.record_writer import Packing, journalled, write_records
-from speq.files.atomic_file import replacing
-from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, INDEX, SINGLE, Checkpoint
+from speq.experts.packed_draft import DRAFT_FILE
+from speq.experts.packed_store import RECORDS_FILE, Manifest, dtype_name
+from speq.experts.record_writer import Packing, write_records
+from speq.files.atomic_file import remove_abandoned, replacing, writing
+from speq.files.checkpoint import (
+    EXPERTS_JOURNAL,
+    EXPERTS_MANIFEST,
+    HUB_PATTERNS,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+)
+from speq.files.checksums import Checksums, SummedFile
+from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
-from speq.files.safetensors_file import SafetensorsFile, TensorInfo, header_of
+from speq.files.safetensors_file import LENGTH_BYTES, SafetensorsFile, TensorInfo, header_of
 from speq.units import Done, format_bytes
 
 COPY_BYTES = 16 << 20
@@ -47,20 +59,23 @@ def pack(
     begun = (out / EXPERTS_JOURNAL).exists()
     if (out / "config.json").exists() and not begun:
         raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
-    # What `replacing` leaves behind where it is killed.
-    stale = list(out.glob("*.partial")) if out.is_dir() else []
-    if out.exists() and not begun and set(out.iterdir()) != set(stale):
-        raise SpeqError(f"{out} exists and holds other files; give a folder that is not there yet")
-    source = checkpoint.fingerprint()
-    try:
+    with writing(out, "what was packed is kept, the same command goes on from there"):
         out.mkdir(parents=True, exist_ok=True)
-        for partial in stale:
-            partial.unlink()
-        done = journalled(out, packing, source)
-        left = store.num_layers * store.num_experts - len(done)
+        remove_abandoned(out)
+        if not begun and any(out.iterdir()):
+            raise SpeqError(
+                f"{out} exists and holds other files; give a folder that is not there yet"
+            )
+        source = checkpoint.fingerprint()
+        ours = written_names(checkpoint)
+        journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
+        packing.check_header(journal.header, source, out)
+        left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         check_room(checkpoint, store.names, packing.most_bytes(left), out)
-        records, draft = write_records(store, packing, out, done, progress)
-        write_non_experts(checkpoint, store.names, out)
+        records, draft = write_records(store, packing, out, journal, progress)
+        checksums = write_non_experts(checkpoint, store.names, out)
+        for name in copied_names(checkpoint.path):
+            checksums.files[name] = zlib.crc32((checkpoint.path / name).read_bytes())
         manifest = Manifest(
             codec=codec.name,
             dtype=dtype_name(codec.shape.dtype),
@@ -71,15 +86,12 @@ def pack(
             source=source,
             records=tuple(records),
             draft=draft,
+            checksums=checksums,
         )
+        manifest.check(out / EXPERTS_MANIFEST)
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
         copy_rest(checkpoint.path, out)
-    except OSError as error:
-        raise SpeqError(
-            f"{out} cannot be written: {error.strerror}; what was packed is kept, the same command "
-            "goes on from there"
-        ) from error
     return manifest
 
 
@@ -96,8 +108,18 @@ def check_room(checkpoint: Checkpoint, names: ExpertNames, experts_bytes: int, o
         )
 
 
-def write_non_experts(checkpoint: Checkpoint, names: ExpertNames, out: Path) -> None:
-    """Shards with what is left of them, under their old names, and an index of it."""
+def written_names(checkpoint: Checkpoint) -> set[str]:
+    """Names of the files that packing writes before config.json, which makes the folder a model."""
+    names = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, DRAFT_FILE, INDEX}
+    return (names | set(checkpoint.files) | set(others_in(checkpoint.path))) - {"config.json"}
+
+
+def write_non_experts(checkpoint: Checkpoint, names: ExpertNames, out: Path) -> Checksums:
+    """Shards with what is left of them, under their old names, and an index of it.
+
+    They are written whether or not an earlier run did: they are a small part of all.
+    """
+    checksums = Checksums()
     weight_map: dict[str, str] = {}
     total = 0
     for file_name, file in checkpoint.files.items():
@@ -110,36 +132,62 @@ def write_non_experts(checkpoint: Checkpoint, names: ExpertNames, out: Path) -> 
             continue
         weight_map |= dict.fromkeys(tensors, file_name)
         total += sum(info.nbytes for info in tensors.values())
-        if not (out / file_name).exists():
-            with replacing(out / file_name) as target:
-                copy_tensors(file, tensors, target)
+        with replacing(out / file_name) as target:
+            header, crc32s = copy_tensors(file, tensors, target)
+        checksums.headers[file_name] = zlib.crc32(header)
+        checksums.tensors |= crc32s
     if list(checkpoint.files) == [SINGLE]:
-        return
+        return checksums
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    content = json.dumps(index, indent=1).encode() + b"\n"
+    checksums.files[INDEX] = zlib.crc32(content)
     with replacing(out / INDEX) as target:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        target.write(json.dumps(index, indent=1).encode() + b"\n")
+        target.write(content)
+    return checksums
 
 
-def copy_tensors(source: SafetensorsFile, tensors: dict[str, TensorInfo], out: BinaryIO) -> None:
-    """A safetensors file of some of another's tensors, in their order, some bytes at a time."""
+def copy_tensors(
+    source: SafetensorsFile, tensors: dict[str, TensorInfo], out: BinaryIO
+) -> tuple[bytes, dict[str, int]]:
+    """A safetensors file of some of another's tensors, in their order, some bytes at a time.
+
+    Returns its header and the CRC-32 of each tensor.
+    """
     in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
-    entries = {name: (info.dtype, info.shape) for name, info in in_order}
-    out.write(header_of(entries, source.metadata))
+    header = header_of({name: (info.dtype, info.shape) for name, info in in_order}, source.metadata)
+    out.write(header)
     buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
-    for _, info in in_order:
+    crc32s: dict[str, int] = {}
+    for name, info in in_order:
+        summed = SummedFile(out)
         for at in range(0, info.nbytes, COPY_BYTES):
             part = buffer[: min(COPY_BYTES, info.nbytes - at)]
             source.read_into(info.offset + at, part)
-            out.write(bytes_of(part))
+            summed.write(bytes_of(part))
+        crc32s[name] = summed.crc32
+    return header[LENGTH_BYTES:], crc32s
+
+
+def others_in(source: Path) -> list[str]:
+    """What lies beside the weights, and is copied as it is."""
+    return sorted(
+        file.name
+        for file in source.iterdir()
+        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX
+    )
+
+
+def copied_names(source: Path) -> list[str]:
+    """Those of them that a run reads, and that checksums are kept of."""
+    return [name for name in others_in(source) if any(fnmatch(name, p) for p in HUB_PATTERNS)]
 
 
 def copy_rest(source: Path, out: Path) -> None:
     """What lies beside the weights, config.json last; then the journal goes."""
-    ours = {"config.json", INDEX}
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in ours:
-            with whole(out / file.name) as target:
-                target.write(file.read_bytes())
+    for name in others_in(source):
+        if name != "config.json":
+            with whole(out / name) as target:
+                target.write((source / name).read_bytes())
     with whole(out / "config.json") as target:
         target.write((source / "config.json").read_bytes())
     (out / EXPERTS_JOURNAL).unlink(missing_ok=True)

@@ -20,10 +20,15 @@ DRAFT_FILE = "draft.bin"
 
 @dataclass(frozen=True, slots=True)
 class TiedDraft:
-    """The only draft that a store's records can be read over. digest: `Int4Arena.digest` of it."""
+    """The only draft that a store's records can be read over.
+
+    digest  `Int4Arena.digest` of it
+    source  fingerprint of what its codes were copied from; None in packs of earlier versions
+    """
 
     layout: Int4Layout
     digest: str
+    source: str | None = None
 
     def entry(self) -> dict[str, Any]:
         """What a manifest says of it."""
@@ -31,6 +36,7 @@ class TiedDraft:
             "group_size": self.layout.group_size,
             "permuted": self.layout.permuted,
             "digest": self.digest,
+            "source": self.source,
         }
 
     @classmethod
@@ -42,13 +48,20 @@ class TiedDraft:
                 size = whole_groups(group_size, columns) if type(group_size) is int else 0
                 if size <= 0 or columns % size or size % 2:
                     raise ValueError(f"group_size {group_size!r}")
+        source = entry.get("source")
         if type(permuted) is not bool or not isinstance(digest, str):
             raise ValueError(f"{entry!r} is no draft")
-        return cls(Int4Layout(hidden_size, expert_width, group_size, permuted), digest)
+        if source is not None and not isinstance(source, str):
+            raise ValueError(f"{entry!r} is of no source")
+        return cls(Int4Layout(hidden_size, expert_width, group_size, permuted), digest, source)
 
-    def check_layout(self, path: Path, other: Int4Layout) -> None:
-        """Raise SpeqError where a draft laid out like this cannot be the one of the pack `path`."""
-        if other.shapes != self.layout.shapes:
+    def check_source(self, path: Path, other: Int4Layout, fingerprint: str) -> None:
+        """Raise SpeqError where a draft cannot be the one of the pack `path`, before it is loaded.
+
+        other, fingerprint  its layout, and what it is or was copied from
+        """
+        known = {self.digest, self.source} if self.source else {fingerprint}
+        if other.shapes != self.layout.shapes or fingerprint not in known:
             raise _other_draft(path)
 
     def check(self, path: Path, arena: Int4Arena) -> None:

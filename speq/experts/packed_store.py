@@ -20,6 +20,7 @@ from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpe
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
+from speq.files.checksums import Checksums, check_seal, sealed
 from speq.files.json_file import read_json
 from speq.files.range_file import RangeFile, bytes_of
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
@@ -45,6 +46,7 @@ class Manifest:
 
     source  fingerprint of the checkpoint that was packed
     draft   of a codec that needs one, the draft that the records are read over
+    checksums  of all that is not an expert; None in packs of earlier versions
     """
 
     codec: str
@@ -56,6 +58,7 @@ class Manifest:
     source: str
     records: tuple[Record, ...]
     draft: TiedDraft | None = None
+    checksums: Checksums | None = None
     format: str = FORMAT
     alignment: int = ALIGNMENT
 
@@ -63,7 +66,8 @@ class Manifest:
         entries = {field.name: getattr(self, field.name) for field in fields(self)}
         entries["records"] = [[r.offset, r.nbytes, r.crc32] for r in self.records]
         entries["draft"] = self.draft and self.draft.entry()
-        return json.dumps(entries) + "\n"
+        entries["checksums"] = self.checksums and self.checksums.entry()
+        return json.dumps(sealed(entries)) + "\n"
 
     @property
     def record_bytes(self) -> int:
@@ -86,12 +90,13 @@ class Manifest:
     @classmethod
     def of(cls, path: Path) -> "Manifest":
         """Read a manifest. Raises SpeqError where it is damaged or of another version."""
-        entries = read_json(path)
+        entries = read_json(path, "pack the model again")
         if entries.get("format") != FORMAT:
             raise SpeqError(
                 f"{path} has format {entries.get('format')!r}; this version reads {FORMAT}: pack "
                 "the model again"
             )
+        check_seal(path, entries)
         try:
             records = tuple(Record(*_sizes(entry, 3)) for entry in entries["records"])
             texts = {name: _text(entries[name]) for name in ("codec", "dtype", "source")}
@@ -99,9 +104,18 @@ class Manifest:
             draft = entries.get("draft")
             if draft is not None:
                 draft = TiedDraft.of(draft, sizes["hidden_size"], sizes["expert_width"])
+            checksums = entries.get("checksums")
+            if checksums is not None:
+                checksums = Checksums.of(checksums)
         except (KeyError, TypeError, ValueError) as error:
             raise SpeqError(f"{path} is damaged ({error!r}); pack the model again") from error
-        manifest = cls(records=records, draft=draft, **texts, **sizes)  # type: ignore[arg-type]
+        manifest = cls(
+            records=records,
+            draft=draft,
+            checksums=checksums,
+            **texts,  # type: ignore[arg-type]
+            **sizes,  # type: ignore[arg-type]
+        )
         manifest.check(path)
         return manifest
 

@@ -1,16 +1,19 @@
 """Writes the records of a pack, and journals those that are on the disk.
 
-Data goes to the disk first, then the journal's lines: what it names is there, and behind its last
-whole line nothing counts.
+Data goes to the disk first, then the journal's lines. Whoever goes on compares what they name with
+what is there, and behind the first that differs nothing counts.
 """
 
 import hashlib
-import json
+import logging
 import os
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec
@@ -20,10 +23,11 @@ from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
 from speq.experts.packed_store import RECORDS_FILE, Record, crc32_of
 from speq.files.alignment import aligned, aligned_bytes
-from speq.files.atomic_file import replacing
-from speq.files.checkpoint import EXPERTS_JOURNAL
-from speq.files.range_file import bytes_of
+from speq.files.journal import Journal
+from speq.files.range_file import RangeFile, bytes_of
 from speq.units import Done
+
+logger = logging.getLogger("speq")
 
 # Written between two syncs: what an interruption costs at most.
 BATCH_BYTES = 256 << 20
@@ -43,6 +47,13 @@ class Packing:
         draft = None if self.draft is None else self.draft.fingerprint
         return {"source": source, "codec": self.codec.name, "draft": draft}
 
+    def check_header(self, header: dict[str, Any], source: str, out: Path) -> None:
+        """Raise SpeqError where a journal's header is of another packing."""
+        wanted = self.named(source)
+        for name, what in (("source", "model"), ("codec", "kind"), ("draft", "draft")):
+            if header.get(name, ...) != wanted[name]:
+                raise SpeqError(f"{out} holds an unfinished pack of another {what}; remove it")
+
     def base(self, at: int) -> Int4Expert | None:
         """The codes that expert `at` is read over."""
         return None if self.draft is None else self.draft.expert(at)
@@ -53,33 +64,70 @@ class Packing:
         return count * (aligned(self.codec.shape.nbytes) + codes)
 
 
-def journalled(out: Path, packing: Packing, source: str) -> list[Record]:
-    """Records that an earlier run is known to have written, after beginning a journal if need be.
+def verified(
+    out: Path, packing: Packing, entries: list[Any], progress: Done | None, total: int
+) -> list[Record]:
+    """Records that a journal's entries claim, up to the first that is not on the disk as they say.
 
-    A line that is cut off ends what is known.
+    Records are read again and compared, and codes of the draft with them.
     """
-    path = out / EXPERTS_JOURNAL
-    wanted = packing.named(source)
-    if not path.exists():
-        with replacing(path) as file:
-            file.write(json.dumps(wanted).encode() + b"\n")
-        return []
-    lines = path.read_bytes().split(b"\n")
-    try:
-        begun = json.loads(lines[0])
-        unlike = [name for name in wanted if begun[name] != wanted[name]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpeqError(f"{path} is damaged; remove {out} and pack again") from error
-    if unlike:
-        what = {"source": "model", "codec": "kind", "draft": "draft"}[unlike[0]]
-        raise SpeqError(f"{out} holds an unfinished pack of another {what}; remove it")
-    records = []
-    for line in lines[1:-1]:
+    records: list[Record] = []
+    if not entries:
+        return records
+    with ExitStack() as stack:
         try:
-            records.append(Record(*json.loads(line)))
-        except (ValueError, TypeError):
-            break
+            data = stack.enter_context(RangeFile(out / RECORDS_FILE))
+            codes = None
+            if packing.draft is not None:
+                codes = stack.enter_context(RangeFile(out / DRAFT_FILE))
+            room = aligned_bytes(1, packing.codec.slot_bytes)[0]
+            for entry in entries[:total]:
+                record = sound_record(entry, packing, records, data, room)
+                if codes is not None:
+                    check_codes(entry, packing, len(records), codes)
+                records.append(record)
+                if progress is not None:
+                    progress(len(records), total)
+        except (SpeqError, ValueError) as error:
+            logger.warning(
+                "%s: record %d of %d that were journalled is not on the disk as it was written, "
+                "and packing goes on from there (%s)",
+                out,
+                len(records),
+                len(entries),
+                error,
+            )
     return records
+
+
+def sound_record(
+    entry: Any, packing: Packing, before: list[Record], data: RangeFile, room: Tensor
+) -> Record:
+    """The record of a journal's entry. Raises ValueError or SpeqError where it is not there.
+
+    room  for the largest record
+    """
+    end = aligned(before[-1].offset + before[-1].nbytes) if before else 0
+    if not isinstance(entry, list) or [type(each) for each in entry[:3]] != [int] * 3:
+        raise ValueError("its line is no record")
+    offset, nbytes, crc32 = entry[:3]
+    fewest, most = packing.codec.record_range
+    if offset != end or not fewest <= nbytes <= most:
+        raise ValueError(f"{nbytes} bytes at {offset}")
+    data.read_aligned(offset, aligned(nbytes), room)
+    if crc32_of(room[:nbytes]) != crc32 or bool(room[nbytes : aligned(nbytes)].any()):
+        raise ValueError("its bytes are others")
+    return Record(offset, nbytes, crc32)
+
+
+def check_codes(entry: list[Any], packing: Packing, at: int, codes: RangeFile) -> None:
+    """Raise ValueError or SpeqError unless the draft's codes of expert `at` are as journalled."""
+    assert packing.draft is not None
+    nbytes = packing.draft.layout.nbytes
+    found = torch.empty(nbytes, dtype=torch.uint8)
+    codes.read_into(at * nbytes, found)
+    if len(entry) != 4 or crc32_of(found) != entry[3]:
+        raise ValueError("its draft's codes are others")
 
 
 class DraftWriter:
@@ -92,17 +140,19 @@ class DraftWriter:
         for at in range(0, self._file.tell(), HASHED_BYTES):
             self._digest.update(os.pread(self._file.fileno(), HASHED_BYTES, at))
 
-    def add(self, expert: Int4Expert) -> None:
+    def add(self, expert: Int4Expert) -> int:
+        """Write an expert's codes; their CRC-32."""
         codes = record_of(expert)
         self._digest.update(bytes_of(codes))
         self._file.write(bytes_of(codes))
+        return crc32_of(codes)
 
     def sync(self) -> None:
         sync(self._file)
 
-    def tied(self) -> TiedDraft:
-        """What the records of this draft's experts are read over."""
-        return TiedDraft(self._layout, self._digest.hexdigest())
+    def tied(self, source: DraftSource) -> TiedDraft:
+        """What the records of this draft's experts, copied from `source`, are read over."""
+        return TiedDraft(self._layout, self._digest.hexdigest(), source.fingerprint)
 
     def close(self) -> None:
         self._file.close()
@@ -112,60 +162,49 @@ def write_records(
     store: SafetensorsExpertStore,
     packing: Packing,
     out: Path,
-    done: list[Record],
+    journal: Journal,
     progress: Done | None,
 ) -> tuple[list[Record], TiedDraft | None]:
-    """Write the records that are not done yet, in batches; all of them, and what they are over."""
-    records = list(done)
+    """Write the records that are not known to be there; all of them, and what they are over."""
     total = store.num_layers * store.num_experts
+    records = verified(out, packing, journal.entries, progress, total)
+    journal.forget(len(records))
     slot = expert_slot(store)
     room = aligned_bytes(1, packing.codec.slot_bytes)[0]
     end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
     with ExitStack() as stack:
         data = stack.enter_context(opened(out / RECORDS_FILE, end))
-        journal = stack.enter_context((out / EXPERTS_JOURNAL).open("r+b"))
-        # A journal's cut-off end is written over.
-        journal.truncate(sum(map(len, journal.readlines()[: 1 + len(done)])))
-        journal.seek(0, os.SEEK_END)
         draft: DraftWriter | None = None
         if packing.draft is not None:
-            draft = DraftWriter(out, packing.draft.layout, len(done))
+            draft = DraftWriter(out, packing.draft.layout, len(records))
             stack.enter_context(closing(draft))
-        batch: list[Record] = []
+        lines: list[list[int | None]] = []
+        batch_bytes = 0
         for at in range(len(records), total):
             exact = read_matrices(store, *divmod(at, store.num_experts), slot)
             base = packing.base(at)
             record = room[: packing.codec.encode(exact, base, room)]
             data.write(bytes_of(record))
-            batch.append(Record(end, record.nbytes, crc32_of(record)))
+            records.append(Record(end, record.nbytes, crc32_of(record)))
             end = aligned(end + record.nbytes)
-            data.write(bytes(end - batch[-1].offset - record.nbytes))
-            if draft is not None and base is not None:
-                draft.add(base)
-            if sum(each.nbytes for each in batch) >= BATCH_BYTES or at + 1 == total:
+            data.write(bytes(end - records[-1].offset - record.nbytes))
+            codes_crc32 = None if draft is None or base is None else draft.add(base)
+            lines.append([*astuple(records[-1]), codes_crc32])
+            batch_bytes += record.nbytes
+            if batch_bytes >= BATCH_BYTES or at + 1 == total:
                 sync(data)
                 if draft is not None:
                     draft.sync()
-                for each in batch:
-                    line = json.dumps([each.offset, each.nbytes, each.crc32])
-                    journal.write(line.encode() + b"\n")
-                sync(journal)
-                records += batch
-                batch = []
+                journal.add(*lines)
+                lines, batch_bytes = [], 0
             if progress is not None:
                 progress(at + 1, total)
-    return records, None if draft is None else draft.tied()
+    return records, None if draft is None or packing.draft is None else draft.tied(packing.draft)
 
 
 def opened(path: Path, end: int) -> BinaryIO:
-    """A file cut at `end`, where writing goes on; made if need be. Raises SpeqError if shorter."""
+    """A file cut at `end`, where writing goes on; made if need be."""
     file = path.open("r+b" if path.exists() else "w+b")
-    if file.seek(0, os.SEEK_END) < end:
-        file.close()
-        raise SpeqError(
-            f"{path} is shorter than the {end} bytes that were journalled; remove {path.parent} "
-            "and pack again"
-        )
     file.truncate(end)
     file.seek(end)
     return file

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
+from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
 from speq.files.json_file import read_json
 from speq.files.shards import INDEX, SINGLE, Shards
 
@@ -109,13 +110,42 @@ class Checkpoint:
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
                 f"supported; give a folder with {SINGLE} or {INDEX}, and without that field"
             )
+        self._checksums = self._read_checksums()
         self._shards = Shards(path)
         self.files, self.tensors = self._shards.files, self._shards.tensors
         try:
+            if self._checksums is not None:
+                self._checksums.check_headers(self.files)
             self._check_dtypes()
         except BaseException:
             self.close()
             raise
+
+    def _read_checksums(self) -> Checksums | None:
+        """Of a pack, once its files were compared with them; None of anything else."""
+        manifest = self.path / EXPERTS_MANIFEST
+        if not os.path.exists(manifest):
+            return None
+        entries = read_json(manifest, "pack the model again")
+        check_seal(manifest, entries)
+        if entries.get("checksums") is None:
+            say_unchecked(self.path)
+            return None
+        try:
+            checksums = Checksums.of(entries["checksums"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpeqError(f"{manifest} is damaged ({error!r}); pack the model again") from error
+        checksums.check_files(self.path)
+        return checksums
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether this is a pack whose weights outside the experts have checksums too."""
+        return self._checksums is not None
+
+    def tensor_check(self) -> TensorCheck:
+        """Compares tensors with a pack's checksums; where there are none, with nothing."""
+        return TensorCheck(self.tensors, self._checksums or Checksums())
 
     def _check_dtypes(self) -> None:
         for name, (file, info) in self.tensors.items():

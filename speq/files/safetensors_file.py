@@ -34,6 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LENGTH_BYTES = 8  # of the header's length, which a file begins with
 MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
 
 
@@ -96,7 +97,7 @@ class SafetensorsFile(RangeFile):
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise SpeqError(
                 f"{self.path}: tensor {name} has dtype {dtype_name}, which is not supported; "
-                f"supported are {', '.join(DTYPES)}: convert it to bfloat16"
+                f"supported are {', '.join(DTYPES)}: download it again, or convert it"
             )
         if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
             raise self._corrupt(

@@ -224,7 +224,10 @@ def load(
             len(unexpected),
             sorted(unexpected)[0],
         )
+    check = checkpoint.tensor_check()
     if device.type == "cpu":
-        make_resident(model, checkpoint)
+        make_resident(model, checkpoint, check)
+    check.finish()
+    if device.type == "cpu":
         stream_linears(model)
     return MoEModel(model.eval().to(device), family, device)

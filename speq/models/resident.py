@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
-from speq.files.range_file import ENDS_BYTES, RangeFile
+from speq.files.checksums import TensorCheck
+from speq.files.range_file import ENDS_BYTES, RangeFile, bytes_of
 
 MAPS = Path("/proc/self/maps")
 
@@ -46,8 +47,11 @@ def mapped_regions() -> list[Region]:
     return regions
 
 
-def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Read parameters and buffers that the checkpoint's files are mapped for into memory."""
+def make_resident(model: nn.Module, checkpoint: Checkpoint, check: TensorCheck) -> None:
+    """Read parameters and buffers that the checkpoint's files are mapped for into memory.
+
+    They are compared by `check`, which raises SpeqError.
+    """
     files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
     regions = [region for region in mapped_regions() if region.path in files]
     starts = [region.start for region in regions]
@@ -59,8 +63,10 @@ def make_resident(model: nn.Module, checkpoint: Checkpoint) -> None:
             continue
         assert tensor.is_contiguous()
         region = regions[at]
-        offset = region.offset + address - region.start
-        tensor.data = read(files[region.path], offset, tensor.data, ends)
+        file, offset = files[region.path], region.offset + address - region.start
+        made = read(file, offset, tensor.data, ends)
+        check.compare(file, offset, bytes_of(made.view(-1).view(torch.uint8)))
+        tensor.data = made
 
 
 def read(file: RangeFile, offset: int, like: Tensor, ends: Tensor) -> Tensor:

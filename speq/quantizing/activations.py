@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.files.checksums import SummedFile
 from speq.files.range_file import bytes_of
 
 # Rows that are moved between a file and memory at a time.
@@ -114,14 +115,19 @@ def runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
         yield begin, int(index[begin]), end - begin
 
 
-def save(rows: Rows, count: int, path: Path) -> None:
-    """Put `count` float32 rows into a file, on the disk when this returns. Raises OSError."""
+def save(rows: Rows, count: int, path: Path) -> int:
+    """Put `count` float32 rows into a file, on the disk when this returns; their CRC-32.
+
+    Raises OSError.
+    """
     with path.open("wb") as file:
+        summed = SummedFile(file)
         for start in range(0, count, BLOCK_ROWS):
             block = rows.read(start, min(BLOCK_ROWS, count - start))
-            file.write(bytes_of(block.contiguous().view(-1).view(torch.uint8)))
+            summed.write(bytes_of(block.contiguous().view(-1).view(torch.uint8)))
         file.flush()
         os.fsync(file.fileno())
+    return summed.crc32
 
 
 def load(rows: Rows, count: int, width: int, path: Path) -> None:

@@ -5,12 +5,14 @@ are done, and beside it lie the activations that enter the next one.
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +24,7 @@ from speq.errors import SpeqError
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.pack import COPY_BYTES, whole
-from speq.files.atomic_file import replacing
+from speq.files.atomic_file import remove_abandoned, replacing
 from speq.files.checkpoint import (
     EXPERTS_MANIFEST,
     HUB_PATTERNS,
@@ -30,6 +32,8 @@ from speq.files.checkpoint import (
     QUANTIZE_JOURNAL,
     Checkpoint,
 )
+from speq.files.checksums import Sink, SummedFile, check_crc32
+from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import header_of
 from speq.quantizing.expert import QuantisedExpert
@@ -38,7 +42,9 @@ from speq.quantizing.report import LayerReport, TextReport
 from speq.quantizing.settings import QuantizeSettings
 from speq.units import format_bytes
 
-FORMAT = "speq-quantize-2"
+logger = logging.getLogger("speq")
+
+FORMAT = "speq-quantize-3"
 REPORT = "quantize_report.json"
 # Beside the weights these are copied: settings, tokenizers, templates, and what the licence asks.
 COPIED = (*HUB_PATTERNS, "LICENSE*", "NOTICE*")
@@ -112,73 +118,91 @@ def packed(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
 class QuantizeFolder:
     """A folder in the making. Raises SpeqError where it is taken, or begun with other settings.
 
-    source       fingerprint of the model
     calibration  digest of the tokens
-    done         layers that an earlier run is known to have finished
+    done         layers that an earlier run finished: their shards, and what leaves the last of
+                 them, are what was written; without that all begins anew
     text         what the finished draft made of the held-out text; None before that is known
     """
 
-    def __init__(self, out: Path, source: str, calibration: str, shards: Shards) -> None:
+    def __init__(self, out: Path, checkpoint: Checkpoint, calibration: str, shards: Shards) -> None:
         self.out = out
         self.shards = shards
-        self._journal = out / QUANTIZE_JOURNAL
-        self._header = {
+        self._shard_crc32: int | None = None
+        begun = (out / QUANTIZE_JOURNAL).exists()
+        if (out / "config.json").exists() and not begun:
+            raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
+        remove_abandoned(out)
+        if out.exists() and not begun and (not out.is_dir() or any(out.iterdir())):
+            raise SpeqError(f"{out} exists and holds other files; give a folder that is not there")
+        out.mkdir(parents=True, exist_ok=True)
+        header = {
             "format": FORMAT,
-            "source": source,
+            "source": checkpoint.fingerprint(),
             "calibration": calibration,
             "settings": shards.settings.as_dict(),
         }
-        begun = self._journal.exists()
-        if (out / "config.json").exists() and not begun:
-            raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
-        stale = list(out.glob("*.partial")) if out.is_dir() else []
-        if out.exists() and not begun and (not out.is_dir() or set(out.iterdir()) != set(stale)):
-            raise SpeqError(f"{out} exists and holds other files; give a folder that is not there")
-        out.mkdir(parents=True, exist_ok=True)
-        for partial in stale:
-            partial.unlink()
+        ours = {name for name in os.listdir(checkpoint.path) if is_copied(name)}
+        self._journal = Journal(out / QUANTIZE_JOURNAL, header, partial(self._is_ours, ours))
+        self._check_header(header)
         self.done: list[LayerReport] = []
         self.text: dict[str, TextReport] | None = None
-        if begun:
-            self._read_journal()
-        else:
-            with whole(self._journal) as file:
-                file.write(json.dumps(self._header).encode() + b"\n")
-
-    def _read_journal(self) -> None:
-        """What is done; a line that is cut off ends what is known, and goes."""
-        lines = self._journal.read_bytes().split(b"\n")
         try:
-            header = json.loads(lines[0])
-            begun = {key: header[key] for key in self._header}
-        except (ValueError, KeyError, TypeError) as error:
-            raise SpeqError(
-                f"{self._journal} is damaged; remove {self.out} and quantise again"
-            ) from error
+            self._go_on()
+        except (SpeqError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning(
+                "%s: what was journalled is not on the disk as it was written, and quantising "
+                "begins anew (%s)",
+                out,
+                error,
+            )
+            self._journal.forget(0)
+            self.done, self.text = [], None
+
+    def _is_ours(self, copied: set[str], name: str) -> bool:
+        """Whether quantising writes a file of that name before config.json."""
+        count = len(self.shards.layout.layers) + 1
+        names = {
+            QUANTIZE_JOURNAL,
+            REPORT,
+            INDEX,
+            QUANTIZE_CONFIG,
+            *map(self.shards.name, range(count)),
+        }
+        return name in names or name in copied or name.endswith(".activations")
+
+    def _check_header(self, wanted: dict[str, Any]) -> None:
         for key, what in (
             ("format", "another version"),
             ("source", "another model"),
             ("calibration", "another calibration text"),
             ("settings", "other settings"),
         ):
-            if begun[key] != self._header[key]:
+            if self._journal.header.get(key) != wanted[key]:
                 raise SpeqError(
                     f"{self.out} was begun with {what}; give the same ones to go on, or remove it"
                 )
-        known = 1
-        for line in lines[1:-1]:
-            try:
-                entry = json.loads(line)
-                if "text" in entry:
-                    found = entry["text"].items()
-                    self.text = {lane: TextReport(**figures) for lane, figures in found}
-                else:
-                    self.done.append(LayerReport.from_json(entry))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                break
-            known += 1
-        with self._journal.open("r+b") as file:
-            file.truncate(sum(len(line) + 1 for line in lines[:known]))
+
+    def _go_on(self) -> None:
+        """Take up what is done, once it was compared with what is on the disk.
+
+        Raises one of several errors for what is not as it was written.
+        """
+        leaving: int | None = None
+        for entry in self._journal.entries:
+            if "text" in entry:
+                found = entry["text"].items()
+                self.text = {lane: TextReport(**figures) for lane, figures in found}
+                return
+            report = LayerReport.from_json(entry["layer"])
+            if report.layer != len(self.done):
+                raise ValueError(f"layer {report.layer} behind {len(self.done)} others")
+            if report.experts:
+                shard = self.shards.name(self.shards.layout.layers.index(report.layer))
+                check_crc32(self.out / shard, entry["shard"])
+            leaving = entry["leaving"]
+            self.done.append(report)
+        if self.done:
+            check_crc32(self.activations(len(self.done)), leaving)
 
     def activations(self, layer: int) -> Path:
         """Where what enters a layer is kept."""
@@ -189,28 +213,28 @@ class QuantizeFolder:
         return self.out / f"{name}.activations"
 
     @contextmanager
-    def shard(self, moe_layer: int) -> Iterator[BinaryIO]:
+    def shard(self, moe_layer: int) -> Iterator[Sink]:
         """A layer's shard, to write one expert's `tensors_of` after the other to."""
         with replacing(self.out / self.shards.name(moe_layer)) as file:
-            file.write(header_of(self.shards.entries(moe_layer), {"format": "pt"}))
-            yield file
+            summed = SummedFile(file)
+            summed.write(header_of(self.shards.entries(moe_layer), {"format": "pt"}))
+            yield summed
+        self._shard_crc32 = summed.crc32
 
-    def finish_layer(self, report: LayerReport) -> None:
-        """Journal a layer whose shard and activations are on the disk; drop what entered it."""
-        self._add(asdict(report))
+    def finish_layer(self, report: LayerReport, leaving: int) -> None:
+        """Journal a layer whose shard and activations are on the disk; drop what entered it.
+
+        leaving  CRC-32 of what leaves it
+        """
+        shard = self._shard_crc32 if report.experts else None
+        self._journal.add({"layer": asdict(report), "shard": shard, "leaving": leaving})
         self.done.append(report)
         self.activations(report.layer).unlink(missing_ok=True)
 
     def finish_text(self, text: dict[str, TextReport]) -> None:
         """Journal what was made of the held-out text; no activations are needed any more."""
-        self._add({"text": {lane: asdict(figures) for lane, figures in text.items()}})
+        self._journal.add({"text": {lane: asdict(figures) for lane, figures in text.items()}})
         self.text = text
-
-    def _add(self, entry: dict[str, Any]) -> None:
-        with self._journal.open("ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     def check_room(self, checkpoint: Checkpoint, activation_bytes: int) -> None:
         """Raise SpeqError unless the disk has room for what is still to be written."""
@@ -243,15 +267,14 @@ class QuantizeFolder:
                 with whole(self.out / file_path.name) as target:
                     target.write(file_path.read_bytes())
         quantization = quantization_config(self.shards.settings, version)
-        config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-        config["quantization_config"] = quantization
+        config = checkpoint.config | {"quantization_config": quantization}
         self._write_json(INDEX, index)
         self._write_json(REPORT, report)
         self._write_json(QUANTIZE_CONFIG, quantization)
         self._write_json("config.json", config)
         for path in self.out.glob("*.activations"):
             path.unlink()
-        self._journal.unlink(missing_ok=True)
+        self._journal.path.unlink(missing_ok=True)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         with whole(self.out / name) as file:
@@ -283,7 +306,7 @@ def write_rest(checkpoint: Checkpoint, entries: Entries, out: BinaryIO) -> None:
             out.write(bytes_of(part))
 
 
-def write_tensor(tensor: Tensor, out: BinaryIO) -> None:
+def write_tensor(tensor: Tensor, out: Sink) -> None:
     out.write(bytes_of(tensor.contiguous().view(-1).view(torch.uint8)))
 
 

@@ -19,6 +19,7 @@ from speq.experts.expert_store import (
     expert_slot,
     read_matrices,
 )
+from speq.files.atomic_file import writing
 from speq.files.checkpoint import Checkpoint
 from speq.layers.offloaded_experts import ExpertBank
 from speq.models import moe_model
@@ -78,9 +79,9 @@ def quantize(
     dtype = source.store.codec.shape.dtype
     loading = loading_bytes(source.checkpoint, layout.names, dtype)
     plan = plan_of(source.shape, source.store, dtype, lanes, loading, memory_budget)
-    try:
+    with writing(out, "layers that are done are kept, the same command goes on from there"):
         folder = QuantizeFolder(
-            out, source.checkpoint.fingerprint(), calibration.digest(), Shards(layout, settings)
+            out, source.checkpoint, calibration.digest(), Shards(layout, settings)
         )
         # The rows that enter a layer and those that leave it are kept until its line is written.
         kept = lanes.rows * layout.hidden_size * 4
@@ -99,11 +100,6 @@ def quantize(
             model = moe_model.load(source.family, source.checkpoint, dtype, torch.device("cpu"))
             work = Quantizer(source, settings, lanes, model, rows["hidden"], rows["asked"], folder)
             return work.run(calibration, version, progress)
-    except OSError as error:
-        raise SpeqError(
-            f"{out} cannot be written: {error.strerror}; layers that are done are kept, the same "
-            "command goes on from there"
-        ) from error
 
 
 def loading_bytes(checkpoint: Checkpoint, names: ExpertNames, dtype: torch.dtype) -> int:
@@ -161,8 +157,8 @@ class Quantizer:
             else:
                 report = LayerReport(layer)
             leaving = folder.activations(layer + 1)
-            activations.save(self._hidden, self._lanes.rows, leaving)
-            folder.finish_layer(report)
+            crc32 = activations.save(self._hidden, self._lanes.rows, leaving)
+            folder.finish_layer(report, crc32)
 
     def _enter(self, calibration: Calibration) -> None:
         """What enters the first layer that is not done."""

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, exper
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
+from speq.models import moe_model
 from speq.models.opened import Opened, open_model
 from speq.planning.demand import Budget
 from speq.planning.settle import automatic
@@ -42,6 +44,8 @@ from tests.helpers.tiny_models import (
     write_model,
     write_perturbed,
 )
+from tests.product.test_pack import without_checksums
+from tests.product.test_quantize import SETTINGS, quantise_to
 
 Folder = Callable[[str], Path]
 Matrices = tuple[Tensor, Tensor]
@@ -182,6 +186,33 @@ def test_only_its_own_draft_will_do(source: Path, residual: Path, tmp_path: Path
         tokens_of(residual, draft=str(tmp_path / "gptq"))
 
 
+def test_another_draft_is_refused_before_weights_are_loaded(
+    source: Path, residual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a GPTQ checkpoint of the very codes that rounding makes: it is not the pack's own."""
+
+    def fail(*args: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    rounded = tmp_path / "rtn"
+    quantise_to(rounded, source, replace(SETTINGS, group_size=32, method="rtn"))
+    expected = tokens_of(residual, draft_length=3)[0]
+    monkeypatch.setattr(moe_model, "load", fail)
+    with pytest.raises(SpeqError, match=r"holds residuals of another draft, or its .*; leave the"):
+        tokens_of(residual, draft=str(rounded))
+    monkeypatch.undo()
+    # Packed over that checkpoint, it may be named, and codes are compared all the same.
+    pack_to(source, tmp_path / "over", codec="residual", draft=str(rounded)).close()
+    assert tokens_of(tmp_path / "over", draft=str(rounded), draft_length=3)[0] == expected
+    with pytest.raises(SpeqError, match="holds residuals of another draft"):
+        tokens_of(tmp_path / "over", draft=str(source))
+    # A pack of an earlier version does not say what it was made from: its codes tell.
+    entries = json.loads((residual / "experts.json").read_text())["draft"]
+    del entries["source"]
+    without_checksums(residual, draft=entries)
+    assert tokens_of(residual, draft=str(source), draft_length=3)[0] == expected
+
+
 def test_a_damaged_draft(residual: Path) -> None:
     path = residual / "draft.bin"
     size = path.stat().st_size
@@ -215,8 +246,7 @@ def test_a_damaged_draft(residual: Path) -> None:
 def test_a_damaged_manifest_is_one_sentence(
     residual: Path, change: dict[str, Any], message: str
 ) -> None:
-    path = residual / "experts.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    without_checksums(residual, **change)
     with pytest.raises(SpeqError, match=message):
         open_model(residual)
 
@@ -225,7 +255,7 @@ def test_records_of_sizes_that_cannot_be(residual: Path) -> None:
     path = residual / "experts.json"
     manifest = json.loads(path.read_text())
     manifest["records"][0][1] = 100
-    path.write_text(json.dumps(manifest))
+    without_checksums(residual, records=manifest["records"])
     with pytest.raises(SpeqError, match=r"puts a record|has a record of 100 bytes; residual"):
         open_model(residual)
 

@@ -3,10 +3,11 @@
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,11 @@ from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_store import PackedExpertStore
+from speq.files.checksums import sealed
 from speq.measure import check
+from speq.models import moe_model
 from speq.models.opened import open_model
+from tests.helpers.damage import flip, last, line_of, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
@@ -111,9 +115,15 @@ MOMENTS = (
 )
 
 
-def pack_and_die(model: Path, out: Path, at: int) -> bool:
+# Of these, what comparing records that are there already does not pass.
+WRITING = tuple(moment for moment in MOMENTS if moment[1] != "crc32_of")
+
+
+def pack_and_die(
+    model: Path, out: Path, at: int, moments: Sequence[tuple[Any, str]] = MOMENTS
+) -> bool:
     """Pack in a process of its own that is killed at a moment; whether it lived."""
-    return killed_at(at, MOMENTS, lambda: pack_to(model, out))
+    return killed_at(at, moments, lambda: pack_to(model, out))
 
 
 def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +148,11 @@ def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run gets a few records further, and goes on where the last one was."""
-    source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
+    source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=4)
     monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
     out = tmp_path / "packed"
     runs = 1
-    while not pack_and_die(source, out, 25):
+    while not pack_and_die(source, out, 45, WRITING):
         runs += 1
         assert runs < 50
     assert runs >= 3
@@ -179,18 +189,184 @@ def test_what_is_journalled_is_not_read_again(
     assert same(source, out)
 
 
-def test_records_lost_since_they_were_journalled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Unfinished(NamedTuple):
+    """Half a pack of a model, and all files of a whole one."""
+
+    source: Path
+    out: Path
+    whole: dict[str, bytes]
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def half_packed(tmp_path_factory: pytest.TempPathFactory) -> Unfinished:
+    """With eight of twelve records journalled, and the shard copied."""
+    root = tmp_path_factory.mktemp("unfinished")
+    source = write_model(root / "source", "mixtral", num_hidden_layers=2, max_shard_size="100KB")
+    pack_to(source, root / "whole").close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_writer, "BATCH_BYTES", 1)
+        lived = killed_at(
+            9, [(SafetensorsExpertStore, "read")], lambda: pack_to(source, root / "half")
+        )
+    assert not lived
+    for shard in (root / "whole").glob("*.safetensors"):
+        shutil.copy(shard, root / "half")
+    return Unfinished(source, root / "half", content_of(root / "whole"))
+
+
+def shard_damage(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        for shard in out.glob("*.safetensors"):
+            change(shard)
+
+    return damage
+
+
+RECORD = [7 * 73728, 73728, 1, None]
+AFTER_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda out: None,
+    "cut line": lines(lambda found: [*found[:-1], found[-1][:-5]]),
+    "lost line": lines(lambda found: [*found[:4], *found[5:]]),
+    "reordered": lines(lambda found: [found[0], *reversed(found[1:])]),
+    "twice": lines(lambda found: [*found, found[-1]]),
+    "changed digit": lines(lambda found: [*found[:3], found[3].replace(b"1", b"2"), *found[4:]]),
+    "deep": last(b"[" * 100_000),
+    "deep but whole": last(b"[" * 90 + b"]" * 90),
+    "negative": last([-1, *RECORD[1:]]),
+    "another offset": last([4096, *RECORD[1:]]),
+    "boolean": last([RECORD[0], RECORD[1], True, None]),
+    "texts": last(["1", "2", "3", None]),
+    "fractions": last([float(each) for each in RECORD[:3]]),
+    "not a number": last([float("nan")] * 4),
+    "null": last(None),
+    "object": last({"offset": 0}),
+    "empty": last([]),
+    "another size": last([RECORD[0], 4096, 1, None]),
+    "a size of any length": last([RECORD[0], 2**62, 1, None]),
+    "another checksum": last(RECORD),
+    "more lines than experts": lines(lambda found: found + found[1:] * 3),
+    "damaged header": lines(lambda found: [b"{}\n", *found[1:]]),
+    "header of an earlier version": lines(lambda found: [found[0][9:], *found[1:]]),
+    "empty journal": lines(lambda found: []),
+    "journal of rubbish": lines(lambda found: [b"\xff\x00" * 900]),
+    "a flipped bit at the front": flip("experts.bin", 0.01),
+    "a flipped bit further on": flip("experts.bin", 0.6),
+    "records emptied": resized("experts.bin", lambda size: 0),
+    "records cut": resized("experts.bin", lambda size: size // 2 + 5),
+    "records longer": resized("experts.bin", lambda size: size + 5000),
+    "records gone": lambda out: (out / "experts.bin").unlink(),
+    "shards emptied": shard_damage(lambda shard: os.truncate(shard, 0)),
+    "shards longer": shard_damage(lambda shard: os.truncate(shard, shard.stat().st_size + 9)),
+    "shards damaged": shard_damage(lambda shard: shard.write_bytes(shard.read_bytes()[::-1])),
+    "shards gone": shard_damage(Path.unlink),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_DAMAGE)
+def test_going_on_after_damage_makes_the_same_pack(
+    name: str, half_packed: Unfinished, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
-    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
+    out = Path(shutil.copytree(half_packed.out, tmp_path / "packed"))
+    AFTER_DAMAGE[name](out)
+    pack_to(half_packed.source, out).close()
+    assert content_of(out) == half_packed.whole
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert bool(said) == (name not in ("nothing", "records longer") and "shards" not in name)
+    if "journal" in name or "header" in name:
+        assert said == [f"{out / 'experts.journal'} is damaged: all of it begins anew"]
+
+
+def test_a_damaged_journal_beside_other_files(half_packed: Unfinished, tmp_path: Path) -> None:
+    """What may be a user's is not written over."""
+    out = Path(shutil.copytree(half_packed.out, tmp_path / "packed"))
+    (out / "experts.journal").write_text("nonsense")
+    (out / "notes.txt").write_text("mine")
+    before = content_of(out)
+    with pytest.raises(SpeqError, match=r"journal is damaged, and .* holds notes\.txt; remove the"):
+        pack_to(half_packed.source, out)
+    assert content_of(out) == before
+
+
+# What is not an expert.
+
+
+def checked(folder: Path) -> None:
+    """Open a pack and load all but its experts."""
+    opened = open_model(folder)
+    try:
+        moe_model.load(opened.family, opened.checkpoint, torch.float32, torch.device("cpu"))
+    finally:
+        opened.close()
+
+
+def test_every_bit_beside_the_experts_counts(half_packed: Unfinished, tmp_path: Path) -> None:
+    """A bit flipped in any tensor, header or file that a run reads."""
     out = tmp_path / "packed"
-    assert not pack_and_die(source, out, 30)
-    size = (out / "experts.bin").stat().st_size
-    os.truncate(out / "experts.bin", 4096)
-    assert size > 4096
-    with pytest.raises(SpeqError, match=r"is shorter than the .* bytes that were journalled"):
-        pack_to(source, out)
+    pack_to(half_packed.source, out).close()
+    checked(out)
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(shards) > 1
+    names = [path.name for path in out.glob("*.json")]
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= set(names)
+    for name in (*shards, *names):
+        sound = (out / name).read_bytes()
+        places = [0.5] if name not in shards else [20 / len(sound), 0.6, 0.8, 1 - 1 / len(sound)]
+        for place in places:
+            flip(name, place)(out)
+            with pytest.raises(SpeqError) as refused:
+                checked(out)
+            if place != places[0] or name not in shards:  # a header may be none any more
+                said = str(refused.value)
+                assert re.search("not what was packed|is damaged|not valid JSON", said)
+            (out / name).write_bytes(sound)
+    (out / "tokenizer_config.json").unlink()
+    with pytest.raises(SpeqError, match=r"tokenizer_config\.json cannot be read: No such .*; pack"):
+        checked(out)
+
+
+def test_every_tensor_is_compared(half_packed: Unfinished, tmp_path: Path) -> None:
+    """Those that are mapped and those that are converted, each once, at every load."""
+    out = tmp_path / "packed"
+    pack_to(half_packed.source, out).close()
+    opened = open_model(out)
+    tensors = dict(opened.checkpoint.tensors)
+    opened.close()
+    assert not any(".experts." in name for name in tensors)
+    for name, (file, info) in tensors.items():
+        sound = file.path.read_bytes()
+        content = bytearray(sound)
+        content[info.offset + info.nbytes // 2] ^= 1
+        file.path.write_bytes(content)
+        with pytest.raises(SpeqError, match=f"tensor {name} is not what was packed; pack the"):
+            checked(out)
+        file.path.write_bytes(sound)
+    checked(out)
+
+
+def without_checksums(packed: Path, **changes: Any) -> None:
+    """The manifest as an earlier version wrote it, with changes."""
+    path = packed / "experts.json"
+    entries = json.loads(path.read_text())
+    del entries["crc32"], entries["checksums"]
+    path.write_text(json.dumps(entries | changes))
+
+
+def test_a_pack_of_an_earlier_version_opens_and_says_so(
+    packed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_checksums(packed)
+    flip("model.safetensors", 0.9)(packed)
+    for _ in range(2):
+        checked(packed)
+    said = [record.getMessage() for record in caplog.records if "checksums" in record.getMessage()]
+    assert said == [
+        f"{packed} was packed without checksums of anything but experts: its other weights and "
+        "files are not checked; packing the model again adds them"
+    ]
 
 
 @pytest.mark.parametrize("at", [1, 4, 9])
@@ -273,9 +449,37 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for(packed: Path) -> None:
 def test_a_damaged_manifest_is_one_sentence(
     packed: Path, change: dict[str, Any], message: str
 ) -> None:
+    without_checksums(packed, **change)
+    with pytest.raises(SpeqError, match=message):
+        open_model(packed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": "another"},
+        {"crc32": None},
+        {"crc32": 1},
+        {"checksums": None},
+        {"checksums": {}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_manifest_is_what_was_written(packed: Path, change: dict[str, Any]) -> None:
     path = packed / "experts.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(SpeqError, match=message):
+    with pytest.raises(SpeqError, match=r"experts\.json is damaged: it is not what was packed"):
+        open_model(packed)
+
+
+@pytest.mark.parametrize("entry", [7, [], {"files": 1}, {"files": {"a": "b"}}], ids=str)
+def test_checksums_that_are_none(packed: Path, entry: Any) -> None:
+    path = packed / "experts.json"
+    entries = json.loads(path.read_text())
+    del entries["crc32"]
+    path.write_text(json.dumps(sealed(entries | {"checksums": entry})))
+    with pytest.raises(SpeqError, match=r"experts\.json is damaged \(.*\); pack the model again"):
         open_model(packed)
 
 
@@ -301,14 +505,11 @@ def test_folders_that_are_taken(packed: Path, tiny: Folder, tmp_path: Path) -> N
     begun = tmp_path / "begun"
     begun.mkdir()
     source = {"source": "another", "codec": "raw", "draft": None}
-    (begun / "experts.journal").write_text(json.dumps(source) + "\n")
+    (begun / "experts.journal").write_bytes(line_of(source))
     with pytest.raises(SpeqError, match="begun holds an unfinished pack of another model"):
         pack_to(tiny("olmoe"), begun)
     with pytest.raises(SpeqError, match="was not packed to the end; run the same `speq pack`"):
         open_model(begun)
-    (begun / "experts.journal").write_text("nonsense")
-    with pytest.raises(SpeqError, match="journal is damaged; remove"):
-        pack_to(tiny("olmoe"), begun)
 
 
 def test_verifying_wants_a_pack(tiny: Folder, packed: Path) -> None:

@@ -35,6 +35,7 @@ from speq.quantizing.quantizer import Source, quantize
 from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import QuantizeSettings, check_sizes, codes_for
 from speq.units import parse_bytes
+from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import FAMILIES, load_plain, write_model
@@ -568,16 +569,12 @@ def test_folders_that_are_taken(small: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").touch()
         quantise_to(tmp_path / "notes.txt", small)
     (out / "quantize.journal").write_text("nonsense")
-    with pytest.raises(SpeqError, match="journal is damaged; remove"):
+    (out / "notes.txt").touch()
+    with pytest.raises(SpeqError, match=r"journal is damaged, and .* holds notes\.txt; remove the"):
         quantise_to(out, small)
 
 
-def interrupted(
-    model: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: QuantizeSettings = SETTINGS,
-) -> None:
+def interrupted(model: Path, out: Path, settings: QuantizeSettings = SETTINGS) -> None:
     """A run that ended before its second layer."""
 
     def enough(done: int, total: int) -> None:
@@ -588,11 +585,9 @@ def interrupted(
         quantise_to(out, model, settings, progress=enough)
 
 
-def test_going_on_wants_the_same(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_going_on_wants_the_same(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    interrupted(small, out, monkeypatch)
+    interrupted(small, out)
     for change in (
         {"group_size": 32},
         {"damp": 0.02},
@@ -610,13 +605,70 @@ def test_going_on_wants_the_same(
     )  # fmt: skip
     with pytest.raises(SpeqError, match="was begun with another model"):
         quantise_to(out, other)
-    (kept,) = out.glob("entering-*.activations")
-    os.truncate(kept, 4096)
-    with pytest.raises(SpeqError, match="does not hold the 528 rows that were journalled; remove"):
-        quantise_to(out, small)
-    kept.unlink()
-    with pytest.raises(SpeqError, match="cannot be read: No such file or directory; remove"):
-        quantise_to(out, small)
+
+
+@pytest.fixture(scope="module")
+def half(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended before its second layer."""
+    out = tmp_path_factory.mktemp("half") / "out"
+    interrupted(small, out)
+    return out
+
+
+FIRST_SHARD = "model-00001-of-00003.safetensors"
+ENTERING = "entering-00001.activations"
+# Changes of a layer's line, which gets a sound checksum.
+ENTRIES: dict[str, Any] = {
+    "null": None,
+    "a list": [],
+    "a number": float("nan"),
+    "deep": b"[" * 100_000,
+    "another layer": {"layer": {"layer": 1, "experts": []}},
+    "no experts": {"layer": {"layer": 0, "experts": 3}},
+    "texts": {"layer": "0", "shard": "1"},
+    "a text that is none": {"text": 7},
+    "true": {"layer": {"layer": True, "experts": [[]]}},
+}
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda out: None,
+    "shard flipped": flip(FIRST_SHARD, 0.7),
+    "shard header flipped": flip(FIRST_SHARD, 0.001),
+    "shard emptied": resized(FIRST_SHARD, lambda size: 0),
+    "shard cut": resized(FIRST_SHARD, lambda size: size - 1),
+    "shard longer": resized(FIRST_SHARD, lambda size: size + 1),
+    "shard gone": lambda out: (out / FIRST_SHARD).unlink(),
+    "activations flipped": flip(ENTERING, 0.5),
+    "activations cut": resized(ENTERING, lambda size: 4096),
+    "activations gone": lambda out: (out / ENTERING).unlink(),
+    "line cut": lines(lambda found: [found[0], found[1][:-9]], "quantize.journal"),
+    "line gone": lines(lambda found: [found[0]], "quantize.journal"),
+    "line twice": lines(lambda found: [*found, found[1]], "quantize.journal"),
+    "digit changed": lines(lambda found: [found[0], found[1][:-4] + b"7}\n"], "quantize.journal"),
+    "header damaged": lines(lambda found: [b"{}\n", found[1]], "quantize.journal"),
+    "journal emptied": lines(lambda found: [], "quantize.journal"),
+} | {f"line of {name}": last(value, "quantize.journal") for name, value in ENTRIES.items()}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_going_on_after_damage_makes_the_same_checkpoint(
+    name: str,
+    half: Path,
+    small: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out = Path(shutil.copytree(half, tmp_path / "out"))
+    assert sorted(path.name for path in out.iterdir())[:2] == [ENTERING, FIRST_SHARD]
+    DAMAGE[name](out)
+    quantise_to(out, small)
+    assert contents(out) == whole
+    said = [record.getMessage() for record in caplog.records if str(out) in record.getMessage()]
+    assert bool(said) == (name not in ("nothing", "line gone"))
+    if "shard" in name or "activations" in name:
+        assert re.search(
+            r"is not on the disk as it was written, and quantising begins anew", said[0]
+        )
 
 
 @pytest.mark.parametrize(
