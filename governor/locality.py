@@ -119,7 +119,7 @@ class Locality:
         return activated_experts(self.num_experts, self.top_k, tokens)
 
     def misses(self, slots: float, tokens: float) -> float:
-        """The experts that a layer with `slots` slots has to move for a pass over `tokens` tokens."""
+        """The experts that a layer with `slots` slots misses in a pass over `tokens` tokens."""
         if slots >= self.num_experts:
             return 0.0
         if self.top_k == self.num_experts:
