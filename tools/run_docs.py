@@ -29,7 +29,7 @@ STAND_INS = {
 }
 PROMPTS = "speq/measure/prompts/mixed.jsonl"
 TEXTS = (PROMPTS, "humaneval.jsonl", "text.jsonl")
-SMALL = ("--hidden", "512", "--expert-width", "128")
+SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "paper-systems", "step")
 SLOW = ("bench", "quantize", "tune", "check")
 
