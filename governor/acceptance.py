@@ -1,18 +1,18 @@
-"""How likely drafted tokens are to stand, by their position in the draft (MoE-SpeQ 3.2.2)."""
+"""Learns the probability that a drafted token stands, by its position (MoE-SpeQ 3.2.2)."""
 
 import math
 from dataclasses import dataclass, field
 
-# Tokens that an average remembers at most: until then it is the mean (the warm-up), from then on an
-# exponential moving average.
+# An average remembers at most so many tokens. Until then it is the mean (the warm-up); from then on
+# it is an exponential moving average.
 HORIZON = 80.0
-# What is believed before anything was seen, as so many tokens of it.
+# The acceptance assumed first, and the number of tokens it weighs as much as.
 PRIOR, PRIOR_TOKENS = 0.7, 2.0
-# What was measured of other texts, as so many tokens.
+# A measurement of other texts weighs as much as so many tokens.
 KNOWN_TOKENS = 16.0
-# A position of its own counts once it has been seen so often; until then all positions together do.
+# All positions together weigh as much as so many tokens of one position.
 SHRINKAGE = 8.0
-# A cycle takes away so much of what is known: texts change.
+# Each cycle takes away this share of the weight: texts change.
 FADING = 1 / 250
 
 
@@ -37,9 +37,8 @@ class _Share:
 class Acceptance:
     """p_i: the probability that the draft's token i stands, given that those before it did.
 
-    A draft of k tokens of which a < k stood says of its first a positions that they stood, of
-    the next one that it did not, and nothing of those behind it. One that stood as a whole is
-    censored: nothing failed.
+    Let a of a draft's k tokens stand. If a < k, the first a positions stood and the next one
+    failed; the draft says nothing of later positions. If a = k, nothing failed.
     """
 
     longest: int
@@ -50,7 +49,7 @@ class Acceptance:
         self._positions = [_Share() for _ in range(self.longest)]
 
     def believe(self, acceptance: float) -> None:
-        """Begin with what was measured before."""
+        """Begin with an acceptance that was measured before."""
         self._all = _Share(KNOWN_TOKENS, acceptance * KNOWN_TOKENS)
 
     def observe(self, draft_length: int, accepted: int) -> None:
@@ -66,12 +65,12 @@ class Acceptance:
 
     @property
     def overall(self) -> float:
-        """Of all positions together."""
+        """The acceptance of all positions together."""
         return self._all.stood / self._all.tokens
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of what is known of `overall`; it grows while nothing is drafted."""
+        """Standard deviation of the estimate `overall`; it grows while nothing is drafted."""
         overall = self.overall
         return math.sqrt(max(overall * (1 - overall), 0.02) / (self._all.tokens + 1))
 

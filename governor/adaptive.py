@@ -1,9 +1,9 @@
 """Chooses each cycle's draft length from what the cycles before it took (MoE-SpeQ 3.2.3).
 
-The roofline model, learnt online, says what a cycle of every length would take; measured cycles
-correct it; acceptance says what it would yield. The length of the highest throughput is taken, 0
-included. Others are probed as long as what that costs stays a small share of the time: so
-speculation that does not pay is off, but for a few cycles that would find out if it did.
+A roofline model, learnt online, expects the time of a cycle of every length. Measured cycles
+correct it. Acceptance gives the tokens that a cycle yields. The governor takes the length of the
+highest throughput, 0 included. It probes other lengths within a small share of the time. So
+speculation that does not pay is off, except for the few cycles that would notice if it did.
 """
 
 import math
@@ -26,39 +26,40 @@ from speq.governor.roofline import Cycle
 from speq.governor.slo import Objectives
 from speq.stats import Forecast, StepStats
 
-# Of all time, what drafts may lose that are tried, and plain cycles in between better drafts.
+# The shares of the time that probing drafts may lose, and plain cycles between better drafts.
 DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
-# Plain cycles between drafts come in bursts, the first of which do not count: slots must fill again
-# with what a single token needs.
+# Plain cycles between drafts come in bursts. The first ones of a burst do not count, because slots
+# must fill again with the experts that a single token needs.
 BURST, SETTLE = 8, 3
-# The first plain cycles of all found slots that were not full yet. After so many cycles in favour
-# of drafts they are measured anew, unless they took so many times as long.
+# The very first plain cycles ran before slots were full. After so many cycles in favour of drafts
+# they are measured anew, unless they took so many times as long.
 SECOND_LOOK, HOPELESS = 12, 2.5
-# What a probe costs at least, in plain tokens' time: its outcome may be luck.
+# A probe is charged at least this, in tokens' time: a cheap outcome may be luck.
 LEAST_LOSS = 0.1
-# Lengths beyond the longest one measured that may be tried next; measured is one of which more than
+# A probe may go so many lengths beyond the longest measured one. A length is measured if more than
 # this share of a cycle is remembered.
 REACH, MEASURED = 2, 0.3
-# Plain cycles, which all else is compared with, that come first where there is no profile.
+# Without a profile so many plain cycles come first: all other lengths are compared with them.
 FIRST_PLAIN = 4
-# A length is worth a probe if it might be better by this share, with luck of so many standard
-# deviations where the credit is full, and of fewer where it is not.
+# A length is worth a probe if it might be better by this share. It may have luck of so many
+# standard deviations if the credit is full, and of fewer if not.
 LUCK, WORTHWHILE = 3.0, 0.02
-# Doubt is settled in favour of plain decoding, which so many standard deviations are granted.
+# Plain decoding has the benefit of the doubt: it is granted so many standard deviations.
 DOUBT = 0.5
-# A length is left for one that is expected to be better by this share.
+# The governor leaves a length only for one that is expected to be better by this share.
 HYSTERESIS = 0.01
-# A draft stops where one more token is expected to cost so many times what it brings, once so many
-# drafts have shown how many new experts are usual.
+# A draft stops if one more token is expected to cost so many times its yield. It does so only after
+# so many drafts have shown how many new experts are usual.
 STOP, USUAL = 1.25, 8
 
 
 class Option(NamedTuple):
-    """A draft length as it looks now.
+    """The present expectation of a draft length.
 
-    cycle      by the model alone
-    cycle_s    corrected by what was measured; token_s: of each token that it is expected to yield
-    deviation  of the logarithm of these
+    cycle      the cycle by the model alone
+    cycle_s    its time, corrected by measurements
+    token_s    the same per expected token
+    deviation  standard deviation of the logarithm of both times
     hoped      tokens if acceptance were better than it seems
     """
 
@@ -74,8 +75,11 @@ class Option(NamedTuple):
 
 @dataclass(slots=True)
 class Credit:
-    """What probes may still lose, in seconds: a share of all time, and no more than `most` plain
-    cycles; `first` of them at the start.
+    """The seconds that probes may still lose.
+
+    share  of all time, which is added
+    first  plain cycles' worth at the start
+    most   plain cycles' worth, never more
     """
 
     share: float
@@ -90,7 +94,7 @@ class Credit:
         self.left_s = min(self.left_s + self.share * cycle_s, self.most * plain_s)
 
     def saved(self, plain_s: float) -> float:
-        """How much of what can be saved is."""
+        """How full the credit is, from 0 to 1."""
         return max(self.left_s, 0.0) / (self.most * plain_s)
 
 
@@ -98,9 +102,9 @@ class Credit:
 class AdaptiveDraftLength:
     """The governor of `--draft-length auto`.
 
-    longest     no draft is longer
-    objectives  bounds on time per token and per cycle, kept to as far as any length does
-    profile     what was measured before; without one, or where it has not counted experts, the
+    longest     longest draft
+    objectives  bounds on time per token and per cycle, kept to if any length can
+    profile     earlier measurements. Without one, or with one that has not counted experts, the
                 first cycles are the calibration
     """
 
@@ -110,16 +114,16 @@ class AdaptiveDraftLength:
     acceptance: Acceptance = field(init=False)
     model: CycleModel = field(init=False)
     measured: MeasuredCycles = field(init=False)
-    # Of probes that draft, and of plain cycles while drafting is better.
+    # One credit for probes that draft, one for plain cycles while drafting is better.
     _drafts: Credit = field(default_factory=lambda: Credit(DRAFT_SHARE, 4.0, 8.0))
     _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
     _plain_s: float = 0.0
     _burst: int = 0
     _first_plain: int = FIRST_PLAIN
-    # Plain cycles since the last draft, and cycles before which drafts were held to be better.
+    # Plain cycles since the last draft, and cycles for which a draft was held to be better.
     _plain_run: int = SETTLE
     _in_favour: int = 0
-    # By draft length: the tokens that a cycle is expected to emit; and what else it would.
+    # By draft length: the expected tokens of a cycle. By place in `measured.lengths`: the options.
     _yields: list[float] = field(default_factory=list)
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
@@ -164,8 +168,10 @@ class AdaptiveDraftLength:
         return self._decision("best" if probe is None else "probe")
 
     def go_on(self, drafted: int, new_experts: int) -> bool:
-        """One more token costs its drafting, its row, and as many new experts as this draft's
-        tokens have needed so far, as far as their transfers are not hidden.
+        """Compare the cost of one more token with its yield.
+
+        The cost is its drafting, its row, and as many new experts as this draft's tokens have
+        needed so far, for the part of their transfers that is not hidden.
         """
         if self._chosen != self._held or self.model.drafts < USUAL:
             return True
@@ -184,15 +190,15 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         self.acceptance.observe(step.draft_length, step.accepted)
         if self._cold:
-            # Slots held what the prompt left in them: no cycle but the first is like that.
+            # Slots held what the prompt left in them. Only the first cycle is like that.
             self._cold = False
             self._first_plain = max(self._first_plain - 1, 0)
             return
         self.model.observe(step)
         length, like_s = step.draft_length, cycle_s
         if self._stopped:
-            # Drafts that are stopped count for the length that was decided on, at their price of a
-            # token: those that go on are the lucky ones, and would make it look cheap.
+            # A stopped draft counts for the length decided on, at its own price of a token.
+            # Otherwise only lucky drafts would count, and the length would look cheap.
             cycle = self._options[self._chosen].cycle
             length = cycle.draft_length
             like_s *= cycle.tokens / self._yields[step.draft_length]
@@ -217,7 +223,7 @@ class AdaptiveDraftLength:
 
     def _weigh(self) -> list[Option]:
         luck = 1 + self._luck * self.acceptance.deviation / self.acceptance.overall
-        # By k: the tokens of a cycle, and those of one that has luck.
+        # By k: the tokens of a cycle, and the tokens of a lucky one.
         yields, hopes = [1.0], [1.0]
         stands = stands_hoped = 1.0
         for probability in self.acceptance.probabilities():
@@ -239,7 +245,7 @@ class AdaptiveDraftLength:
         return options
 
     def _best(self, allowed: list[int]) -> int:
-        """The highest throughput (Eqs. 4 and 5), with some inertia: times are noisy."""
+        """The length of the highest throughput (Eqs. 4 and 5), with inertia: times are noisy."""
 
         def judged_s(at: int) -> float:
             option = self._options[at]
@@ -251,11 +257,11 @@ class AdaptiveDraftLength:
 
     @property
     def _luck(self) -> float:
-        """Standard deviations of luck that are worth a try."""
+        """The standard deviations of luck that a probe may hope for."""
         return LUCK * self._drafts.saved(self._plain_s)
 
     def _anchor(self, allowed: list[int]) -> int | None:
-        """Plain decoding, which is to be left for what is better: now and then it is measured."""
+        """0 if plain decoding is to be measured now, so that drafts stay compared with it."""
         if self._held == 0 or 0 not in allowed:
             self._burst = 0
             return None
@@ -270,7 +276,7 @@ class AdaptiveDraftLength:
         return 0 if self._burst else None
 
     def _probe(self, allowed: list[int]) -> int | None:
-        """Another length that may well be better, and that we can afford to be wrong about."""
+        """Another length that may be better, if the credit covers being wrong about it."""
         token_s = self._options[self._held].token_s
         chosen, most = None, 0.0
         reach = REACH + self.measured.farthest(MEASURED)
@@ -288,7 +294,7 @@ class AdaptiveDraftLength:
         return chosen
 
     def _nearest(self) -> int:
-        """Where no length meets the objectives: the one that misses them by least."""
+        """The length that misses the objectives by least."""
 
         def excess(option: Option) -> float:
             late = option.cycle_s / self.objectives.latency_s
@@ -297,7 +303,7 @@ class AdaptiveDraftLength:
         return min(range(len(self._options)), key=lambda at: excess(self._options[at]))
 
     def _decision(self, ground: Ground) -> Decision:
-        """The option under way, with what limits it and what its neighbours would give."""
+        """The chosen option, with its limit and its neighbours' times as the reason."""
         at, options = self._chosen, self._options
         cycle, cycle_s = options[at].cycle, options[at].cycle_s
         beside = ", ".join(
@@ -326,8 +332,10 @@ def make_governor(
     profile: Profile | None = None,
     longest: int = LONGEST,
 ) -> Governor:
-    """The governor of a run: a fixed length, or None, the one that measures, beginning with what a
-    profile says and drafting no more than `longest` tokens.
+    """The governor of a run.
+
+    draft_length  a fixed length, or None for the governor that measures
+    profile       where that governor begins; longest: its longest draft
     """
     if draft_length is None:
         return AdaptiveDraftLength(longest, objectives, profile)

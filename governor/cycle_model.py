@@ -1,8 +1,13 @@
-"""The terms of a cycle's time, learnt from the cycles themselves (MoE-SpeQ 3.2.2).
+"""Learns the terms of a cycle's time from the cycles themselves (MoE-SpeQ 3.2.2).
 
-Whatever a StepStats holds is split into what the roofline model knows: drafting, linear in k;
-verification, linear in the distinct experts it asks for; experts to move, in proportion to these;
-and the share of their transfer that is not hidden. What was never measured is extrapolated.
+The roofline model has four terms:
+
+1. drafting, linear in k;
+2. verification, linear in the distinct experts it asks for;
+3. experts to move, in proportion to these;
+4. the share of their transfer that is not hidden.
+
+Lengths that were never measured are extrapolated.
 """
 
 import math
@@ -15,20 +20,22 @@ from speq.governor.profile import Profile
 from speq.governor.roofline import Cycle
 from speq.stats import StepStats
 
-# What drafts took when they were profiled counts as so many cycles.
+# A profile's time of a draft weighs as much as so many cycles.
 PROFILED = 10.0
-# ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. With this bend the unions
-# measured on trained models and N(t) of MoESD are met within some percent, each with a b of its own
-# (0.8 and 1.0), for as many rows as are ever verified.
+# ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. This bend meets both the
+# unions measured on trained models (b = 0.8) and N(t) of MoESD (b = 1.0) within some percent, for
+# as many rows as are ever verified.
 BEND, SPREAD = 0.1, 0.85
-# Before it is known: a draft token's time beside a plain one's.
+# Assumed first: a draft token's time over a plain token's.
 DRAFT_SHARE = 0.6
 
 
 @dataclass(slots=True)
 class Traffic:
-    """missed: experts moved, of those a verification asks for; exposed: of the transfers that
-    computation might have hidden, the share that it did not.
+    """Shares that the link's time depends on.
+
+    missed   experts moved over experts that a verification asks for
+    exposed  share of the transfers that computation might have hidden and did not
     """
 
     missed: Ratio = field(default_factory=Ratio)
@@ -37,8 +44,9 @@ class Traffic:
 
 @dataclass(slots=True)
 class CycleModel:
-    """Expects of each draft length what its cycle takes. It is ready once it has seen a cycle of
-    plain decoding, or was made of a profile.
+    """Expects the time of a cycle of each draft length.
+
+    It is ready once it has seen a cycle of plain decoding, or was made from a profile.
     """
 
     single: float = 0.0  # distinct experts of one row, in all layers
@@ -53,8 +61,9 @@ class CycleModel:
 
     @classmethod
     def of(cls, profile: Profile) -> "CycleModel":
-        """What a profile says, until cycles say otherwise; one without `distinct` says too little
-        of experts to begin with.
+        """A model that begins with a profile's times.
+
+        A profile without `distinct` says too little of experts: the model is then not ready.
         """
         model = cls()
         if profile.drafted:
@@ -102,14 +111,14 @@ class CycleModel:
             self.spread.add((math.log(experts / self.single) + BEND * log_rows**2) / log_rows)
 
     def distinct(self, rows: float) -> float:
-        """Distinct experts, of all layers together, that so many rows ask for."""
+        """The distinct experts, in all layers together, that `rows` rows ask for."""
         return self._distinct(math.log(rows))
 
     def _distinct(self, log_rows: float) -> float:
         return self.single * math.exp(log_rows * (self.spread.value - BEND * log_rows))
 
     def new_experts(self, rows: float) -> float:
-        """|E_new|: of the distinct experts of so many rows, those to move."""
+        """|E_new|: the experts to move among the distinct ones of `rows` rows."""
         return self.distinct(rows) * self._missed(self.drafting if rows > 1 else self.plain)
 
     def _missed(self, traffic: Traffic) -> float:
@@ -127,12 +136,13 @@ class CycleModel:
         return DRAFT_SHARE * self.verify_s(self.single)
 
     def verify_s(self, experts: float) -> float:
-        """Of a verification that asks for so many distinct experts, all in slots."""
+        """Time of a verification that asks for so many distinct experts, all in slots."""
         return self.compute.y + self.compute.slope * (experts - self.compute.x)
 
     def cycles(self, lengths: Iterable[int], tokens: Iterable[float]) -> list[Cycle]:
-        """What cycles of some draft lengths are expected to take, given what they will yield;
-        T_pcie,init is part of what is exposed.
+        """The expected cycles of some draft lengths, given the tokens that each will yield.
+
+        T_pcie,init is part of the exposed share.
         """
         draft_token_s = self.draft_token_s
         transfer_s, expert_bytes = self.link.value, self.expert_bytes.value

@@ -1,21 +1,21 @@
-"""What chooses draft lengths, and the choice that depends on nothing measured."""
+"""The protocol of governors, and the governor of a fixed draft length."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from speq.stats import Forecast, StepStats
 
-# Lengths that `auto` chooses from. Neighbours among longer drafts differ by less than can be told.
+# Lengths that `auto` chooses from. Neighbours among longer drafts differ too little to measure.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
-# fixed: no choice was made. best: the highest expected throughput. probe: another one, to learn
-# what it costs. bound: what a latency objective or the end of the request leaves.
+# fixed: no choice was made. best: the highest expected throughput. probe: another length, to learn
+# its cost. bound: a latency objective or the end of the request left no better one.
 Ground = Literal["fixed", "best", "probe", "bound"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many tokens to draft next (0: decode plainly), and why."""
+    """A draft length (0: decode plainly) and the reason for it."""
 
     draft_length: int
     reason: str
@@ -25,16 +25,16 @@ class Decision:
 
 class Governor(Protocol):
     def begin(self) -> None:
-        """A prompt has been read, and slots hold what that left in them."""
+        """Hear that a prompt was run: slots hold what it left in them."""
 
     def decide(self) -> Decision:
         """Choose the next cycle's draft length."""
 
     def go_on(self, drafted: int, new_experts: int) -> bool:
-        """Whether to draft one more token, now that `drafted` of them are there.
+        """Tell whether to draft one more token after `drafted` tokens.
 
-        new_experts  (layer, expert) pairs that the draft named so far and that were neither in
-                     slots nor on their way when it did
+        new_experts  number of (layer, expert) pairs that the draft named and that were neither in
+                     slots nor under way at that time
         """
 
     def observe(self, step: StepStats) -> None:

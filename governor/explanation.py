@@ -1,4 +1,4 @@
-"""What the governor chose in a run and why, and how well it knew what would come of it."""
+"""Sums up a run's draft lengths, the reasons for them, and the errors of the expected times."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from speq.stats import Forecast, StepStats, ratio
 
 @dataclass(slots=True)
 class Choice:
-    """The cycles of one draft length. reason: the last one given."""
+    """The cycles of one draft length. reason: the last reason given for it."""
 
     draft_length: int
     cycles: int = 0
@@ -25,9 +25,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """choices: by the length decided on, the shortest first. The errors are relative to the time
-    cycles took, as means of their size: of Eq. 3, of the overlapped form, and of what decisions
-    were based on; drafts that were stopped are left out, and None is where nothing was forecast.
+    """A run's decisions. Drafts that were stopped do not count for the errors.
+
+    choices           by the length decided on, the shortest first
+    serial_error      mean size of the error of Eq. 3, relative to the cycle's time
+    overlapped_error  the same of the overlapped form
+    error             the same of the times that decisions were based on
+
+    Errors are None for a run without forecasts.
     """
 
     choices: list[Choice]

@@ -1,9 +1,9 @@
-"""How many experts tokens ask for, and how many of those are not in slots, before any is loaded.
+"""Expects how many experts tokens ask for and how many of these are missing, before loading.
 
 Both follow from one curve, D(t): the distinct experts of a layer that t consecutive tokens choose.
-Slots that hold the last T tokens' experts, D(T) of them, miss of the next t tokens together what
-those add, D(T + t) - D(T). That is Denning's working-set theorem (Denning and Schwartz, 1972) for
-windows, and it is about LRU; `speq bench locality` replays the real policies beside it.
+Let D(T) slots hold the experts of the last T tokens. The next t tokens together then miss
+D(T + t) - D(T) experts. This is Denning's working-set theorem (Denning and Schwartz, 1972) for
+windows. It is about LRU; `speq bench locality` replays the real policies beside it.
 """
 
 import math
@@ -17,9 +17,8 @@ from speq.governor.moesd import activated_experts
 class RouteCurve:
     """D(t) as it was recorded.
 
-    source  what was recorded
-    points  (tokens, distinct experts of a layer, of num_experts) in rising order, the first of one
-            token and top_k experts
+    source  the model or text that was recorded
+    points  (tokens, distinct experts of a layer) in rising order, the first one (1, top_k)
     """
 
     source: str
@@ -44,7 +43,7 @@ class RouteCurve:
             )
 
     def independent_tokens(self, tokens: float) -> float:
-        """As many tokens as would, choosing independently, choose as many experts."""
+        """The number of tokens that would choose as many experts if they chose independently."""
         if tokens <= 1:
             return tokens
         (left, low), (right, high) = self._between(0, tokens)
@@ -58,7 +57,7 @@ class RouteCurve:
         return left * math.exp(math.log(right / left) * (independent - low) / (high - low))
 
     def _between(self, axis: int, value: float) -> list[tuple[float, float]]:
-        """The two (tokens, independent tokens) on either side; beyond the last, the last two."""
+        """The (tokens, independent tokens) on either side; beyond the last point, the last two."""
         stays = math.log(1 - self.top_k / self.num_experts)
         known = [(x, math.log(1 - y / self.num_experts) / stays) for x, y in self.points]
         at = 1
@@ -67,7 +66,7 @@ class RouteCurve:
         return known[at - 1 : at + 1]
 
 
-# Of the bundled model: its eight layers over code, maths and prose.
+# Recorded with the bundled model: its eight layers over code, maths and prose.
 #   speq bench hit-rate models/tiny-moe --memory-budget 60MiB --num-prompts 8 --max-new-tokens 128 \
 #       --trace routes.json
 #   speq bench locality routes.json
@@ -80,8 +79,8 @@ BUNDLED = RouteCurve(
         *((65, 19.87), (129, 21.62), (257, 24.17)),
     ),
 )
-# Of DeepSeek-V2-Lite, worked out from what LRU hits in MoE-SpeQ's Table 3: one more token misses
-# K times the miss rate of as many slots as there are distinct experts so far.
+# DeepSeek-V2-Lite, worked out from the LRU hit rates in MoE-SpeQ's Table 3. One more token misses K
+# times the miss rate of LRU with as many slots as there are distinct experts so far.
 PUBLISHED = RouteCurve(
     "DeepSeek-V2-Lite (LRU in MoE-SpeQ, Table 3)",
     64,
@@ -97,10 +96,10 @@ CURVES: dict[str, RouteCurve | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """A layer's routes: as recorded, of another model perhaps, or independent where there is no
-    curve, which is MoESD's N(t) and the worst there can be.
+    """A layer's routes: as recorded, perhaps with another model.
 
-    A curve is carried over to other numbers of experts by the independent tokens it stands for.
+    Without a curve routes are independent, which is MoESD's N(t) and the worst case. A curve is
+    carried over to other numbers of experts by the independent tokens that it stands for.
     """
 
     num_experts: int
@@ -114,13 +113,13 @@ class Locality:
         return f"routes of {self.curve.source}"
 
     def distinct(self, tokens: float) -> float:
-        """D(t): distinct experts of a layer that so many consecutive tokens ask for."""
+        """D(t): the distinct experts of a layer that `tokens` consecutive tokens ask for."""
         if self.curve is not None:
             tokens = self.curve.independent_tokens(tokens)
         return activated_experts(self.num_experts, self.top_k, tokens)
 
     def misses(self, slots: float, tokens: float) -> float:
-        """Experts of a layer to move for a pass over so many tokens, with so many slots for it."""
+        """The experts that a layer with `slots` slots misses in a pass over `tokens` tokens."""
         if slots >= self.num_experts:
             return 0.0
         if self.top_k == self.num_experts:

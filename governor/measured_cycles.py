@@ -1,4 +1,4 @@
-"""What cycles of each draft length took, and what they say of the lengths between and beyond."""
+"""Corrects modelled cycle times by measured ones, also at lengths that were not measured."""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-# Cycles a mean remembers, and what a token takes away from the weight of all: times drift with
-# texts, so that what was not measured for long is no longer known.
+# A mean remembers so many cycles. Each token takes a share of the weight of all means: times drift
+# with texts, so an old measurement says little.
 HORIZON = 40.0
 FADING = 1 / 200
-# The model's logarithmic error: variance at k = 0, and what is added to it for ln(k + 1) more.
+# Variance of the model's logarithmic error: at k = 0, and added for each further unit of ln(k + 1).
 LEVEL, WANDER = 0.05, 0.04
-# Deviation of a cycle's time from the mean of its kind, squared, before it was seen.
+# A cycle's squared relative deviation from its mean, assumed first; and the assumption's weight.
 NOISE, NOISE_CYCLES = 0.06, 4.0
-# Cycles that what is doubted counts for.
+# A doubted measurement counts for so many cycles.
 DOUBTED = 0.5
-# Misses come in stretches: neighbouring cycles deviate alike, and so many say what one would alone.
+# Misses come in stretches, so neighbouring cycles deviate alike. So many of them say as much as one
+# independent cycle.
 STRETCH = 2.0
 
 
@@ -31,11 +32,11 @@ class Correction(NamedTuple):
 class MeasuredCycles:
     """Corrects a model of cycle times by measured ones.
 
-    The model's error is taken for a random walk along ln(k + 1): what was measured at one length
-    counts in full there, and the less the farther away. With noise of known variance its best
+    The model's error is assumed to be a random walk along ln(k + 1). So a measurement counts in
+    full at its own length, and less at lengths farther away. With noise of known variance the best
     estimate is Kalman's, smoothed from both ends (Rauch, Tung and Striebel, 1965).
 
-    lengths  the draft lengths that are told apart, rising
+    lengths  the draft lengths that are measured apart, rising
     """
 
     lengths: tuple[int, ...]
@@ -52,7 +53,7 @@ class MeasuredCycles:
         self._steps = [WANDER * (right - left) for left, right in pairwise(logs)]
 
     def observe(self, draft_length: int, cycle_s: float, tokens: int) -> None:
-        """Learn from a cycle; of lengths that are not told apart only that time passed."""
+        """Learn from a cycle. A cycle of another length only lets time pass."""
         kept = (1 - FADING) ** tokens
         self._weight = [weight * kept for weight in self._weight]
         if draft_length not in self.lengths or cycle_s <= 0:
@@ -68,22 +69,20 @@ class MeasuredCycles:
         self._weight[at] = weight
 
     def doubt(self, draft_length: int) -> None:
-        """What was measured of that length may no longer hold: the next cycle of it counts more."""
+        """Doubt the measurements of a length: its next cycle counts more."""
         at = self.lengths.index(draft_length)
         self._weight[at] = min(self._weight[at], DOUBTED)
 
     def weight(self, draft_length: int) -> float:
-        """How many cycles of that length are remembered."""
+        """The number of cycles of that length that are remembered."""
         return self._weight[self.lengths.index(draft_length)]
 
     def farthest(self, least: float) -> int:
-        """Place in `lengths` of the longest of which more than so many cycles are remembered, or
-        of the shortest.
-        """
+        """Index of the longest length with more than `least` remembered cycles, or else 0."""
         return max((at for at, weight in enumerate(self._weight) if weight > least), default=0)
 
     def corrections(self, modelled_s: Sequence[float]) -> list[Correction]:
-        """For each of `lengths`, given what the model expects of it."""
+        """A correction for each of `lengths`, given the model's times."""
         mean, variance = 0.0, LEVEL
         ahead: list[tuple[float, float]] = []
         for at, weight in enumerate(self._weight):

@@ -109,7 +109,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SpeedupParameters:
-    """What Algorithm 1 fits. Times are in any one unit: a speed-up is a ratio of them.
+    """The parameters that Algorithm 1 fits. Times are in any one unit: a speed-up is a ratio.
 
     bias, token, expert, load  of a pass: constant; of its tokens, as `roofline_time` counts them;
                     of the experts it reads; of the tokens of an expert (k_1, k_2, k_3)

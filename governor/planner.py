@@ -1,8 +1,8 @@
-"""What a budget is expected to give, before anything is loaded: for each way to hold experts the
-best draft length and its time per token, and where speculation breaks even.
+"""Expects, before loading, the time per token of each way to hold experts in a budget.
 
-Times are the roofline model's (`speq.governor.roofline`), of bandwidths or of a measured profile.
-They are good for telling ways apart; a run measures its own cycles and goes by those.
+For each way it finds the best draft length, and where speculation breaks even. Times come from the
+roofline model (`speq.governor.roofline`), with bandwidths or a measured profile. They are good for
+telling ways apart. A run measures its own cycles and goes by those.
 """
 
 import math
@@ -18,11 +18,11 @@ from speq.governor.presets import Rates
 from speq.governor.profile import Profile
 from speq.governor.roofline import Cycle, Link, accepted_tokens
 
-# Of what computation might hide of transfers, what it does not: on demand, and with three-phase
-# prefetching along a draft. Both from `speq bench schedule` on the widened model, f = 0.5 and 0.7,
-# as (TPOT - floor) / the shorter of link and computation.
+# The share of transfers that computation might hide and does not: on demand, and with three-phase
+# prefetching along a draft. Both are from `speq bench schedule` on the widened model, f = 0.5 and
+# 0.7, as (TPOT - floor) / the shorter of link and computation.
 EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
-# Links that a break-even is looked for at, in powers of ten about the one at hand.
+# A break-even is looked for within so many powers of ten of the link at hand.
 DECADES = 4
 STEPS_A_DECADE = 10
 BISECTIONS = 50
@@ -30,9 +30,9 @@ BISECTIONS = 50
 
 @dataclass(frozen=True, slots=True)
 class PassBytes:
-    """What a pass reads besides exact experts.
+    """The bytes that a pass reads besides exact experts.
 
-    layers             of the whole model
+    layers             number of layers of the whole model
     fixed_bytes        weights that every pass reads: all but experts and embeddings
     draft_token_bytes  the INT4 experts of one token, in all layers
     """
@@ -44,11 +44,11 @@ class PassBytes:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What computing takes, in seconds, with all that is asked for in slots.
+    """Times of computing in seconds, if all requested experts are in slots.
 
-    pass_s    of a verification, besides its exact experts
+    pass_s    time of a verification without its exact experts
     draft_base_s, draft_token_s  T_draft(k) = base + k * token
-    expert_s  of each distinct exact expert, by codec
+    expert_s  time of each distinct exact expert, by codec
     """
 
     pass_s: float
@@ -58,9 +58,9 @@ class Speeds:
 
     @classmethod
     def of_rates(cls, rates: Rates, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
-        """Every weight is read once in a pass, at the memory's speed: the least there can be.
+        """The lower bound: a pass reads every weight once, at the memory's speed.
 
-        Arithmetic is not counted, which for long drafts on few cores is too good.
+        It does not count arithmetic, so it is too low for long drafts on few cores.
         """
         pass_s = sizes.layers * rates.layer_s + sizes.fixed_bytes / rates.memory_bytes_per_s
         return cls(
@@ -74,10 +74,10 @@ class Speeds:
     def of_profile(
         cls, profile: Profile, distinct: Callable[[float], float], holdings: Iterable[Holding]
     ) -> "Speeds":
-        """As measured; what of a pass is experts is told by how it grows with distinct ones.
+        """Measured times. A pass's growth with its distinct experts tells their share of it.
 
-        distinct  experts of all layers that a pass of so many rows asks for, where the profile has
-                  not counted them
+        distinct  gives the experts that a pass of so many rows asks for in all layers, if the
+                  profile has not counted them
         """
         counted, line = dict(profile.distinct), Line()
         for rows, verify_s in profile.verify:
@@ -94,7 +94,7 @@ class Speeds:
 
 
 def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
-    """Of computing with an expert, to compare codecs by: measured, or else what it reads."""
+    """The cost of computing with an expert, to compare codecs: its time, or else its bytes."""
     speeds = profile.decode_bytes_per_s
     if set(read_bytes) | {profile.codec} <= set(speeds):
         return 1 / speeds[codec]
@@ -105,10 +105,10 @@ def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
 class Outlook:
     """A model on a machine.
 
-    num_layers  with experts
-    acceptance  that a drafted token stands, given that those before it did
-    lengths     of drafts to choose from
-    ahead       whether experts that a draft names are moved while it goes on
+    num_layers  number of layers with experts
+    acceptance  probability that a drafted token stands, given that those before it did
+    lengths     draft lengths to choose from
+    ahead       whether experts move while the draft that named them goes on
     """
 
     num_layers: int
@@ -128,10 +128,10 @@ class Outlook:
             )
 
     def cycle(self, holding: Holding, draft_length: int) -> Cycle:
-        """What a round of so many drafted tokens takes and yields.
+        """The time and the yield of a round with so many drafted tokens.
 
-        Experts of tokens that are then rejected are moved and read like all others. One that is
-        encoded is so by the thread that read it, after that: the two add up.
+        Experts of rejected tokens are moved and read like all others. The thread that has read an
+        expert also encodes it, so the two times add up.
         """
         rows, speeds = draft_length + 1, self.speeds
         experts = self.num_layers * self.locality.distinct(rows)
@@ -158,16 +158,18 @@ class Outlook:
         return replace(holding, expected=min(cycles, key=lambda cycle: cycle.token_s))
 
     def gain(self, holdings: Sequence[Holding]) -> float | None:
-        """Time per token of the best way without a draft over that of the best with one; None where
-        there are not both.
+        """Time per token of the best way without a draft over that of the best way with one.
+
+        None if there are not both.
         """
         drafting = [self.weighed(h).tpot_s for h in holdings if h.drafts]
         plain = [self.weighed(h).tpot_s for h in holdings if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 
     def break_even_acceptance(self, holdings: Sequence[Holding]) -> float | None:
-        """The acceptance below which speculation loses; 0 where it never does, None where it
-        always does, or where there is nothing to compare.
+        """The acceptance below which speculation loses.
+
+        0 if it never loses. None if it always loses, or if there is nothing to compare.
         """
 
         def pays(acceptance: float) -> bool:
@@ -179,9 +181,10 @@ class Outlook:
         return 0.0 if pays(0.0) else _border(pays, 1.0, 0.0)
 
     def break_even_link(self, holdings: Sequence[Holding]) -> float | None:
-        """The link's bytes per second above which speculation gains nothing; 0 where it gains
-        nothing at any speed, None where it does however fast the link is, or where there is
-        nothing to compare. Looked for within four decades of the link at hand.
+        """The link's bytes per second above which speculation gains nothing.
+
+        0 if it gains nothing at any speed. None if it gains at every speed, or if there is nothing
+        to compare. The search covers four decades on either side of the link at hand.
         """
         at_hand = self.link.bandwidth_bytes_per_s
 
@@ -201,7 +204,7 @@ class Outlook:
 
 
 def _border(pays: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Where `pays` turns from true, at `inside`, to false; the last value found true."""
+    """The last value found true on the way from `inside`, where `pays` holds, to `outside`."""
     for _ in range(BISECTIONS):
         middle = (inside + outside) / 2
         if pays(middle):

@@ -1,6 +1,6 @@
 """Cards, memories and links by name, to plan for a machine that is not at hand.
 
-Bandwidths are those of data sheets; what kernels and copies reach of them is in the shares below.
+Bandwidths are those of data sheets. Kernels and copies reach the shares below of them.
 """
 
 from dataclasses import dataclass, replace
@@ -8,11 +8,11 @@ from typing import Literal
 
 from speq.errors import checked_choice
 
-# Of a data sheet's memory bandwidth, what `speq bench kernels` shows exact experts to be read at.
+# `speq bench kernels` reads exact experts at this share of the memory's speed.
 MEMORY_SHARE = 0.9
-# Of a link's, what is left of it for large copies: 25 GB/s of the 31.5 of PCIe 4.0 x16.
+# Large copies reach this share of a link: 25 GB/s of the 31.5 of PCIe 4.0 x16.
 LINK_SHARE = 0.8
-# What a layer takes besides reading weights: Python, eagerly run (280 to 390 us in transformers).
+# A layer's time besides reading weights: eager Python takes 280 to 390 us in transformers.
 LAYER_S = 350e-6
 
 PCIE4_X8, PCIE4, PCIE5 = 15.75e9, 31.5e9, 63.0e9
@@ -21,9 +21,9 @@ NVME4 = 7.0e9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine gives, in bytes per second, and where that is known from.
+    """A machine's speeds in bytes per second, and their source.
 
-    layer_s  of a layer in any pass, besides what it reads
+    layer_s  time of a layer in any pass, besides reading weights
     """
 
     source: str
@@ -33,7 +33,7 @@ class Rates:
     layer_s: float = LAYER_S
 
     def but(self, link: float | None, memory: float | None) -> "Rates":
-        """With figures that are given in place of these."""
+        """The same rates with the given figures in place of these."""
         rates = self
         if link is not None:
             rates = replace(rates, link_bytes_per_s=link, source=f"{rates.source}, link as given")
@@ -65,11 +65,11 @@ PRESETS: dict[str, Rates] = {
         "two channels of DDR4-3200 (JEDEC), an NVMe disk on PCIe 4.0 x4", "cpu", 51.2, NVME4
     ),
 }
-# For who says nothing of the machine, by device.
+# The preset of a user who says nothing of the machine, by device.
 DEFAULT_PRESET = {"cuda": "rtx-4090", "cpu": "laptop-ddr5"}
 
 
 def preset(name: str) -> Rates:
-    """Raises SpeqError for a name that is not among `PRESETS`."""
+    """The rates of that name. Raises SpeqError for a name that is not among `PRESETS`."""
     rates = PRESETS[checked_choice("preset", name, tuple(PRESETS))]
     return replace(rates, source=f"preset {name}: {rates.source}")

@@ -1,7 +1,7 @@
 """The Amortization-Roofline model of a cycle of draft and verification (MoE-SpeQ 3.2, Eqs. 1 to 5).
 
-Tokens here are those a cycle emits, 1 + k_accept(k): the exact model's own token counts, so that
-k = 0, plain decoding, is an operating point like any other. (The paper counts accepted ones only.)
+Tokens are those that a cycle emits, 1 + k_accept(k). The exact model's own token counts, so plain
+decoding, k = 0, is an operating point like any other. (The paper counts only accepted tokens.)
 """
 
 import math
@@ -14,7 +14,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 def accepted_tokens(probabilities: Iterable[float]) -> float:
-    """k_accept: of a draft with these conditional probabilities p_1..p_k, the tokens that stand.
+    """k_accept: the expected tokens that stand of a draft with conditional acceptance p_1..p_k.
 
     sum over i of the product of p_1..p_i (MoE-SpeQ 3.2.2).
     """
@@ -26,9 +26,9 @@ def accepted_tokens(probabilities: Iterable[float]) -> float:
 
 
 def interpolated(points: Points, x: float) -> float:
-    """Linear between (x, y) points in rising order; beyond them as between the two nearest.
+    """The line through (x, y) points in rising order, at x; never less than 0.
 
-    One point alone is a constant. Never less than 0.
+    Beyond the points the two nearest ones give the line. One point alone is a constant.
     """
     if len(points) == 1:
         return points[0][1]
@@ -41,9 +41,10 @@ def interpolated(points: Points, x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What brings experts into slots.
+    """The way on which experts come into slots: a disk, or PCIe.
 
-    overhead_s     of a batch of transfers; first_fetch_s: T_pcie,init, until the first expert came
+    overhead_s     added to a batch of transfers
+    first_fetch_s  T_pcie,init: time until the first expert has come
     """
 
     bandwidth_bytes_per_s: float
@@ -51,7 +52,7 @@ class Link:
     first_fetch_s: float = 0.0
 
     def transfer_s(self, moved_bytes: float) -> float:
-        """T_pcie,new: time of a batch of transfers; nothing takes no time."""
+        """T_pcie,new: time of a batch of transfers; 0 for an empty one."""
         if moved_bytes <= 0:
             return 0.0
         return self.overhead_s + moved_bytes / self.bandwidth_bytes_per_s
@@ -59,11 +60,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a machine takes for a model's cycles, transfers apart.
+    """A machine's times for a model's cycles, without transfers.
 
     draft_base_s, draft_token_s  T_draft(k) = base + k * token, and 0 for k = 0
-    verify                       (rows, seconds) in rising order; a verification of a draft of k
-                                 has k + 1 rows; between and beyond the points as `interpolated`
+    verify                       (rows, seconds) in rising order, used through `interpolated`; a
+                                 draft of k tokens is verified in k + 1 rows
     """
 
     draft_base_s: float
@@ -82,7 +83,7 @@ class Costs:
 class Cycle(NamedTuple):
     """One cycle as the model sees it: an operating point of the roofline, with its roofs.
 
-    A tuple, since a governor makes a dozen of them for each decision.
+    It is a tuple because a governor makes a dozen of them for each decision.
 
     tokens         1 + k_accept(k)
     draft_s, verify_s  T_draft(k) and T_verify(k + 1), all experts in slots
@@ -106,17 +107,17 @@ class Cycle(NamedTuple):
 
     @property
     def serial_s(self) -> float:
-        """T_cycle as in the paper (Eq. 3): what the draft hides is the first fetch."""
+        """T_cycle as in the paper (Eq. 3): the draft hides only the first fetch."""
         return max(self.draft_s, self.first_fetch_s) + self.new_s + self.verify_s
 
     @property
     def overlapped_s(self) -> float:
-        """T_cycle where transfers hide behind the draft and the layers before theirs."""
+        """T_cycle if transfers hide behind the draft and the layers before theirs."""
         return max(self.compute_s, self.new_s)
 
     @property
     def cycle_s(self) -> float:
-        """Between the two forms, as far as transfers are exposed."""
+        """A mean of the two forms, weighted by the share of transfers that is exposed."""
         overlapped_s = self.overlapped_s
         return overlapped_s + self.exposed * (self.serial_s - overlapped_s)
 
@@ -132,12 +133,12 @@ class Cycle(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """Amortization intensity (Eq. 1) in tokens per byte; infinite where nothing is moved."""
+        """Amortization intensity (Eq. 1) in tokens per byte; infinite if nothing is moved."""
         return self.tokens / self.moved_bytes if self.moved_bytes > 0 else math.inf
 
     @property
     def compute_roof(self) -> float:
-        """Tokens per second were all I/O hidden."""
+        """Tokens per second if all I/O were hidden."""
         return self.tokens / self.compute_s if self.compute_s > 0 else math.inf
 
     def io_roof(self, link: Link) -> float:
@@ -166,7 +167,7 @@ def cycle(
     """The operating point of a draft length.
 
     probabilities  p_1, p_2, ...: conditional acceptance by position; at least `draft_length`
-    moved_bytes    |E_new(k)| * S_expert: what the cycle has to move
+    moved_bytes    |E_new(k)| * S_expert: the bytes that the cycle moves
     """
     return Cycle(
         draft_length,
@@ -183,8 +184,9 @@ def cycle(
 def best(
     cycles: Iterable[Cycle], allowed: Callable[[Cycle], bool] = lambda cycle: True
 ) -> Cycle | None:
-    """The one of highest throughput (Eq. 4) among those that are allowed (Eq. 5), the shortest
-    draft where several are equal; None where none is allowed.
+    """The allowed cycle (Eq. 5) of the highest throughput (Eq. 4), or None if none is allowed.
+
+    Among equal ones it is the one of the shortest draft.
     """
     return max(
         filter(allowed, cycles),

@@ -10,9 +10,10 @@ from speq.governor.roofline import Cycle
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """tpot_s     mean time per token, at most
-    latency_s  from the prompt's end, or one burst of tokens, to the next one, at most: the time of
-               a cycle
+    """Upper limits in seconds.
+
+    tpot_s     for the mean time per token
+    latency_s  for one cycle, which is the wait between bursts of tokens
     """
 
     tpot_s: float = math.inf
@@ -28,8 +29,7 @@ class Objectives:
 
 
 def longest_within(objectives: Objectives, cycles: Iterable[Cycle]) -> int | None:
-    """k_SLO: of cycles as they are expected before any was run, the longest draft of those that
-    meet the objectives, or None.
+    """k_SLO: the longest draft whose expected cycle meets the objectives, or None.
 
     Transfers count in full (Eq. 3): a bound must hold on a bad day.
     """

@@ -1,20 +1,20 @@
-"""How far the next layer's router, asked a layer early, can be believed: measured as it comes true.
+"""Measures how often guesses come true that the next layer's router makes a layer early.
 
-Guesses are told apart by their margin over the first expert that is not among the top K, in units
-of the router's logits, whatever those are in a family.
+A guess has a margin over the first expert that is not among the top K, in units of the family's
+router logits. Guesses of different margin are counted apart.
 """
 
-# A margin of so much, and every multiple of it, is a class of its own; the last is open.
+# Classes of margin are so wide; the last one is open.
 WIDTH = 0.25
 CLASSES = 12
-# Guesses that the assumption of even odds counts as, until real ones outweigh it.
+# At first the odds are assumed even. The assumption weighs as much as so many guesses.
 PRIOR = 4.0
 
 
 class GuessRecord:
-    """Counts of guesses made and of those that came true, by class of margin.
+    """Counts guesses made and guesses that came true, by class of margin.
 
-    Only guesses that would have cost a transfer count: those that concern experts already there are
+    Only guesses that would have cost a transfer count. Guesses of experts already in slots are
     right more often, and say nothing about the others.
     """
 
@@ -23,12 +23,12 @@ class GuessRecord:
         self._right = [PRIOR / 2] * CLASSES
 
     def probability(self, margin: float) -> float:
-        """That an expert guessed with this margin is wanted."""
+        """The probability that an expert guessed with this margin is wanted."""
         at = self._class(margin)
         return self._right[at] / self._made[at]
 
     def learn(self, guesses: dict[int, float], wanted: set[int]) -> None:
-        """guesses: {expert: margin} of a layer that wanted these in the end."""
+        """Count a layer's guesses, {expert: margin}, against the experts it wanted in the end."""
         for expert, margin in guesses.items():
             at = self._class(margin)
             self._made[at] += 1

@@ -1,8 +1,8 @@
 """Has a prompt's experts in slots: each is loaded once for a chunk, layer after layer.
 
-A chunk wants most experts of every layer, all of them where it is long. While one layer computes,
-the readers are busy with what it still lacks, and then with the next layer's likely experts; behind
-the last layer comes the first one again, for the next chunk.
+A chunk wants most experts of every layer, and a long one wants all. While one layer computes, the
+readers bring what it still lacks, and then the next layer's likely experts. The last layer is
+followed by the first one, for the next chunk.
 """
 
 from collections.abc import Generator, Iterator
@@ -14,12 +14,12 @@ from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.units import Done
 
-# Of the slots, one in so many is no layer's own while a prompt is run: there the next layer's
-# experts wait, while the others keep what the next chunk will want again.
+# While a prompt runs, one slot in so many belongs to no layer. The next layer's experts wait there;
+# the other slots keep what the next chunk will want again.
 SPARE_SHARE = 4
-# From so many tokens on: shorter chunks compute too briefly for many reads to hide behind.
+# A chunk is long from so many tokens on. Reads cannot hide behind the computation of a shorter one.
 LONG_CHUNK = 128
-# Experts computed at a time: their slots are then free for those still to come.
+# Experts computed at a time. Their slots are free afterwards for experts still to come.
 WAVE = 4
 # Told (tokens done, tokens) of a prompt; tokens are done when all layers have passed.
 
@@ -27,7 +27,7 @@ WAVE = 4
 class LayerStream:
     """Serves the layers of a prompt's passes.
 
-    ahead  whether to load for the next layer: pointless where transfers are waited for anyway
+    ahead  whether to load for the next layer, which is pointless if the caller waits for transfers
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LayerStream:
 
     @contextmanager
     def prompt(self, tokens: int, chunk: int, progress: Done | None) -> Iterator[None]:
-        """A prompt of so many tokens is run inside the block, in chunks."""
+        """Announce a prompt of `tokens` tokens, which the block runs in chunks."""
         self._tokens, self._chunk, self._progress = tokens, chunk, progress
         self._done = self._rows = 0
         cache = self._supply.cache
@@ -57,7 +57,7 @@ class LayerStream:
             self._progress = None
 
     def observe(self, layer: int, route: Route) -> None:
-        """A layer's exact route, just before the layer is served."""
+        """Hear a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
         if self._ahead:
             self.history.observe(layer, route)

@@ -28,11 +28,11 @@ class LookaheadBuffer:
         self.predicted[token, layer] = route
 
     def observe(self, layer: int, route: Route) -> None:
-        """Keep what the exact model really used, for all tokens of its pass."""
+        """Keep the exact model's route, for all tokens of its pass."""
         self.used[layer] = route
 
     def expert_ids(self, token: int, layer: int) -> list[int]:
-        """Experts the draft named for one token in one layer; empty while it has not got there."""
+        """Experts the draft named for a token in a layer; empty until the draft has got there."""
         route = self.predicted.get((token, layer))
         return [] if route is None else route.topk_ids.flatten().tolist()
 
@@ -52,8 +52,8 @@ class LookaheadBuffer:
     def recall(self, path: list[int]) -> tuple[int, int]:
         """(named, choices): how many of the exact model's choices the draft had named.
 
-        path holds the accepted nodes; tokens the draft recorded no route for do not count, nor do
-        rejected ones, whose context the exact model never had.
+        path holds the accepted nodes. Two kinds of tokens do not count: those without a recorded
+        route, and rejected ones, whose context the exact model never had.
         """
         named = choices = 0
         for layer, route in self.used.items():

@@ -1,17 +1,17 @@
-"""How many prefetches keep a link busy until somebody looks after it again."""
+"""Measures how many prefetches keep a link busy until the scheduler looks at it again."""
 
 import math
 
 from speq.scheduler.transfer import Ticket
 
-# Of a new measurement, so much counts.
+# Weight of a new measurement in the moving average.
 WEIGHT = 0.2
-# Under way at least, so that no reader waits, and at most: later ones may be more urgent.
+# Fewest prefetches under way, so that no reader waits; and most, because later ones may be urgent.
 FEWEST, MOST = 4, 64
 
 
 class LinkPace:
-    """Measures what the link takes for an expert, and how often it is looked after."""
+    """Measures the link's time for an expert, and the time between two looks at the link."""
 
     def __init__(self) -> None:
         self._transfer_s = 0.0
@@ -20,18 +20,18 @@ class LinkPace:
         self._looked_s: float | None = None
 
     def ended(self, ticket: Ticket) -> None:
-        """Take the measure of a transfer that is done: the time the link had for it alone."""
+        """Measure a transfer that is done: the time in which the link worked for it alone."""
         alone_s = ticket.end_s - max(ticket.start_s, self._ended_s)
         self._ended_s = max(self._ended_s, ticket.end_s)
         if alone_s > 0:
             self._transfer_s += WEIGHT * (alone_s - self._transfer_s)
 
     def pause(self) -> None:
-        """What passes until the next look is no gap: nothing is prefetched meanwhile."""
+        """Do not count the time until the next look as a gap: nothing is prefetched meanwhile."""
         self._looked_s = None
 
     def look(self, now_s: float) -> int:
-        """How many prefetches may be under way from now on."""
+        """The number of prefetches that may be under way from now on."""
         if self._looked_s is not None:
             self._gap_s += WEIGHT * (now_s - self._looked_s - self._gap_s)
         self._looked_s = now_s

@@ -1,8 +1,8 @@
 """The CPU backend's transfer engine: threads that read experts from disk into slots.
 
-Reads release Python's lock, so that they run beside the computation. Only the calling thread can be
-interrupted, between any two of its lines: what it shares with the readers are a lock and a queue
-written in C, which an interrupt finds either taken or not.
+Reads release Python's lock, so that they run beside the computation. An interrupt can strike only
+the calling thread, between any two of its lines. That thread shares only a lock and a queue with
+the readers. Both are written in C, so an interrupt finds them either taken or not.
 """
 
 import heapq
@@ -23,10 +23,10 @@ from speq.stats import Event, Recorder
 
 @dataclass(slots=True)
 class Line:
-    """What waits to be read, and is: shared by the readers and the engine.
+    """The tickets that wait and those under way, shared by the readers and the engine.
 
-    A prefetch under way cannot be called back: `prefetch_limit` keeps a reader free for demands.
-    `calls` wakes a reader for each ticket put in line; one that finds nothing to do waits again.
+    A prefetch under way cannot be called back, so `prefetch_limit` keeps a reader free for demands.
+    `calls` wakes a reader for each ticket put in line. A reader that finds no work waits again.
     """
 
     fetch: Fetch
@@ -42,9 +42,9 @@ class Line:
     closed: bool = False
 
     def put(self, ticket: Ticket, priority: Priority) -> None:
-        """Put a ticket in line, or further ahead: its old place is then passed over.
+        """Put a ticket in line, or further ahead; its old place then no longer counts.
 
-        An interrupt on the way leaves a call too many, or a place too many, and the ticket where it
+        An interrupt on the way can leave one call or one place too many. The ticket stays where it
         was.
         """
         with self.lock:
@@ -54,7 +54,7 @@ class Line:
             ticket.priority = priority
 
     def take(self) -> Ticket | None:
-        """The ticket to read now, or None where there is none that may begin."""
+        """The ticket to read now, or None if none may begin."""
         with self.lock:
             while self.waiting:
                 priority, _, ticket = self.waiting[0]
@@ -81,7 +81,7 @@ class Line:
             return True
 
     def withdraw_all(self) -> list[Ticket]:
-        """Cancel all that has not begun; return what has not ended."""
+        """Cancel all tickets that have not begun; return those that have not ended."""
         with self.lock:
             for _, _, ticket in self.waiting:
                 if ticket.state is State.QUEUED:
@@ -90,7 +90,7 @@ class Line:
             return list(self.running.values())
 
     def read(self, ticket: Ticket, reader: int) -> None:
-        """Carry one out, in a reader's thread."""
+        """Carry a ticket out, in a reader's thread."""
         ticket.reader = reader
         ticket.start_s = self.clock()
         try:
@@ -98,7 +98,7 @@ class Line:
         except BaseException as error:
             ticket.error = error
         ticket.end_s = self.clock()
-        self.ended.append(ticket)  # before anybody takes it for ended
+        self.ended.append(ticket)  # first, or another thread could see it ended and miss it here
         with self.lock:
             del self.running[id(ticket)]
             ticket.state = State.DONE if ticket.error is None else State.FAILED
@@ -106,13 +106,13 @@ class Line:
 
 
 class Reader(threading.Thread):
-    """Reads what is in line, one ticket after the other."""
+    """Reads tickets from the line, one after the other."""
 
     def __init__(self, line: Line, number: int) -> None:
         super().__init__(name=f"speq-reader-{number}", daemon=True)
         self._line = line
         self._number = number
-        # Held while it lives. An interrupted `join` takes a thread for ended that is not.
+        # Held while the thread lives: an interrupted `join` can take a living thread for ended.
         self._alive = threading.Lock()
         self._alive.acquire()
         self._ended = False
@@ -128,7 +128,7 @@ class Reader(threading.Thread):
             self._alive.release()
 
     def await_end(self) -> None:
-        """Return when it has ended, unless it never began or is the caller."""
+        """Wait until the thread has ended; return at once if it never began or is the caller."""
         if self.ident is None or self is threading.current_thread():
             return
         if not self._ended:
@@ -138,7 +138,7 @@ class Reader(threading.Thread):
 
 
 def dismiss(line: Line, readers: list[Reader]) -> None:
-    """Let readers end, and wait for what they read: memory under a read cannot be given back."""
+    """Let the readers end and wait for their reads: memory under a read cannot be given back."""
     line.closed = True
     line.withdraw_all()
     for _ in readers:
@@ -148,12 +148,12 @@ def dismiss(line: Line, readers: list[Reader]) -> None:
 
 
 class ReaderThreads:
-    """A TransferEngine of `readers` threads, which is also how many transfers are under way.
+    """A TransferEngine of `readers` threads. Each thread carries out one transfer at a time.
 
     slots        [S, slot_bytes] uint8, the arena
-    moved_bytes  of each expert
+    moved_bytes  gives the bytes that bringing an expert moves
 
-    Readers end with `close`, or once nobody holds the engine any more, or with the process.
+    Readers end with `close`, with the last reference to the engine, or with the process.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class ReaderThreads:
         return self._line.withdraw(ticket)
 
     def report(self) -> None:
-        # The recorder hears of transfers in the caller's thread only.
+        # Only the caller's thread tells the recorder of transfers.
         while self._line.ended:
             ticket = self._line.ended.popleft()
             if ticket.error is None:
@@ -218,7 +218,7 @@ class ReaderThreads:
 
 
 def until_finished(ticket: Ticket) -> None:
-    """Wait for a transfer to end. It may be asked for again, and after an interrupt."""
+    """Wait for a transfer to end. Calling it again, or after an interrupt, is allowed."""
     if not ticket.ended:
         ticket.finished.acquire()
         ticket.finished.release()

@@ -1,10 +1,10 @@
-"""How often each expert was chosen so far, and so which ones the next rows are likely to want."""
+"""Counts how often each expert was chosen, to tell which ones the next rows are likely to want."""
 
 import torch
 
 from speq.routing import Route
 
-# Rows that the assumption of equal experts counts as, until real ones outweigh it.
+# At first all experts are assumed equal. The assumption weighs as much as so many real rows.
 PRIOR_ROWS = 8
 # An expert is likely if at least one of the rows wants it with this probability.
 LIKELY = 0.5
@@ -20,7 +20,7 @@ class RouteHistory:
         self.num_experts = num_experts
 
     def observe(self, layer: int, route: Route) -> None:
-        """Count what the rows of a pass chose."""
+        """Count the choices of a pass."""
         rows, self._top_k = route.topk_ids.shape
         chosen = route.topk_ids.flatten().cpu()
         self._counts[layer] += torch.bincount(chosen, minlength=self.num_experts)
@@ -28,14 +28,14 @@ class RouteHistory:
 
     @property
     def chosen(self) -> int:
-        """How many experts, of all layers, any row chose."""
+        """The number of experts, in all layers together, that any row chose."""
         return int((self._counts > 0).sum())
 
     def likely(self, layer: int, rows: int) -> list[int]:
         """Experts that `rows` more rows are likely to want, the likeliest first.
 
-        Rows are taken for independent: an expert that a share p of them chose is wanted by one of
-        n with probability 1 - (1 - p)^n (MoESD's N(t), expert by expert).
+        Rows are assumed independent. If a share p of past rows chose an expert, at least one of n
+        rows wants it with probability 1 - (1 - p)^n (MoESD's N(t), expert by expert).
         """
         prior = PRIOR_ROWS * self._top_k / self.num_experts
         share = (self._counts[layer] + prior) / (self._rows[layer] + PRIOR_ROWS)

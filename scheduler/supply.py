@@ -1,4 +1,4 @@
-"""Experts in slots and on their way there: the cache and the transfers, kept in step."""
+"""Keeps the cache of slots and the transfers into them in step."""
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
@@ -23,7 +23,7 @@ class ExpertSupply:
         self._recorder = recorder
         self.pace = LinkPace()
         self._under_way: dict[ExpertKey, Ticket] = {}
-        # After an interrupt, slots that are taken for free may still be written to.
+        # After an interrupt a transfer may still write to a slot that looks free.
         self._unsettled = False
 
     def serve(
@@ -35,11 +35,12 @@ class ExpertSupply:
     ) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once.
 
-        A wave's slots stay valid until the next wave is asked for. Experts already in slots come
-        first, while the others are read; these follow as they arrive. Slots of past waves are used
-        again, so that a layer may ask for more experts than there are slots. `meanwhile` is called
-        whenever the layer has asked for what it can, to look further ahead. A wave has at most
-        `wave` experts: smaller ones give their slots back sooner.
+        A wave's slots stay valid until the caller asks for the next wave. Experts already in slots
+        come first, while the others are read; the others follow as they arrive. Later waves use the
+        slots of past waves, so a layer may ask for more experts than there are slots.
+
+        meanwhile  called whenever the layer has asked for what it can, to look further ahead
+        wave       most experts of a wave; smaller waves give their slots back sooner
         """
         if self._unsettled:
             self.forget()
@@ -75,7 +76,7 @@ class ExpertSupply:
         meanwhile()
 
     def load(self, key: ExpertKey, priority: Priority) -> bool:
-        """See that `key` is there or under way; False where no slot can be had for it now."""
+        """See that `key` is in a slot or under way; False if no slot can be had for it now."""
         if key in self._under_way:
             if priority is Priority.DEMAND:
                 self._transfer.hasten(self._under_way[key])
@@ -96,18 +97,18 @@ class ExpertSupply:
         return True
 
     def has(self, key: ExpertKey) -> bool:
-        """Whether `key` is there or on its way."""
+        """Tell whether `key` is in a slot or under way."""
         return key in self.cache or key in self._under_way
 
     def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
-        """Those of a layer's experts that are neither there nor on their way."""
+        """The given experts of a layer that are neither in slots nor under way."""
         keys = (ExpertKey(layer, expert) for expert in experts)
         return {key for key in keys if not self.has(key)}
 
     def load_ahead(self, keys: list[ExpertKey], room: int) -> int:
-        """Prefetch those that are missing, up to so many, as slots can be had; how many it were.
+        """Prefetch missing experts, at most `room`, while slots can be had; return how many.
 
-        None of `keys` makes room for another.
+        No expert of `keys` is evicted for another one of them.
         """
         asked = 0
         self.cache.pin(keys)
@@ -122,7 +123,7 @@ class ExpertSupply:
         return asked
 
     def room_ahead(self) -> int:
-        """How many more prefetches keep the link busy until this is asked again."""
+        """The number of further prefetches that keep the link busy until the next call."""
         return self.pace.look(self._recorder.clock()) - self.under_way
 
     @property
@@ -131,15 +132,16 @@ class ExpertSupply:
         return len(self._under_way)
 
     def withdraw(self, layer: int) -> None:
-        """Give up prefetches for a layer that have not begun: it has passed without them."""
+        """Cancel a layer's prefetches that have not begun: the layer has passed without them."""
         for key, ticket in list(self._under_way.items()):
             if key.layer == layer and self._transfer.cancel(ticket):
                 self._close(key, ticket)
 
     def land(self, wanted: Collection[ExpertKey] = ()) -> None:
-        """Take in what has arrived. Raises what the transfer of one that is `wanted` raised.
+        """Take in the experts that have arrived.
 
-        Others that failed are asked for again when they are needed.
+        Raises the error of a failed transfer if its expert is `wanted`. Other failed experts are
+        asked for again when they are needed.
         """
         ended = [item for item in self._under_way.items() if item[1].ended]
         self._transfer.report()
@@ -149,7 +151,7 @@ class ExpertSupply:
                 raise ticket.error
 
     def _report(self) -> None:
-        """Enter in the recorder what became of prefetches since it was last told."""
+        """Tell the recorder which prefetches were used or wasted since the last call."""
         for counts, tell in (
             (self.cache.used, self._recorder.used),
             (self.cache.wasted, self._recorder.wasted),
@@ -163,10 +165,10 @@ class ExpertSupply:
         return {key: slot for key, slot in slots if slot is not None}
 
     def _await_any(self, waiting: list[ExpertKey]) -> None:
-        """Wait for one of `waiting`, or else for what holds the slots that they need."""
+        """Wait for one of `waiting`; if none is under way, for one that holds a slot they need."""
         own = [key for key in waiting if key in self._under_way]
         key = (own or list(self._under_way))[0]
-        with suppress(Exception):  # which `land` raises, where it is wanted
+        with suppress(Exception):  # `land` raises it if the expert is wanted
             self._transfer.wait(self._under_way[key])
         self.land(waiting)
 
@@ -179,7 +181,7 @@ class ExpertSupply:
             self.cache.release(key.layer, ticket.slot)
 
     def forget(self) -> None:
-        """Take every slot for empty, once nothing is written to any."""
+        """Wait until nothing writes to slots, then take all of them for empty."""
         self._unsettled = True  # an interrupt may strike here as well
         self._transfer.quiesce()
         self._under_way.clear()

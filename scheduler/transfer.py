@@ -1,4 +1,4 @@
-"""Moves exact experts from the slow tier into slots: what is asked of every engine that does."""
+"""The protocol of engines that move exact experts from the slow tier into slots."""
 
 import threading
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch import Tensor
 from speq.scheduler.expert_key import ExpertKey
 from speq.stats import Event, Recorder
 
-# Brings one expert's record into the slot given, [slot_bytes] uint8 on the device, from any thread;
-# returns bytes read from the disk. It holds on to nothing that holds on to the engine.
+# Brings one expert's record into the given slot, [slot_bytes] uint8 on the device, from any thread.
+# Returns the bytes read from the disk. It keeps no reference that leads to the engine.
 Fetch = Callable[[ExpertKey, Tensor], int]
-# What has to be moved to bring an expert into a slot.
+# Gives the bytes that bringing an expert into a slot moves.
 MovedBytes = Callable[[ExpertKey], int]
 
 
@@ -25,7 +25,7 @@ class Priority(IntEnum):
 
 
 class State(Enum):
-    """Of a transfer. The last three are final."""
+    """The state of a transfer. The last three are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -35,13 +35,13 @@ class State(Enum):
 
 
 class Ticket:
-    """A transfer that was asked for: `key` into `slot`.
+    """A requested transfer: `key` into `slot`.
 
-    ahead           whether it was asked for as a prefetch, whatever became of that
-    error           what it raised, once it has failed
-    start_s, end_s  of the transfer itself, by the recorder's clock
-    reader          which of several at a time carried it out
-    read_bytes      read from the disk for it
+    ahead           whether it was requested as a prefetch, even if it became a demand later
+    error           the exception of a failed transfer
+    start_s, end_s  when the transfer itself began and ended, by the recorder's clock
+    reader          the number of the reader that carried it out
+    read_bytes      bytes read from the disk for it
     """
 
     __slots__ = (
@@ -68,8 +68,8 @@ class Ticket:
         self.start_s = self.end_s = 0.0
         self.read_bytes = 0
         self.reader = 0
-        # Held until the transfer ends. A lock and not an Event: those are written in Python, where
-        # an interrupt can strike inside and leave them locked.
+        # Held until the transfer ends. An Event would not do: it is written in Python, so an
+        # interrupt can strike inside it and leave it locked.
         self.finished = threading.Lock()
         self.finished.acquire()
 
@@ -78,39 +78,41 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will be written to the slot any more."""
+        """Tell whether the transfer will no longer write to its slot."""
         return self.state not in (State.QUEUED, State.RUNNING)
 
 
 class TransferEngine(Protocol):
-    """Carries experts into slots. A slot's contents are undefined until its ticket is DONE, and
-    its own until the ticket has ended. Called from one thread.
+    """Carries experts into slots. One thread calls it.
+
+    A slot's contents are undefined until its ticket is DONE. The slot belongs to the transfer until
+    the ticket has ended.
     """
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
-        """Ask for `key` in `slot`. Demand goes before prefetch, each in the order asked for."""
+        """Request `key` in `slot`. Demands go before prefetches, each in the order of requests."""
 
     def hasten(self, ticket: Ticket) -> None:
-        """Take a prefetch for a demand from now on."""
+        """Turn a prefetch into a demand."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Return when the slot is filled, which now comes first; raise what the transfer raised."""
+        """Hasten the ticket and return when its slot is filled. Raises the transfer's error."""
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Withdraw what has not begun; False where it has, whose slot then is not free yet."""
+        """Withdraw a ticket that has not begun; False if it has, and its slot is not free yet."""
 
     def report(self) -> None:
-        """Enter in the recorder what ended since it was last asked."""
+        """Tell the recorder which transfers ended since the last call."""
 
     def quiesce(self) -> None:
-        """Withdraw all that has not begun and return when nothing is under way."""
+        """Withdraw all tickets that have not begun and return when nothing is under way."""
 
     def close(self) -> None:
         """Quiesce and release all resources."""
 
 
 def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
-    """Enter a transfer that is done."""
+    """Tell the recorder of a transfer that is done."""
     recorder.add(
         Event(
             "transfer",
@@ -127,10 +129,10 @@ def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
 
 
 class SynchronousTransfer:
-    """Moves each expert when it is asked for, while the caller waits: all of it is stall.
+    """Moves each expert at once while the caller waits, so that all of it is stall.
 
     slots        [S, slot_bytes] uint8, the arena
-    moved_bytes  of each expert
+    moved_bytes  gives the bytes that bringing an expert moves
     """
 
     def __init__(

@@ -17,7 +17,8 @@ DOCS = ROOT / "docs"
 ROOMS = (
     *("speq", "speq/decode", "speq/planning", "speq/models", "speq/layers", "speq/experts"),
     *("speq/drafts", "speq/kernels", "speq/files", "speq/quantizing", "speq/measure"),
-    *("speq/cli", "speq/cli/bench", "scheduler", "governor", "bench", "tools"),
+    *("speq/options", "speq/cli", "speq/cli/bench"),
+    *("scheduler", "governor", "bench", "tools"),
 )
 FILES = """# Files: one line each
 
@@ -30,10 +31,10 @@ STATISTICS = """# Statistics: the figures of a run
 
 <!-- Made from speq/stats.py by tools/pages.py: change the sentences there. -->
 
-`speq generate MODEL --json FILE` writes `{{"text", "token_ids", "finish_reason", "stats"}}`. In
-Python `Generation.stats` is the same dictionary. A figure that does not exist for a run is `null`:
-there is no acceptance rate without a draft, for example. Names end in their unit: `_ms`, `_s`,
-`_bytes`.
+`speq generate MODEL --json FILE` writes `{{"text", "token_ids", "finish_reason", "stats"}}`.
+`--json -` prints it. In Python `Generation.stats` is the same dictionary as `stats`. A figure that
+does not exist for a run is `null`: there is no acceptance rate without a draft, for example. Names
+end in their unit: `_ms`, `_s`, `_bytes`.
 
 {figures}
 
@@ -79,6 +80,8 @@ def files() -> str:
     for room in ROOMS:
         folder = ROOT / room
         modules = [path for path in sorted(folder.rglob("*.py")) if room_of(path) == room]
+        if not modules:
+            continue
         rows = {
             path.relative_to(folder).as_posix(): purpose(path)
             for path in modules

@@ -1,7 +1,8 @@
 """Runs the commands that README and docs/ print: `python tools/run_docs.py`.
 
-Commands run in a scratch folder, on a copy of the bundled model. Left out are commands that need
-another model or another file, and those that measure for minutes; `--slow` runs the latter too.
+Commands run in a scratch folder, on a copy of the bundled model. It stands in for models that a
+reader would bring, and the widened model is a small one unless `--wide` is given. Commands that
+measure for minutes are left out unless `--slow` is given.
 """
 
 import argparse
@@ -19,12 +20,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SPEQ = ".venv/bin/speq"
-# Words of commands that cannot run here: they stand for a reader's own model or file.
-ELSEWHERE = ("MODEL", "FOLDER_OR_HUB_ID", "Qwen/", "/tmp/wide", "humaneval.jsonl")
-SLOW = (
-    *("bench tpot", "bench governor", "bench kernels", "bench hit-rate", "bench locality"),
-    *("bench equal-memory", "bench fidelity", "quantize"),
-)
+MODEL = "models/tiny-moe"
+# What a reader would bring, and what stands in for it here.
+STAND_INS = {
+    "MODEL": MODEL,
+    "FOLDER_OR_HUB_ID": MODEL,
+    "Qwen/Qwen1.5-MoE-A2.7B": MODEL,
+}
+PROMPTS = "speq/measure/prompts/mixed.jsonl"
+TEXTS = (PROMPTS, "humaneval.jsonl", "text.jsonl")
+SMALL = ("--hidden-size", "512", "--expert-width", "128")
+QUICK_BENCHES = ("widen", "paper-systems", "step")
+SLOW = ("bench", "quantize", "tune", "check")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +83,34 @@ def programs_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def left_out(command: Command, slow: bool) -> str | None:
-    """Why a command is not run here."""
-    if any(word in command.text for word in ELSEWHERE):
-        return "needs another model or file"
-    if not slow and command.text.startswith(SLOW):
-        return "measures for minutes"
-    return None
+def slow(command: Command) -> bool:
+    """Whether a command measures for minutes."""
+    name, *rest = command.words
+    return name in SLOW and not (name == "bench" and rest[0] in QUICK_BENCHES)
 
 
-def here(word: str, scratch: Path) -> list[str]:
-    """A word of a command, in the scratch folder: /tmp is its own, patterns are expanded."""
-    word = word.replace("/tmp/", f"{scratch}/tmp/")
-    if "*" in word:
-        return sorted(str(path.relative_to(scratch)) for path in scratch.glob(word))
-    return [word]
+def here(command: Command, scratch: Path, wide: bool) -> list[str]:
+    """The words of a command in the scratch folder, where /tmp is its own."""
+    words: list[str] = []
+    for word in command.words:
+        moved = STAND_INS.get(word, word).replace("/tmp/", f"{scratch}/tmp/")
+        if "*" in moved:
+            words += sorted(path.relative_to(scratch).as_posix() for path in scratch.glob(moved))
+        else:
+            words.append(moved)
+    if words[:2] == ["bench", "widen"] and not wide:
+        words += SMALL
+    return words
 
 
 def prepare(scratch: Path) -> None:
     """The files that pages name, with a model that commands may write beside."""
     (scratch / "tmp").mkdir()
-    ignore = shutil.ignore_patterns(".speq")
-    shutil.copytree(ROOT / "models" / "tiny-moe", scratch / "models" / "tiny-moe", ignore=ignore)
+    shutil.copytree(ROOT / MODEL, scratch / MODEL, ignore=shutil.ignore_patterns(".speq"))
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")
+    for name in TEXTS:
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / PROMPTS, scratch / name)
 
 
 def run(arguments: list[str], scratch: Path, timeout_s: float) -> str | None:
@@ -126,6 +138,7 @@ def run(arguments: list[str], scratch: Path, timeout_s: float) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the commands that README and docs/ print.")
     parser.add_argument("--slow", action="store_true", help="also run what measures for minutes")
+    parser.add_argument("--wide", action="store_true", help="widen to real size: 25 GB of disk")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each command")
     options = parser.parse_args()
     programs = Path(sys.executable).parent
@@ -133,23 +146,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         prepare(scratch)
-        tasks: list[tuple[str, list[str]]] = []
-        seen = set()
+        tasks: dict[tuple[str, ...], str] = {}
         for page in PAGES:
             for command in commands_of(page):
-                reason = left_out(command, options.slow)
-                if reason is not None:
-                    print(f"left out, {reason}: {command}")
-                elif command.words not in seen:
-                    seen.add(command.words)
-                    words = [part for word in command.words for part in here(word, scratch)]
-                    tasks.append((str(command), [str(programs / "speq"), *words]))
+                if slow(command) and not options.slow:
+                    print(f"left out, measures for minutes: {command}")
+                    continue
+                words = here(command, scratch, options.wide)
+                tasks.setdefault((str(programs / "speq"), *words), str(command))
             for program in programs_of(page):
-                name = f"{page.relative_to(ROOT)}: Python"
-                tasks.append((name, [sys.executable, "-I", "-c", program]))
-        for name, arguments in tasks:
+                tasks[(sys.executable, "-I", "-c", program)] = f"{page.name}: Python"
+        for arguments, name in tasks.items():
             start_s = time.perf_counter()
-            fault = run(arguments, scratch, options.timeout)
+            fault = run(list(arguments), scratch, options.timeout)
             verdict = "ran" if fault is None else "FAILED"
             print(f"{verdict}, {time.perf_counter() - start_s:.0f} s: {name}", flush=True)
             if fault is not None:

@@ -1,4 +1,4 @@
-"""Checks of what ops are given."""
+"""Checks of the ops' arguments."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ def check_tensor(
     device: torch.device,
     strided: bool = False,
 ) -> None:
-    """Raise ValueError unless `tensor` is as wanted; None in shape is any size.
+    """Raise ValueError for another shape, dtype, device or layout; None in shape is any size.
 
-    strided  whether the first dimension may have any stride, as slots of an arena do
+    strided  whether the first dimension may have any stride, as it has in slots of an arena
     """
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")

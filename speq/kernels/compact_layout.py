@@ -1,4 +1,4 @@
-"""Sizes of compact records of experts; what lies in them is said in csrc/compact.h."""
+"""Sizes of compact records of experts. csrc/compact.h says what lies in them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ QUAD_ROWS = 4
 BLOCK_COLUMNS = 64
 # An entry of the index.
 INDEX_BYTES = 4
-# Read past the streams by decoders that take whole vectors.
+# Decoders take whole vectors, and so read up to this far past the streams.
 SLACK_BYTES = 128
 
 
@@ -15,7 +15,7 @@ SLACK_BYTES = 128
 class CompactLayout:
     """Sections of the record of one expert of gate and up [F, H] and down [H, F].
 
-    lossless  whether the record is complete in itself, or else what INT4 codes do not say
+    lossless  True for a record that is complete in itself, False for a residual over INT4 codes
     """
 
     hidden_size: int
@@ -44,7 +44,7 @@ class CompactLayout:
         escapes = sum(rows * columns for rows, columns in self.matrices)
         if self.lossless:
             return self.fixed_bytes + escapes
-        # Of each block of each row: three bits for each code 0, and the number and the columns of
-        # exceptions, which have other codes.
+        # Each block of each row has three bits for each code 0, and the number and the columns of
+        # its exceptions, which have other codes.
         blocks = sum(rows * -(-columns // BLOCK_COLUMNS) for rows, columns in self.matrices)
         return self.fixed_bytes + 2 * escapes + 2 * blocks

@@ -1,5 +1,6 @@
-"""The ops over compact experts as their callers see them; what they compute is said in
-`speq.kernels.reference_compact`.
+"""The ops over compact experts as their callers see them.
+
+`speq.kernels.reference_compact` says what they compute.
 """
 
 import torch
@@ -25,8 +26,10 @@ def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
 
 
 def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) -> int:
-    """Encode into a slot [slot_bytes] uint8; the record's bytes. Raises SpeqError for too small a
-    slot, into which nothing is written."""
+    """Encode into a slot [slot_bytes] uint8 and return the record's bytes.
+
+    Raises SpeqError if the slot is too small. Nothing is then written to it.
+    """
     _layout(gate_up_proj, down_proj, lossless=True)
     return _fitting("encode_lossless", slot, gate_up_proj, down_proj)
 
@@ -53,7 +56,7 @@ def encode_residual(
 def encode_residual_into(
     gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair, slot: Tensor
 ) -> int:
-    """Encode into a slot [slot_bytes] uint8; as `encode_lossless_into`."""
+    """Encode into a slot [slot_bytes] uint8, as `encode_lossless_into` does."""
     _residual_layout(gate_up_proj, down_proj, gate_up, down)
     return _fitting("encode_residual", slot, gate_up_proj, down_proj, *gate_up, *down)
 
@@ -166,7 +169,7 @@ def _check_records(name: str, records: Tensor, dims: int, layout: CompactLayout)
 
 
 def _whole(op: str, layout: CompactLayout, *parts: Tensor) -> Tensor:
-    # Of a page that nobody writes to no memory is taken.
+    # The size is an upper bound. Pages that nobody writes to take no memory.
     room = torch.empty(layout.most_bytes, dtype=torch.uint8)
     return room[: _encode(op, room, parts)].clone()
 

@@ -1,7 +1,6 @@
 """The kernels as their callers see them: arguments checked once, here, and outputs made.
 
-What runs them is `speq.kernels.library`'s choice; what they compute is said in
-`speq.kernels.reference`.
+`speq.kernels.library` chooses what runs them. `speq.kernels.reference` says what they compute.
 """
 
 from dataclasses import dataclass
@@ -33,15 +32,15 @@ __all__ = [
     "read_sum",
 ]
 
-# Rows a CUDA kernel takes at a time: they all stay in registers while weights stream by.
+# A CUDA kernel takes so many rows at a time: all of them stay in registers while weights stream by.
 MAX_CUDA_ROWS = 16
-# Rows up to which the native dense product is faster than torch's, which is made for many.
+# Up to so many rows the native dense product is faster than torch's, which is made for many rows.
 MAX_LINEAR_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Bank:
-    """INT4 experts in N base slots; shapes are checked when it is made.
+    """INT4 experts in N base slots. The constructor checks shapes.
 
     gate_up     (qweight [N, 2F, H / 2] uint8, scales [N, 2F, H / group_size] float16)
     down        (qweight [N, H, F / 2] uint8, scales [N, H, F / group_size] float16)
@@ -82,8 +81,8 @@ class Int4Bank:
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """inputs [..., K] by weight [N, K], plus bias [N]: [..., N], in one dtype throughout.
 
-    Few rows on the CPU are bound by the reading of the weights, and the native kernel, whose rows
-    do not depend on one another, reads them; more rows, other devices and float64 are torch's.
+    The native kernel runs few rows on the CPU, where reading the weights takes the time. Its rows
+    do not depend on one another. torch runs more rows, other devices and float64.
     """
     rows = inputs.numel() // max(inputs.shape[-1], 1)
     few = 0 < rows <= MAX_LINEAR_ROWS and inputs.device.type == "cpu"
@@ -193,7 +192,7 @@ def moe_grouped(
     activation: str,
     out: Tensor,
 ) -> None:
-    """`reference.moe_grouped_out`; shapes there. float64 rows, which only tests use, run on it.
+    """`reference.moe_grouped_out`; shapes there. It runs float64 rows itself; only tests use them.
 
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
     IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
@@ -219,7 +218,7 @@ def moe_grouped(
     check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
     code = activation_code(activation)
     if hidden_states.dtype == torch.float64 or (device.type == "cuda" and rows > MAX_CUDA_ROWS):
-        # Prompts on a GPU: many rows to an expert, which torch's own matrix products are for.
+        # A prompt on a GPU has many rows to an expert; torch's matrix products are made for that.
         reference.moe_grouped_out(
             hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, activation, out
         )
@@ -238,7 +237,7 @@ def read_sum(words: Tensor) -> int:
 
 
 def _row_blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Rows that a kernel takes at a time."""
+    """The tensors in blocks of as many rows as a kernel takes."""
     if tensors[0].device.type != "cuda" or tensors[0].shape[0] <= MAX_CUDA_ROWS:
         return [tensors]
     return list(zip(*(tensor.split(MAX_CUDA_ROWS) for tensor in tensors), strict=True))
@@ -251,5 +250,5 @@ def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) 
 
 
 def _is_index(perm: Tensor, count: int) -> bool:
-    """Whether all of perm lies in [0, count)."""
+    """Tell whether all of perm lies in [0, count)."""
     return bool(((perm >= 0) & (perm < count)).all())

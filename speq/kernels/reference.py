@@ -1,5 +1,7 @@
-"""Plain torch versions of every kernel, of the same name: the oracle of the tests, and what runs
-where there is no native one. Readable before fast."""
+"""Plain torch versions of every kernel, of the same name: readable before fast.
+
+They are the oracle of the tests, and run where there is no native kernel.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,7 @@ INT4_MAX = 7
 # The INT4 kernels round their inputs to INT8, so many neighbours to a scale.
 INT8_BLOCK = 32
 INT8_MAX = 127
-# Below it a block is zero: the inverse of its scale would overflow.
+# A block below it counts as zero: the inverse of its scale would overflow.
 INT8_SMALLEST = 1e-30
 # Rows dequantised at a time: a float32 copy of a whole expert would be larger than the expert.
 UNPACK_ROWS = 512
@@ -36,7 +38,7 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, group_size))
     largest = torch.finfo(torch.float16).max
     scales = (groups.abs().amax(2) / INT4_MAX).clamp(max=largest).to(torch.float16)
-    # Divide by the scale as stored; where it rounds to zero so do the weights.
+    # Divide by the scale as stored. If it rounds to zero, so do the weights.
     divisor = scales.float().where(scales > 0, torch.inf)
     codes = (groups / divisor.unsqueeze(2)).round().clamp(-INT4_ZERO_POINT, INT4_MAX)
     codes = (codes + INT4_ZERO_POINT).to(torch.uint8).flatten(1)
@@ -196,8 +198,10 @@ def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def read_sum_out(words: Tensor, out: Tensor) -> None:
-    """Read words [N] int64 and put their sum, wrapped to 64 bits, into out [1]: a plain read of
-    memory, to measure the others against."""
+    """Put the sum of words [N] int64, wrapped to 64 bits, into out [1].
+
+    It is a plain read of memory, to measure the other kernels against.
+    """
     out.copy_(words.sum())
 
 

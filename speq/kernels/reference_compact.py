@@ -27,7 +27,7 @@ HAS_EXCEPTIONS = 1 << 31
 def encode_lossless_out(
     gate_up_proj: Tensor, down_proj: Tensor, record: Tensor, nbytes: Tensor
 ) -> None:
-    """One expert's words, complete in themselves, into `record` where it has room.
+    """Write one expert's words, complete in themselves, into `record` if it has room.
 
     gate_up_proj  [2F, H], gate over up, and down_proj [H, F], bfloat16
     record        [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
@@ -51,7 +51,7 @@ def encode_lossless_out(
 
 
 def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """The words of a record, bit for bit, into gate_up_proj [2F, H] and down_proj [H, F]."""
+    """Write a record's words, bit for bit, into gate_up_proj [2F, H] and down_proj [H, F]."""
     layout = _layout(down_proj, lossless=True)
     sections = _Sections(layout, record)
     tables = sections.take(3 * CLASSES).view(3, CLASSES).long()
@@ -86,7 +86,7 @@ def encode_residual_out(
     record: Tensor,
     nbytes: Tensor,
 ) -> None:
-    """What INT4 codes do not say of an expert's words, into `record` where it has room.
+    """Write what INT4 codes do not say of an expert's words into `record`, if it has room.
 
     gate_up_*, down_*  qweight and scales as `linear_int4` takes them, of the same matrices
     The rest as `encode_lossless_out` has it.
@@ -116,7 +116,7 @@ def decode_residual_out(
     gate_up_proj: Tensor,
     down_proj: Tensor,
 ) -> None:
-    """The words of a record and the codes that it is the residual of, bit for bit."""
+    """Write the words that a residual record and its codes stand for, bit for bit."""
     layout = _layout(down_proj, lossless=False)
     sections = _Sections(layout, record)
     index = sections.index()
@@ -150,7 +150,7 @@ def moe_grouped_lossless_out(
     activation: str,
     out: Tensor,
 ) -> None:
-    """`moe_grouped_out` of experts in `slots` [S, slot_bytes] uint8, as lossless records."""
+    """`moe_grouped_out` over lossless records in `slots` [S, slot_bytes] uint8."""
     hidden_size = hidden_states.shape[1]
     for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
         gate_up_proj, down_proj = _empty(hidden_size, expert_width, slots)
@@ -172,7 +172,7 @@ def moe_grouped_residual_out(
     activation: str,
     out: Tensor,
 ) -> None:
-    """`moe_grouped_out` of experts whose residuals lie in `slots` [S, slot_bytes] uint8.
+    """`moe_grouped_out` over experts whose residuals lie in `slots` [S, slot_bytes] uint8.
 
     base_slots         [E] int64: where each expert's codes lie; gate_up_*, down_* and input_perm as
                        `moe_int4_out` has them
@@ -191,7 +191,7 @@ def moe_grouped_residual_out(
 
 
 def _chosen(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
-    """The experts of a route that are in slots, and which."""
+    """The experts of a route that lie in slots, with their slots."""
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     chosen = []
     for expert in topk_ids.unique().tolist():
@@ -219,7 +219,7 @@ def _run_one(
     activation: str,
     out: Tensor,
 ) -> None:
-    """The rows of one expert, whose matrices are plain words."""
+    """Run the rows of one expert, whose matrices are plain words."""
     only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
     only[expert] = 0
     moe_grouped_out(
@@ -234,7 +234,7 @@ def _run_one(
 
 
 class _Sections:
-    """The sections of a record, taken one behind the other."""
+    """Takes the sections of a record, one behind the other."""
 
     def __init__(self, layout: CompactLayout, record: Tensor) -> None:
         self._layout, self._record, self._at = layout, record, 0
@@ -245,7 +245,7 @@ class _Sections:
         return part
 
     def index(self) -> list[Tensor]:
-        """Each matrix's entries, with the one that ends them."""
+        """Each matrix's entries, with the entry that ends them."""
         quads = [-(-rows // QUAD_ROWS) for rows, _ in self._layout.matrices]
         entries = self.take(4 * (sum(quads) + 1)).long().view(-1, 4)
         places = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], device=entries.device)
@@ -328,7 +328,7 @@ def _streams_of(
 
 
 def _front_of(classes: Tensor, exceptions: Tensor | None) -> bytes:
-    """What a row of a block has in the front stream."""
+    """The bytes of a block's row in the front stream."""
     whole = sum(value << 3 * at for at, value in enumerate(classes.tolist()))
     front = whole.to_bytes(-(-3 * len(classes) // 8), "little")
     if exceptions is None:

@@ -1,8 +1,8 @@
-"""What an INT4 code and its scale tell of the exact BF16 word: all but the low byte, mostly.
+"""Windows of INT4 codes: a code and its scale tell most exact BF16 words up to the low byte.
 
-A code names a window of 256 words that follow one another, and of these the low byte names one. So
-the exact weight is the code, which the draft has anyway, and a byte. A word outside its code's
-window has an escape: its high byte is kept as well. csrc/compact.h has the same in C++.
+A code names a window of 256 consecutive words, and the low byte names one word in it. So the exact
+weight is the code, which the draft has anyway, and a byte. A word outside its code's window has an
+escape: its high byte is kept too. csrc/compact.h has the same in C++.
 
 Words are the bits of BF16, 0 to 65,535, in int32; codes are whole numbers from -8 to 7 of any
 integer dtype; scales are float16. Arguments broadcast.
@@ -11,14 +11,14 @@ integer dtype; scales are float16. Arguments broadcast.
 import torch
 from torch import Tensor
 
-# Where the words of a code begin, in scales, by the code's magnitude. What rounds to a code takes
-# less than the two octaves of a window, so windows begin low enough to hold most of what GPTQ moves
-# to it as well. Of code 0: where its classes count down from.
+# The first word of a code's window, in scales, by the code's magnitude. Words that round to a code
+# span less than the two octaves of a window. So windows begin low enough to hold also most words
+# that GPTQ moves to the code. For code 0 it is the word from which classes count down.
 WINDOW_STARTS = (1 / 2, 7 / 16, 3 / 4, 5 / 4, 2.0, 5 / 2, 3.0, 7 / 2, 4.0)
 WINDOW = 256
 SIGN = 0x8000
-# Of a word with code 0 three bits tell the high byte: as many steps below that of the start as the
-# class says, 0 byte, the same three steps with a negative sign, or none of these.
+# Three bits, the class, tell the high byte of a word with code 0. It is so many steps below the
+# start's high byte, or 0, or the same three steps with a negative sign, or none of these.
 ZERO_CLASS_STEPS = 3
 TINY_CLASS = 3
 ESCAPE_CLASS = 7
@@ -53,7 +53,7 @@ def high_bytes(low_bytes: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def zero_classes(words: Tensor, scales: Tensor) -> Tensor:
-    """The classes, int32, of words with code 0; ESCAPE_CLASS where no other is theirs."""
+    """The classes, int32, of words with code 0; ESCAPE_CLASS for words without another."""
     steps = _zero_start(scales) - (words >> 8 & 0x7F)
     classes = torch.where(words < SIGN, steps, steps + TINY_CLASS + 1)
     classes = classes.where((steps >= 0) & (steps < ZERO_CLASS_STEPS), ESCAPE_CLASS)
@@ -74,7 +74,7 @@ def _zero_start(scales: Tensor) -> Tensor:
 
 
 def escapes(words: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Whether code and low byte, or class, leave a word's high byte untold: bool."""
+    """Tell, as bool, which words need their high byte beside code and low byte, or class."""
     offsets = words - window_starts(codes, scales)
     inside = (offsets >= 0) & (offsets < WINDOW)
     told = torch.where(codes == 0, zero_classes(words, scales) != ESCAPE_CLASS, inside)

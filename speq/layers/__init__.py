@@ -1,1 +1,1 @@
-"""What stands in for a block's routed experts."""
+"""The modules that take the place of a block's routed experts."""

@@ -21,11 +21,11 @@ class ExpertServer(Protocol):
 
 
 class SlotTable:
-    """[E] int64 on the device: where each expert lies, -1 for nowhere; filled anew in place."""
+    """[E] int64 on the device: the slot of each expert, or -1. Each wave fills it anew in place."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self._host = torch.empty(num_experts, dtype=torch.int64)
-        self._entries = self._host.numpy()  # writes through, without a torch op for each expert
+        self._entries = self._host.numpy()  # shared memory: no torch op for each expert
         self._device = device
 
     def of(self, slots: dict[int, int]) -> Tensor:
@@ -37,11 +37,12 @@ class SlotTable:
 
 
 class ExactExperts:
-    """Rows grouped by expert, experts read from a slot arena (MoE-SpeQ 3.4.4).
+    """Runs rows grouped by expert, with experts out of a slot arena (MoE-SpeQ 3.4.4).
 
-    experts     those in the arena
-    slot_table  where they lie there, filled anew for each wave
-    on_route    told what each layer really used
+    server      brings experts into slots
+    experts     the experts in the arena
+    slot_table  their slots, filled anew for each wave
+    on_route    told each layer's exact route
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ExactExperts:
         outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
         experts = route.topk_ids.unique().tolist()
         waves = self._server.serve(layer, experts)
-        # Closed even where a traceback keeps this frame alive: its experts stay pinned until then.
+        # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._recorder.timed("layer", layer):
             for slots in waves:
                 self._experts.run(

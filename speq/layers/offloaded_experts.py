@@ -1,7 +1,7 @@
 """The module that takes the place of a MoE block's `experts` while the model is built.
 
-It owns no weights. Which experts it runs, the INT4 draft's or the exact ones, is the choice of the
-pass under way: draft and target are one network with two expert banks.
+It owns no weights. The pass under way chooses which experts it runs: the INT4 draft's or the exact
+ones. Draft and target are one network with several expert banks.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class ExpertBank(Protocol):
 
 
 class BankSwitch:
-    """Which bank the pass under way uses; shared by all layers of a model."""
+    """Holds the bank that the pass under way uses; all layers of a model share it."""
 
     def __init__(self) -> None:
         self.bank: ExpertBank | None = None
@@ -42,10 +42,10 @@ class OffloadedExperts(nn.Module):
     def attach(
         self, layer: int, switch: BankSwitch, router: nn.Module, next_router: nn.Module | None
     ) -> None:
-        """Make this MoE layer number `layer`, under `switch`, and listen to its router."""
+        """Make this module MoE layer number `layer`, under `switch`, and listen to its router."""
         self.layer = layer
         self.switch = switch
-        # Bound, not the module: it belongs to another layer.
+        # Only the bound method: as an attribute the module would become a child of this one.
         self._next_router = None if next_router is None else next_router.forward
         router.register_forward_hook(self._keep_logits)
 

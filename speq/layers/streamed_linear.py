@@ -1,4 +1,4 @@
-"""Dense layers of a model, run by our own product where rows are few."""
+"""Dense layers of a model, run by our own product if rows are few."""
 
 from torch import Tensor, nn
 

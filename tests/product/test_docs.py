@@ -160,5 +160,11 @@ def test_code_blocks_are_read_as_printed() -> None:
 def test_commands_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "c").mkdir()
-    assert run_docs.here("a/*/", tmp_path) == ["a/b", "a/c"]
-    assert run_docs.here("/tmp/x.json", tmp_path) == [f"{tmp_path}/tmp/x.json"]
+
+    def here(*words: str, wide: bool = False) -> list[str]:
+        return run_docs.here(run_docs.Command(tmp_path, 1, words), tmp_path, wide)
+
+    assert here("plan", "a/*/") == ["plan", "a/b", "a/c"]
+    assert here("plan", "MODEL", "/tmp/x") == ["plan", "models/tiny-moe", f"{tmp_path}/tmp/x"]
+    assert here("bench", "widen", "x") == ["bench", "widen", "x", *run_docs.SMALL]
+    assert here("bench", "widen", "x", wide=True) == ["bench", "widen", "x"]
