@@ -17,8 +17,9 @@ from speq.bench.runs import fidelity, fidelity_pictures
 from speq.bench.runs.fidelity import Settings
 from speq.bench.runs.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
+from speq.decode.drafter import DraftBase
+from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.engine import Engine
-from speq.decode.self_draft import SelfDraft
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Generator
@@ -187,13 +188,16 @@ def small(path: Path, **options: Any) -> Generator:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_exact_model_is_its_own_perfect_draft(family: str, tiny: Folder) -> None:
+def test_the_exact_model_is_its_own_perfect_draft(
+    family: str, tiny: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = small(tiny(family))
     try:
         runtime = generator.runtime
         perfect: Any = ExactAsDraft(runtime)
-        runtime.draft_bank = perfect
-        runtime.engine.drafter = SelfDraft(runtime.model, perfect, runtime.engine.cache)
+        monkeypatch.setattr(Runtime, "draft_bank", perfect)
+        engine = runtime.engine
+        engine.drafter = Int4Drafter(DraftBase(runtime.model, engine.cache, perfect))
         found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)
     finally:
         generator.close()

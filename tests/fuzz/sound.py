@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tests.fuzz.damage import copied, set_json
 from tests.fuzz.target import Command, Target, killed, speq
-from tests.tiny_models import write_model
+from tests.helpers.tiny_models import write_model
 
 BUDGET = "2MiB"
 PROMPT = "Once upon a time"
