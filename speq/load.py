@@ -7,18 +7,18 @@ the store that fills slots. `Runtime` lays out the rest.
 import contextlib
 import gc
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from speq.config import RunConfig
 from speq.drafts.draft_source import RoundedDraft, open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import ExpertCodec, codec_of
+from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
-from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
+from speq.experts.expert_store import ExpertStore
 from speq.experts.int4 import Int4Arena
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import Governor
@@ -87,16 +87,17 @@ def load(
     with contextlib.closing(draft_source(opened, config)) as draft:
         subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
         budget = budget_of(config, context, device)
-        settled = settle(subject, budget, config, profile, trial_of(opened.store))
+        settled = settle(subject, budget, config, profile, partial(Trial.of, opened.store))
         check_room(settled.memory, device)
-        opened = replace(opened, store=store_of(opened.store, settled))
+        encoding = encoding_of(opened.store, settled)
+        opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.type)
         model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device, progress)
-    if isinstance(opened.store, EncodingStore):
-        settled = measured(opened.store, arena, subject, settled, budget, progress)
+    if encoding is not None:
+        settled = measured(encoding, arena, subject, settled, budget, progress)
     bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
     governor = governor_of(config, profile, settled)
     return Loaded(config, opened, device, subject, settled, model, arena, bank, governor)
@@ -153,19 +154,10 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     return source
 
 
-def trial_of(store: ExpertStore) -> Callable[[ExpertCodec], Trial]:
-    def trial(codec: ExpertCodec) -> Trial:
-        assert isinstance(store, SafetensorsExpertStore), "only published experts are tried"
-        return Trial.of(store, codec)
-
-    return trial
-
-
-def store_of(store: ExpertStore, settled: Settled) -> ExpertStore:
-    """The store that fills slots as settled: as it is, or encoding what it reads."""
+def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
+    """The store that encodes published experts as it reads them, where that is settled."""
     if not settled.holding.encoded:
-        return store
-    assert isinstance(store, SafetensorsExpertStore), "only published experts are encoded"
+        return None
     return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
 
 

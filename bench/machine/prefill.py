@@ -17,7 +17,7 @@ from speq.experts.expert_store import mean_moved_bytes
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.machine import available_bytes
-from speq.measure.link import expert_files, link_bytes_per_s
+from speq.measure.link import link_bytes_per_s
 from speq.measure.report import Column, Report, read_prompts
 from speq.runtime import Runtime
 from speq.units import format_bytes
@@ -139,7 +139,7 @@ def measure(model: str, settings: Settings, budget: str, resident: Generator | N
     try:
         prompt = prompt_of(generator, settings)
         runtime = generator.runtime
-        for path in expert_files(runtime.opened):
+        for path in runtime.opened.store.source.files:
             drop(path)
         stats = first_token(generator, prompt)
         distinct = distinct_bytes(runtime)

@@ -15,10 +15,9 @@ from speq.bench.machine.page_cache import cached_bytes, drop
 from speq.config import MAX_READER_THREADS
 from speq.errors import SpeqError, checked_int
 from speq.experts.expert_store import mean_moved_bytes
-from speq.experts.packed_store import PackedExpertStore
 from speq.files.alignment import ALIGNMENT
 from speq.files.atomic_file import check_target
-from speq.measure.link import Sample, arena_for, expert_files, expert_reads, plain_reads
+from speq.measure.link import Sample, arena_for, expert_reads, plain_reads
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model
 from speq.units import format_bytes, parse_bytes
@@ -57,9 +56,8 @@ class Source:
     @classmethod
     def of(cls, model: str) -> "Source":
         opened = open_model(model)
-        packed = isinstance(opened.store, PackedExpertStore)
-        kind = "packed" if packed else "safetensors"
-        return cls(opened, model, kind, expert_files(opened))
+        kind = "safetensors" if opened.store.published else "packed"
+        return cls(opened, model, kind, list(opened.store.files))
 
     def drop(self) -> None:
         for path in self.paths:

@@ -5,12 +5,13 @@ model has its records on the disk.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
 from speq.experts.codec import ExpertCodec
-from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
+from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
@@ -33,7 +34,7 @@ class EncodingStore:
 
     published = False
 
-    def __init__(self, words: SafetensorsExpertStore, codec: ExpertCodec) -> None:
+    def __init__(self, words: ExpertStore, codec: ExpertCodec) -> None:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts
         self.words = words
@@ -47,6 +48,14 @@ class EncodingStore:
     @property
     def codec(self) -> ExpertCodec:
         return self._codec
+
+    @property
+    def source(self) -> ExpertStore:
+        return self.words
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.words.files
 
     @property
     def tied_draft(self) -> TiedDraft | None:

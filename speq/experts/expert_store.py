@@ -1,6 +1,7 @@
 """Exact experts on disk, as records that can be read one at a time."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -31,6 +32,14 @@ class ExpertStore(Protocol):
 
     @property
     def codec(self) -> ExpertCodec: ...
+
+    @property
+    def source(self) -> "ExpertStore":
+        """The store that reads come from: this one, or that whose words are encoded."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the records, perhaps with other weights."""
 
     @property
     def tied_draft(self) -> TiedDraft | None:
@@ -140,6 +149,14 @@ class SafetensorsExpertStore:
     @property
     def codec(self) -> RawCodec:
         return self._codec
+
+    @property
+    def source(self) -> ExpertStore:
+        return self
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({file.path for record in self._parts for file, _, _ in record}))
 
     @property
     def tied_draft(self) -> TiedDraft | None:

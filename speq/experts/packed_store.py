@@ -193,6 +193,14 @@ class PackedExpertStore:
         return self._codec
 
     @property
+    def source(self) -> ExpertStore:
+        return self
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self._file.path,)
+
+    @property
     def tied_draft(self) -> TiedDraft | None:
         return self.manifest.draft
 
@@ -217,10 +225,23 @@ class PackedExpertStore:
         self._file.close()
 
 
-def open_experts(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertStore:
-    """The experts of a model folder, packed or as published."""
+def open_experts(
+    checkpoint: Checkpoint, layout: ExpertLayout, verify_reads: bool = False
+) -> ExpertStore:
+    """The experts of a model folder, packed or as published.
+
+    verify_reads  compare experts with their checksums whenever they are read. Raises SpeqError
+                  where there are none
+    """
     if (checkpoint.path / EXPERTS_MANIFEST).exists():
-        return PackedExpertStore(checkpoint, layout)
+        store = PackedExpertStore(checkpoint, layout)
+        store.verify_reads = verify_reads
+        return store
+    if verify_reads:
+        raise SpeqError(
+            f"{checkpoint.path} has no checksums to verify reads by; `speq pack` writes a model "
+            "that has"
+        )
     return SafetensorsExpertStore(checkpoint, layout)
 
 

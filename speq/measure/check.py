@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speq.errors import SpeqError
-from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
@@ -82,7 +81,7 @@ def run(
     dtype, device = generator.runtime.dtype, generator.runtime.device
     path = generator.runtime.opened.checkpoint.path
     try:
-        if isinstance(generator.runtime.opened.store, PackedExpertStore):
+        if not generator.runtime.opened.store.source.published:
             raise SpeqError(
                 f"{path} is packed, and plain transformers, to compare with, reads models as "
                 "published only; check the one it was packed from"

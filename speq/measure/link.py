@@ -19,7 +19,6 @@ from torch import Tensor
 from speq.decode.offload import fetch_from, moved_from
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
-from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.files.alignment import aligned_bytes
 from speq.files.range_file import RangeFile
 from speq.governor.roofline import Points
@@ -48,15 +47,6 @@ class Sample:
     @property
     def bytes_per_s(self) -> float:
         return self.payload_bytes / self.seconds
-
-
-def expert_files(opened: Opened) -> list[Path]:
-    """The files that hold a model's experts, perhaps with other weights."""
-    if isinstance(opened.store, PackedExpertStore):
-        return [opened.checkpoint.path / RECORDS_FILE]
-    tensors = opened.checkpoint.tensors.items()
-    is_expert = opened.family.names.is_expert
-    return sorted({file.path for name, (file, _) in tensors if is_expert(name)})
 
 
 def arena_for(rows: int, *sizes: int) -> Tensor:
@@ -162,7 +152,7 @@ def link_by_size(
 
     store  of the model's experts as they are on the disk
     """
-    expert_bytes, files = round(mean_moved_bytes(store)), expert_files(opened)
+    expert_bytes, files = round(mean_moved_bytes(store)), list(opened.store.source.files)
     sizes = [size for size in READ_SIZES if size < expert_bytes]
     arena = arena_for(readers, *sizes, store.codec.slot_bytes)
     plain = [plain_reads(files, size, arena, readers, LINK_BYTES, clock=clock) for size in sizes]

@@ -15,8 +15,7 @@ from typing import Any
 
 from speq.errors import checked_int
 from speq.experts.codec import codec_of, codecs_for
-from speq.experts.encoding_store import EncodingStore
-from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, mean_moved_bytes
+from speq.experts.expert_store import mean_moved_bytes
 from speq.generator import Generator
 from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
@@ -171,16 +170,10 @@ def mean_bytes(runtime: Runtime) -> int:
     return round(mean_moved_bytes(runtime.opened.store))
 
 
-def source_of(runtime: Runtime) -> ExpertStore:
-    """Where reads come from, without what encodes them."""
-    store = runtime.opened.store
-    return store.words if isinstance(store, EncodingStore) else store
-
-
 def encodable(runtime: Runtime) -> list[str]:
     """Codecs by which a run on the CPU can encode these experts as it reads them."""
-    source = source_of(runtime)
-    if runtime.device.type != "cpu" or not isinstance(source, SafetensorsExpertStore):
+    source = runtime.opened.store.source
+    if runtime.device.type != "cpu" or not source.published:
         return []
     return [name for name in codecs_for(source.codec.shape.dtype) if name != source.codec.name]
 
@@ -191,6 +184,6 @@ def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
         expert_bytes = mean_bytes(runtime)
         points = link.copies_by_size(expert_bytes, runtime.device, clock)
         return points, link.first_copy_s(expert_bytes, runtime.device, clock)
-    store, readers = source_of(runtime), runtime.config.reader_threads
+    store, readers = runtime.opened.store.source, runtime.config.reader_threads
     points = link.link_by_size(runtime.opened, store, readers, clock)
     return points, link.first_fetch_s(store, readers, clock)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore
-from speq.experts.packed_store import PackedExpertStore, open_experts
+from speq.experts.packed_store import open_experts
 from speq.files.checkpoint import Checkpoint, locate
 from speq.files.json_file import read_json
 from speq.models.families import Family, family_of
@@ -35,11 +34,5 @@ def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
     family = family_of(read_json(path / "config.json"), path)
     checkpoint = Checkpoint(path)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
-    store = open_experts(checkpoint, shape.experts)
-    if isinstance(store, PackedExpertStore):
-        store.verify_reads = verify_reads
-    elif verify_reads:
-        raise SpeqError(
-            f"{path} has no checksums to verify reads by; `speq pack` writes a model that has"
-        )
+    store = open_experts(checkpoint, shape.experts, verify_reads)
     return Opened(checkpoint, family, shape, store)

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from speq.experts.codec import ExpertCodec
-from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
+from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.files.alignment import aligned_bytes
 from speq.units import Clock
 
@@ -21,9 +21,9 @@ class Trial:
 
     @classmethod
     def of(
-        cls, store: SafetensorsExpertStore, codec: ExpertCodec, clock: Clock = time.perf_counter
+        cls, store: ExpertStore, codec: ExpertCodec, clock: Clock = time.perf_counter
     ) -> "Trial":
-        """Read and encode a few experts. The codec needs no draft."""
+        """Read and encode a few published experts. The codec needs no draft."""
         count = store.num_layers * store.num_experts
         slot = expert_slot(store)
         room = aligned_bytes(1, codec.slot_bytes)[0]
@@ -38,5 +38,5 @@ class Trial:
             codec.encode(store.codec.decode(slot), None, room)
             read_s += read_at_s - start_s
             encode_s += clock() - read_at_s
-        nbytes = TIMED_EXPERTS * store.codec.record_bytes
+        nbytes = TIMED_EXPERTS * store.codec.shape.nbytes
         return cls(nbytes / max(read_s, 1e-9), nbytes / max(encode_s, 1e-9))
