@@ -76,7 +76,8 @@ TABLE = {
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
     "runtime": Layer(("speq.runtime",), (*BELOW_LOAD, "runtime")),
     "generator": Layer(
-        ("speq.generator", "speq.text"), ("leaves", "models", "decode", "runtime", "generator")
+        ("speq.generator", "speq.text"),
+        ("leaves", "files", "models", "decode", "runtime", "generator"),
     ),
     "package": Layer(("speq",), ("leaves", "generator")),
     "measure": Layer(

@@ -8,6 +8,7 @@ from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_store import PackedExpertStore, open_experts
 from speq.files.checkpoint import Checkpoint, locate
 from speq.files.json_file import read_json
+from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
 from speq.models.shape import ModelShape, hf_config, shape_of
 
@@ -32,8 +33,10 @@ def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
     verify_reads  compare experts with their checksums whenever they are read; packed models only
     """
     path = locate(model)
-    family = family_of(read_json(path / "config.json"), path)
+    config = read_json(path / "config.json")
+    family = family_of(config, path)
     checkpoint = Checkpoint(path)
+    check_weights(config, checkpoint)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
     store = open_experts(checkpoint, shape.experts)
     if isinstance(store, PackedExpertStore):
