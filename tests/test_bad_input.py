@@ -231,7 +231,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "expert width of another": (config(moe_intermediate_size=32), r"config\.json .* \[64, 32\]"),
     "heads that do not divide": (config(num_attention_heads=0), "no qwen2_moe model can be built"),
     "vocabulary of another": (config(vocab_size=300), r"\[264, 64\]; config\.json makes it \[300"),
-    "more layers": (config(num_hidden_layers=4, layer_types=["full_attention"] * 4), "holds weights of 3 layers"),
+    "more layers": (config(num_hidden_layers=4, layer_types=None), "holds weights of 3 layers"),
     "unknown activation": (
         config(hidden_act="tanh"),
         "asks for the activation 'tanh'; supported are silu, swish, gelu",
