@@ -4,6 +4,7 @@ Each text is run through all models token by token position; no model sees anoth
 disagreement does not cause the next.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speq.errors import SpeqError
+from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
-from speq.files.checkpoint import Checkpoint
+from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.generator import Generator
 from speq.machine import available_bytes
+from speq.measure import pack_check
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes
 from speq.models.moe_model import quiet_transformers
+from speq.models.opened import open_model
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.units import format_bytes
 
@@ -43,6 +47,14 @@ COLUMNS: dict[str, Column] = {
     "draft: same token": ("draft_agreement", "{:.1%}"),
     "route recall": ("route_recall", "{:.1%}"),
     "same experts": ("same_route_sets", "{:.1%}"),
+}
+
+PACK_COLUMNS: dict[str, Column] = {
+    "experts": ("experts", "{}"),
+    "their bytes": ("record_bytes", format_bytes),
+    "tensors": ("tensors", "{}"),
+    "files": ("files", "{}"),
+    "draft": ("draft", lambda there: "as packed" if there else "-"),
 }
 
 
@@ -74,18 +86,18 @@ def run(
     force: bool,
     **options: Any,
 ) -> tuple[Report, Verdict]:
-    """Compare on the first MAX_TOKENS tokens of each prompt."""
+    """Compare on the first MAX_TOKENS tokens of each prompt; a pack, with its checksums instead."""
     check_target(json_file, force)
     texts = read_prompts(prompts, num_prompts)
+    if os.path.exists(locate(model) / EXPERTS_MANIFEST):
+        report, found = run_on_pack(model)
+        if json_file is not None:
+            report.write(json_file)
+        return report, found
     generator = Generator.from_pretrained(model, memory_budget, **options)
     dtype, device = generator.runtime.dtype, generator.runtime.device
     path = generator.runtime.opened.checkpoint.path
     try:
-        if not generator.runtime.opened.store.source.published:
-            raise SpeqError(
-                f"{path} is packed, and plain transformers, to compare with, reads models as "
-                "published only; check the one it was packed from"
-            )
         check_memory(path, dtype, device)
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
@@ -105,6 +117,32 @@ def run(
     if json_file is not None:
         report.write(json_file)
     return report, verdict(rows, dtype)
+
+
+def run_on_pack(model: str) -> tuple[Report, Verdict]:
+    """Compare all of a pack with its checksums: plain transformers reads models as published only.
+
+    Raises SpeqError for the first thing that is not what was packed.
+    """
+    opened = open_model(model)
+    try:
+        assert isinstance(opened.store, PackedExpertStore)
+        row = pack_check.compare(opened, opened.store)
+    finally:
+        opened.close()
+    others = f"{row['tensors']} other tensors and {row['files']} files"
+    if not row["tensors"]:
+        others = "nothing else, which this pack has no checksums of: pack the model again"
+    sentence = (
+        f"passed: {row['experts']} experts are what was packed, and {others}; to compare with "
+        "transformers, check the model that it was packed from"
+    )
+    return Report("check", model, {}, [row]), Verdict(True, sentence)
+
+
+def columns_of(report: Report) -> dict[str, Column]:
+    """How a report of `run` is shown."""
+    return PACK_COLUMNS if "experts" in report.rows[0] else COLUMNS
 
 
 def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:

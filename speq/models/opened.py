@@ -7,6 +7,7 @@ from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_store import open_experts
 from speq.files.checkpoint import Checkpoint, locate
 from speq.files.json_file import read_json
+from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
 from speq.models.shape import ModelShape, hf_config, shape_of
 
@@ -31,8 +32,10 @@ def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
     verify_reads  compare experts with their checksums whenever they are read; packed models only
     """
     path = locate(model)
-    family = family_of(read_json(path / "config.json"), path)
+    config = read_json(path / "config.json")
+    family = family_of(config, path)
     checkpoint = Checkpoint(path)
+    check_weights(config, checkpoint)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
     store = open_experts(checkpoint, shape.experts, verify_reads)
     return Opened(checkpoint, family, shape, store)

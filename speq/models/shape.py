@@ -11,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
+from speq.files.json_file import read_json
 from speq.kernels.ops import ACTIVATIONS
 from speq.models.attention import AttentionShape
+from speq.models.bounds import check_sizes
 from speq.models.families import Family
 
 DTYPES = {
@@ -23,6 +25,7 @@ DTYPES = {
 }
 
 
+CONFIG_AGAIN = "download config.json again, or correct that value"
 # What one logit takes on its way to a probability: float32 copies, and a sort for top-p.
 LOGIT_TRANSIENT_BYTES = 36
 
@@ -96,12 +99,13 @@ def hf_config(checkpoint: Checkpoint) -> Any:
 
 def config_in(path: Path) -> Any:
     """The configuration in a folder, which need hold nothing else, as transformers reads it."""
+    check_sizes(read_json(path / "config.json"), path / "config.json")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
         raise SpeqError(
-            f"{path / 'config.json'} is refused by transformers: {reason[:300]}"
+            f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
 
 
@@ -113,7 +117,7 @@ def skeleton(family: Family, config: Any, where: object) -> nn.Module:
     except Exception as error:  # an impossible config can fail anywhere in the model's code
         raise SpeqError(
             f"no {family.model_type} model can be built from {where}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"{' '.join(str(error).split())[:300]}; {CONFIG_AGAIN}"
         ) from error
 
 

@@ -122,6 +122,24 @@ def config(**changes: Any) -> Damage:
     return damage
 
 
+def tokenizer_config(**changes: Any) -> Damage:
+    def damage(model: Path) -> None:
+        fields = json.loads((model / "tokenizer_config.json").read_text()) | changes
+        (model / "tokenizer_config.json").write_text(json.dumps(fields))
+
+    return damage
+
+
+def named_pipe(name: str) -> Damage:
+    """Which nobody ever writes to."""
+
+    def damage(model: Path) -> None:
+        (model / name).unlink()
+        os.mkfifo(model / name)
+
+    return damage
+
+
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     def damage(model: Path) -> None:
         found = load_file(model / SINGLE)
@@ -209,7 +227,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "expert width of another": (config(moe_intermediate_size=32), r"config\.json .* \[64, 32\]"),
     "heads that do not divide": (config(num_attention_heads=0), "no qwen2_moe model can be built"),
     "vocabulary of another": (config(vocab_size=300), r"\[264, 64\]; config\.json makes it \[300"),
-    "more layers": (config(num_hidden_layers=4, layer_types=["full_attention"] * 4), "lacks gate_"),
+    "more layers": (config(num_hidden_layers=4, layer_types=None), "holds weights of 3 layers"),
     "unknown activation": (
         config(hidden_act="tanh"),
         "asks for the activation 'tanh'; supported are silu, swish, gelu",
@@ -310,7 +328,53 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "tokenizer of nothing": (write("tokenizer.json", b"{}"), "the tokenizer in .* cannot be loa"),
     "tokenizer config is no JSON": (
         write("tokenizer_config.json", b"nope"),
-        "the tokenizer in .* cannot be loaded",
+        r"tokenizer_config\.json is not valid JSON: .*; download it again",
+    ),
+    "tokenizer config of wrong types": (
+        tokenizer_config(model_max_length="x"),
+        r"tokenizer_config\.json has model_max_length 'x'; it must be a number: download it again",
+    ),
+    "tokenizer config of an endless template": (
+        tokenizer_config(chat_template="x" * 10_000_000),
+        r"has a chat_template of 10000000 characters; it must be a text of at most 1048576: downl",
+    ),
+    "tokenizer config of a template that is none": (
+        tokenizer_config(chat_template=[{"name": "default"}]),
+        r"has a chat_template of no text; it must be a text",
+    ),
+    "tokenizer config of odd tokens": (
+        tokenizer_config(eos_token=["x"]),
+        "the tokenizer in .* cannot be loaded: .*; download its tokenizer files again",
+    ),
+    "template file of any length": (
+        write("chat_template.jinja", b"x" * 2_000_000),
+        r"chat_template\.jinja has 1\.91 MiB and files of its kind at most 1 MiB; download the",
+    ),
+    "tokenizer is a named pipe": (
+        named_pipe("tokenizer.json"),
+        r"tokenizer\.json is a named pipe and must be a regular file; download the model again",
+    ),
+    "config is a named pipe": (named_pipe("config.json"), r"config\.json is a named pipe and must"),
+    "generation config is a named pipe": (
+        named_pipe("generation_config.json"),
+        r"generation_config\.json is a named pipe",
+    ),
+    "shard is a named pipe": (named_pipe(SINGLE), r"model\.safetensors is a named pipe and must b"),
+    "index is a named pipe": (
+        lambda model: [remove(SINGLE)(model), os.mkfifo(model / INDEX)],
+        r"index\.json is a named pipe",
+    ),
+    "layers without end": (
+        config(num_hidden_layers=2**31, layer_types=None),
+        r"num_hidden_layers 2147483648 and .* holds weights of 3 layers; download both again",
+    ),
+    "a vocabulary without end": (
+        config(vocab_size=16_000_000),
+        r"has shape \[264, 64\]; config\.json makes it \[16000000, 64\]: one of the two belongs",
+    ),
+    "a width without end": (
+        config(hidden_size=2**40),
+        "has hidden_size 1099511627776; it must be at most 131072: download it again",
     ),
 }  # fmt: skip
 

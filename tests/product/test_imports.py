@@ -70,7 +70,7 @@ TABLE = {
     "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
     "generator": Layer(
         ("speq.generator", "speq.prompts", "speq.text"),
-        ("leaves", "models", "decode", "runtime", "generator"),
+        ("leaves", "files", "models", "decode", "runtime", "generator"),
     ),
     "package": Layer(("speq",), ("leaves", "generator")),
     "measure": Layer(

@@ -23,7 +23,6 @@ from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.checksums import sealed
-from speq.measure import check
 from speq.models import moe_model
 from speq.models.opened import open_model
 from tests.helpers.damage import flip, last, line_of, lines, resized
@@ -532,7 +531,39 @@ def test_the_command(tiny: Folder, tmp_path: Path) -> None:
     assert "is packed already; give the one it was packed from" in str(again.exception)
 
 
-def test_check_does_not_compare_with_half_a_model(packed: Path) -> None:
-    """Plain transformers would make up the experts it does not find."""
-    with pytest.raises(SpeqError, match="is packed, and plain transformers, to compare with"):
-        check.run(str(packed), "64MiB", prompts=None, num_prompts=1, json_file=None, force=False)
+def checked_by_command(model: Path) -> tuple[int, str, str]:
+    """Exit code, what was printed, and the error of `speq check`."""
+    ended = CliRunner().invoke(app, ["check", str(model), "--memory-budget", "64MiB"])
+    return ended.exit_code, ended.stdout, str(ended.exception)
+
+
+def test_check_compares_all_of_a_pack(tiny_bfloat16: Folder, tmp_path: Path) -> None:
+    """Plain transformers would make up the experts it does not find; checksums are there."""
+    packed = tmp_path / "packed"
+    pack_to(tiny_bfloat16("olmoe"), packed, codec="residual").close()
+    manifest = json.loads((packed / "experts.json").read_text())
+    counts = {name: len(manifest["checksums"][name]) for name in ("tensors", "files")}
+    assert counts["tensors"] > 20
+    code, out, _ = checked_by_command(packed)
+    assert code == 0
+    assert (
+        f"passed: 24 experts are what was packed, and {counts['tensors']} other tensors and "
+        f"{counts['files']} files; to compare with transformers, check the model that it was "
+        "packed from"
+    ) in out
+    for name, message in (
+        ("experts.bin", "the record of expert . in MoE layer"),
+        ("draft.bin", r"draft\.bin is not what was packed"),
+        ("model.safetensors", r"model\.safetensors: tensor .* is not what was packed"),
+        ("config.json", r"config\.json is not (what was packed|valid JSON)"),
+    ):
+        sound = (packed / name).read_bytes()
+        flip(name, 0.5)(packed)
+        code, out, error = checked_by_command(packed)
+        assert (code, out) == (1, "")
+        assert re.search(message, error), error
+        (packed / name).write_bytes(sound)
+    without_checksums(packed)
+    code, out, _ = checked_by_command(packed)
+    assert code == 0
+    assert "and nothing else, which this pack has no checksums of: pack the model again" in out

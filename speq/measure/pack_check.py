@@ -1,0 +1,52 @@
+"""Whether a packed model is, byte for byte, what was packed: records, tensors, files, codes."""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from speq.errors import SpeqError
+from speq.experts.expert_store import expert_slot
+from speq.experts.packed_draft import DRAFT_FILE
+from speq.experts.packed_store import PackedExpertStore
+from speq.files.range_file import RangeFile, bytes_of
+from speq.models.opened import Opened
+
+BLOCK_BYTES = 16 << 20
+
+
+def compare(opened: Opened, store: PackedExpertStore) -> dict[str, Any]:
+    """Read all of a pack, whose files were compared when it was opened; how much there was.
+
+    Raises SpeqError for the first thing that is not what was packed.
+    """
+    store.verify_reads = True
+    slot = expert_slot(store)
+    for at in range(store.num_layers * store.num_experts):
+        store.read(*divmod(at, store.num_experts), slot)
+    if store.tied_draft is not None:
+        compare_draft(opened, store.tied_draft.digest)
+    checkpoint = opened.checkpoint
+    checkpoint.tensor_check().finish()
+    checksums = store.manifest.checksums
+    return {
+        "experts": len(store.manifest.records),
+        "record_bytes": store.manifest.record_bytes,
+        "tensors": len(checksums.tensors) if checksums else 0,
+        "files": len(checksums.files) if checksums else 0,
+        "draft": store.tied_draft is not None,
+    }
+
+
+def compare_draft(opened: Opened, digest: str) -> None:
+    """Raise SpeqError unless the codes in a residual pack are those its records are read over."""
+    found, block = hashlib.sha256(), torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    with RangeFile(opened.checkpoint.path / DRAFT_FILE) as file:
+        for at in range(0, file.size, BLOCK_BYTES):
+            part = block[: min(BLOCK_BYTES, file.size - at)]
+            file.read_into(at, part)
+            found.update(bytes_of(part))
+        if found.hexdigest() != digest:
+            raise SpeqError(
+                f"{file.path} is not what was packed; pack the model again, and look after the disk"
+            )
