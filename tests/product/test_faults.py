@@ -21,6 +21,7 @@ from speq.experts.pack import pack
 from speq.models.opened import open_model
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, Priority
+from tests.helpers.direct_reads import reads_directly
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]
@@ -216,9 +217,8 @@ def test_the_page_cache_does_not_serve_as_a_cache(model: Path) -> None:
     opened = open_model(model)
     names = {"experts.bin"} & {file.name for file in model.iterdir()}
     names |= {file.path.name for file in opened.checkpoint.files.values()}
-    direct = all(file._direct_fd >= 0 for file in opened.checkpoint.files.values())
     opened.close()
-    if not direct:
+    if not all(reads_directly(file.path) for file in opened.checkpoint.files.values()):
         pytest.skip("no direct reads here")
     made = Generator.from_pretrained(model, SCARCE, draft="none", dtype="float32")
     for name in names:

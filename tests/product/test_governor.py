@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from speq.bench.replay.governor_sim import Setting, Text, judge
+from speq.governor import measured_cycles as m
 from speq.governor.acceptance import HORIZON, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.cycle_model import CycleModel
@@ -153,18 +154,27 @@ def test_corrections_are_those_of_gaussian_regression() -> None:
     numpy = pytest.importorskip("numpy")
     measured = MeasuredCycles((0, 1, 2, 4, 8))
     rng = random.Random(7)
+    # Faded counts, means and variances of what was measured, by length.
+    weight = dict.fromkeys((0, 2, 8), 0.0)
+    mean_s, spread = dict.fromkeys(weight, 0.0), dict.fromkeys(weight, m.NOISE)
     for _ in range(60):
         k = rng.choice((0, 2, 2, 8))
-        measured.observe(k, (1 + 0.4 * k) * rng.lognormvariate(0.2, 0.1), 1)
+        cycle_s = (1 + 0.4 * k) * rng.lognormvariate(0.2, 0.1)
+        measured.observe(k, cycle_s, 1)
+        weight = {length: (1 - m.FADING) * count for length, count in weight.items()}
+        if weight[k] >= 1:
+            share = 1 / min(weight[k] + m.NOISE_CYCLES, m.HORIZON)
+            spread[k] += share * ((cycle_s / mean_s[k] - 1) ** 2 - spread[k])
+        weight[k] += 1
+        mean_s[k] += (cycle_s - mean_s[k]) / weight[k]
     modelled = [1.0, 1.3, 1.7, 2.5, 4.1]
-    from speq.governor import measured_cycles as m
-
     x = numpy.log1p(numpy.array(measured.lengths))
     prior = m.LEVEL + m.WANDER * numpy.minimum.outer(x, x)
-    seen = [at for at, weight in enumerate(measured._weight) if weight > 0]
+    seen = [measured.lengths.index(k) for k in weight]
     assert seen == [0, 2, 4]
-    noise = [m.STRETCH * measured._noise[at] / measured._weight[at] for at in seen]
-    y = [math.log(measured._time_s[at] / modelled[at]) for at in seen]
+    assert [measured.weight(k) for k in weight] == pytest.approx([*weight.values()])
+    noise = [m.STRETCH * spread[k] / weight[k] for k in weight]
+    y = [math.log(mean_s[k] / modelled[at]) for k, at in zip(weight, seen, strict=True)]
     gain = prior[:, seen] @ numpy.linalg.inv(prior[numpy.ix_(seen, seen)] + numpy.diag(noise))
     mean, covariance = gain @ y, prior - gain @ prior[seen, :]
     found = measured.corrections(modelled)

@@ -17,6 +17,7 @@ from speq.bench.machine.page_cache import cached_bytes, drop
 from speq.files import range_file
 from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
 from speq.files.range_file import ENDS_BYTES, RangeFile
+from tests.helpers.direct_reads import ask_for_blocks, reads_directly
 
 SIZE = 13 * ALIGNMENT + 77
 
@@ -91,10 +92,10 @@ def test_ranges_are_the_files_bytes(
 ) -> None:
     if way in ("open", "read"):
         refuse_direct(monkeypatch, way)
+    if way == "blocks":
+        ask_for_blocks(monkeypatch)
     rng = random.Random(7)
     with RangeFile(path) as file:
-        if way == "blocks":  # a disk that writes to whole blocks of memory only
-            file._address_alignment = ALIGNMENT
         if cut == "cut":
             # Only the end of a file is shorter than a block.
             cut_reads(monkeypatch, lambda n: max(rng.randint(1, n), min(n, ALIGNMENT)))
@@ -122,9 +123,9 @@ def test_ranges_are_the_files_bytes(
 def test_reads_cut_inside_a_block_go_on_from_its_start(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not reads_directly(path):
+        pytest.skip("no direct reads here")
     with RangeFile(path) as file:
-        if file._direct_fd < 0:
-            pytest.skip("no direct reads here")
         cut_reads(monkeypatch, lambda n: n - 100 if n > ALIGNMENT else n)
         block = aligned_bytes(1, 4 * ALIGNMENT)[0]
         file.read_aligned(ALIGNMENT, 4 * ALIGNMENT, block)
@@ -132,9 +133,9 @@ def test_reads_cut_inside_a_block_go_on_from_its_start(
 
 
 def test_bytes_read_are_whole_blocks(path: Path) -> None:
+    if not reads_directly(path):
+        pytest.skip("no direct reads here")
     with RangeFile(path) as file:
-        if file._direct_fd < 0:
-            pytest.skip("no direct reads here")
         for offset, length in random_ranges(30):
             first, last = offset // ALIGNMENT, -(-(offset + length) // ALIGNMENT)
             blocks = min(last * ALIGNMENT, SIZE) - first * ALIGNMENT
