@@ -113,7 +113,7 @@ def texts_in(value: Any) -> list[str]:
 def api(rng: random.Random, sound: Sound, room: Path) -> Case:
     copied(sound.model, room / "model")
     where, name, value = rng.choice(KNOWN_API)
-    if rng.random() < 0.9:
+    if rng.random() < 0.7:
         where = rng.choice(("load", "sample"))
         options = LOAD if where == "load" else SAMPLE
         name, value = rng.choice(sorted(options)), rng.choice(VALUES)
