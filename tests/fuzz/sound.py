@@ -186,15 +186,14 @@ def two_layers(path: Path, **options: Any) -> Path:
 
 
 def settled(name: str, found: Any) -> Any:
-    """What a profile has under a name, with figures that are always the same."""
-    figure = 1e9 if name == "link" or name.endswith("bytes_per_s") else 1e-3
-    if name in ("distinct", "routes", "acceptance"):
-        figure = 0.5 if name == "acceptance" else 4.0
-    if isinstance(found, list):
-        return [[size, figure] for size, _ in found]
-    if isinstance(found, dict) and name != "key":
-        return dict.fromkeys(found, figure)
-    return figure if isinstance(found, float) else found
+    """What a profile has under a name, with times and speeds that are always the same."""
+    if name == "link":
+        return [[size, 1e9] for size, _ in found]
+    if name == "verify":
+        return [[rows, 1e-3] for rows, _ in found]
+    if name.endswith("bytes_per_s"):
+        return dict.fromkeys(found, 1e9)
+    return 1e-3 if name.endswith("_s") else found
 
 
 def unlocked(path: Path) -> None:
