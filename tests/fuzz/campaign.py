@@ -32,7 +32,7 @@ class Campaign:
         room = self.root / f"{name}-{seed}-{number}"
         room.mkdir()
         try:
-            case = CLASSES[name].make(rng, self.sound, room)
+            case = CLASSES[name].maker(number)(rng, self.sound, room)
             return run(case, self.sound.target, room)
         finally:
             with contextlib.suppress(OSError):

@@ -2,10 +2,12 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.fuzz import damage
-from tests.fuzz.case import Case, Expect
+from tests.fuzz.case import Case, Expect, Make
 from tests.fuzz.damage import INSTEAD, TEXT, Keys, apply, change_json, copied, set_json
 from tests.fuzz.sound import Sound, generate
 from tests.fuzz.target import speq
@@ -48,6 +50,11 @@ def safetensors(rng: random.Random, sound: Sound, room: Path) -> Case:
     else:
         label = apply(rng, path, INSTEAD if way == "instead" else (damage.cut, damage.extend))
     return Case(label, (command,), expect, text)
+
+
+def piped_weights(rng: random.Random, sound: Sound, room: Path) -> Case:
+    path = copied(sound.model, room / "model") / SINGLE
+    return Case(damage.pipe(rng, path), (generate("model"),), Expect.REFUSED)
 
 
 def index(rng: random.Random, sound: Sound, room: Path) -> Case:
@@ -94,6 +101,24 @@ def config(rng: random.Random, sound: Sound, room: Path) -> Case:
     return Case(label, (command,), expect, text)
 
 
+def promised(rng: random.Random, sound: Sound, room: Path, name: str, value: int) -> Case:
+    """A huge size under a budget that would hold it: it is refused before anything is built."""
+    path = copied(sound.model, room / "model") / "config.json"
+    damage.drop_json(path, "layer_types")
+    label = set_json(path, name, value) + ", without layer_types"
+    return Case(label, (generate("model", "--memory-budget", "1TiB"),), Expect.REFUSED)
+
+
+KNOWN_CONFIG: tuple[Make, ...] = tuple(
+    partial(promised, name=name, value=value)
+    for name, value in (
+        ("num_hidden_layers", 10**6),
+        ("num_hidden_layers", 2**31),
+        ("vocab_size", 16_000_000),
+    )
+)
+
+
 def expected(keys: Keys) -> Expect:
     """Fields that say nothing of shapes make another sound model of another text."""
     return Expect.SAME_OR_REFUSED if keys[0] in SHAPES else Expect.ANY
@@ -103,6 +128,7 @@ def json_damage(rng: random.Random, path: Path) -> str:
     return change_json(rng, path)[0]
 
 
+TALK = speq("chat", "--model", "model", "--memory-budget", "2MiB", stdin="said.txt")
 TEMPLATES = (
     "x" * 10_000_000,
     "{{" * 50_000,
@@ -117,10 +143,31 @@ TEMPLATES = (
 )
 
 
+def long_template(rng: random.Random, sound: Sound, room: Path) -> Case:
+    model = copied(sound.model, room / "model")
+    (room / "said.txt").write_text("hello\n")
+    (model / "chat_template.jinja").write_text("{{ 1 }}" * 1_500_000)
+    return Case("a chat template of ten million characters", (TALK,), Expect.ANY)
+
+
+def long_limit(rng: random.Random, sound: Sound, room: Path) -> Case:
+    model = copied(sound.model, room / "model")
+    label = set_json(model / "tokenizer_config.json", "model_max_length", "x")
+    return Case(label, (generate("model"),), Expect.ANY)
+
+
+def deep_tokenizer(rng: random.Random, sound: Sound, room: Path) -> Case:
+    model = copied(sound.model, room / "model")
+    (model / "tokenizer_config.json").write_text(damage.LITERALS["deep"][1])
+    return Case("tokenizer_config.json is deep", (generate("model"),), Expect.REFUSED)
+
+
+KNOWN_TOKENIZER = (long_template, long_limit, deep_tokenizer)
+
+
 def tokenizer(rng: random.Random, sound: Sound, room: Path) -> Case:
     model = copied(sound.model, room / "model")
     (room / "said.txt").write_text("hello\n")
-    talk = speq("chat", "--model", "model", "--memory-budget", "2MiB", stdin="said.txt")
     settings = model / "tokenizer_config.json"
     command = generate("model")
     way = rng.choice(("json", "json", "template", "template", "limit", "text", "instead"))
@@ -128,7 +175,7 @@ def tokenizer(rng: random.Random, sound: Sound, room: Path) -> Case:
     if way == "json":
         label = json_damage(rng, model / name)
     elif way == "template":
-        command, template = talk, rng.choice(TEMPLATES)
+        command, template = TALK, rng.choice(TEMPLATES)
         if rng.random() < 0.5:
             (model / "chat_template.jinja").write_text(template, errors="surrogatepass")
             label = f"chat_template.jinja is {damage.short(template)!r}"
@@ -136,12 +183,12 @@ def tokenizer(rng: random.Random, sound: Sound, room: Path) -> Case:
             (model / "chat_template.jinja").unlink()
             label = set_json(settings, "chat_template", template)
     elif way == "limit":
-        value = rng.choice(("x", [], {}, -1, 0, 1.5, 10**40, True, float("nan"), None))
+        value: Any = rng.choice(("x", [], {}, -1, 0, 1.5, 10**40, True, float("nan"), None))
         label = set_json(settings, "model_max_length", value)
     elif way == "text":
         label = apply(rng, model / name, TEXT)
     else:
-        command = rng.choice((command, talk))
+        command = rng.choice((command, TALK))
         label = apply(rng, model / rng.choice((name, "chat_template.jinja")), INSTEAD)
     # Another vocabulary is another text; json keeps the label readable.
     return Case(json.dumps(label, ensure_ascii=True)[1:-1], (command,), Expect.ANY)

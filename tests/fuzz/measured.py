@@ -1,11 +1,14 @@
 """What was measured or recorded earlier: tuned profiles and routes."""
 
+import json
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tests.fuzz.case import Case, Expect
+from tests.fuzz.case import Case, Expect, Make
 from tests.fuzz.checkpoints import json_damage
-from tests.fuzz.damage import INSTEAD, TEXT, apply, copied
+from tests.fuzz.damage import INSTEAD, LITERALS, TEXT, apply, copied
 from tests.fuzz.sound import MEMORY, Sound, generate
 from tests.fuzz.target import speq
 
@@ -24,6 +27,42 @@ def profiles(rng: random.Random, sound: Sound, room: Path) -> Case:
     label = apply(rng, path, JSON)
     expect = Expect.ANY if command is planned else Expect.SAME_OR_REFUSED
     return Case(label, (command,), expect, text)
+
+
+def wrong_figures(
+    rng: random.Random, sound: Sound, room: Path, name: str, value: Any, key: bool = False
+) -> Case:
+    """A named profile with one value that cannot have been measured, or barely."""
+    copied(sound.model, room / "model")
+    copied(sound.tuned, room / "home")
+    (path,) = (room / "home").rglob("profiles/*.json")
+    text = sound.text(generate("model", "--draft-length", "0"), room)
+    profile = json.loads(path.read_text())
+    (profile["key"] if key else profile)[name] = value
+    path = room / "profile.json"
+    path.write_text(json.dumps(profile))
+    command = generate("model", "--profile", path.name)
+    return Case(f"profile: {name} is {value}", (command,), Expect.SAME_OR_REFUSED, text)
+
+
+def deep_profile(rng: random.Random, sound: Sound, room: Path) -> Case:
+    copied(sound.model, room / "model")
+    (room / "profile.json").write_text(LITERALS["deep"][0])
+    command = generate("model", "--profile", "profile.json")
+    return Case("a deep profile", (command,), Expect.REFUSED)
+
+
+TINY, HUGE = 5e-324, 1e308
+KNOWN_PROFILES: tuple[Make, ...] = (
+    partial(wrong_figures, name="codec", value=[]),
+    partial(wrong_figures, name="budget_bytes", value=[1], key=True),
+    *(
+        partial(wrong_figures, name=name, value=value)
+        for name in ("verify", "distinct")
+        for value in ([[TINY, TINY], [1.0, TINY]], [[1.0, HUGE], [HUGE, HUGE]])
+    ),
+    deep_profile,
+)
 
 
 def routes(rng: random.Random, sound: Sound, room: Path) -> Case:

@@ -2,10 +2,11 @@
 
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 from tests.fuzz import damage
-from tests.fuzz.case import Case, Expect
+from tests.fuzz.case import Case, Expect, Make
 from tests.fuzz.checkpoints import json_damage
 from tests.fuzz.damage import BYTES, INSTEAD, TEXT, apply, copied
 from tests.fuzz.sound import CODECS, Sound, generate
@@ -43,17 +44,44 @@ def packs(rng: random.Random, sound: Sound, room: Path) -> Case:
     return Case(f"{codec}: {label}", (command,), Expect.SAME_OR_REFUSED, text)
 
 
+def weights(rng: random.Random, sound: Sound, room: Path, codec: str) -> Case:
+    """Half of all that is no expert scrambled: wrong text, if nobody notices."""
+    folder = copied(sound.packed(codec), room / codec)
+    command = generate(codec, "--verify-reads")
+    text = sound.text(command, room)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    first = 8 + int.from_bytes(content[:8], "little")
+    half = (len(content) - first) // 4 * 2
+    path.write_bytes(content[: first + half] + rng.randbytes(len(content) - first - half))
+    label = f"{codec}: half of model.safetensors scrambled"
+    return Case(label, (command,), Expect.REFUSED, text)
+
+
+KNOWN_PACKS: tuple[Make, ...] = tuple(partial(weights, codec=codec) for codec in CODECS)
+
+
+def stopped_draft(
+    rng: random.Random, sound: Sound, room: Path, number: signal.Signals = signal.SIGTERM
+) -> Case:
+    """A run is stopped while it writes its draft; the next one leaves nothing of it behind."""
+    copied(sound.model, room / "model")
+    command = generate("model", *DRAFTED)
+    text = sound.text(command, room)
+    count = rng.randrange(1, 3)
+    label = f"the draft's writer got signal {int(number)} at sync {count}"
+    return Case(label, (killed(command, count, number), command), Expect.SAME, text)
+
+
+KNOWN_DRAFTS: tuple[Make, ...] = (partial(stopped_draft, number=signal.SIGKILL), stopped_draft)
+
+
 def drafts(rng: random.Random, sound: Sound, room: Path) -> Case:
     """The rounded INT4 file that a run keeps beside its model: a draft never changes the text."""
     model = copied(sound.drafted, room / "model")
     command = generate("model", *DRAFTED)
     text = sound.text(command, room)
     (path,) = (model / ".speq").iterdir()
-    if rng.random() < 0.2:
-        path.unlink()
-        count, number = rng.randrange(1, 4), rng.choice((signal.SIGTERM, signal.SIGKILL))
-        label = f"the draft's writer got signal {int(number)} at sync {count}"
-        return Case(label, (killed(command, count, number), command), Expect.SAME, text)
     way = rng.choice(("header", "bytes", "bytes", "instead"))
     if way == "header":
         content = path.read_bytes()

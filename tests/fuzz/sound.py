@@ -99,12 +99,11 @@ class Sound:
         room = self._room("tuned")
         copied(self.model, room / "model")
         self._ran(speq("tune", "model", *MEMORY, "--num-prompts", 1, "--max-new-tokens", 40), room)
+        (path,) = room.rglob("profiles/*.json")
+        # Figures that no machine changes make the same inputs everywhere.
+        profile = json.loads(path.read_text())
+        path.write_text(json.dumps({name: settled(name, found) for name, found in profile.items()}))
         return room / "home"
-
-    @property
-    def profile(self) -> Path:
-        (path,) = self.tuned.rglob("profiles/*.json")
-        return path
 
     @cached_property
     def routes(self) -> Path:
@@ -184,6 +183,17 @@ def two_layers(path: Path, **options: Any) -> Path:
     write_model(path, FAMILY, num_hidden_layers=2, **options)
     set_json(path / "tokenizer.json", "decoder", {"type": "Fuse"})
     return path
+
+
+def settled(name: str, found: Any) -> Any:
+    """What a profile has under a name, with times and speeds that are always the same."""
+    if name == "link":
+        return [[size, 1e9] for size, _ in found]
+    if name == "verify":
+        return [[rows, 1e-3] for rows, _ in found]
+    if name.endswith("bytes_per_s"):
+        return dict.fromkeys(found, 1e9)
+    return 1e-3 if name.endswith("_s") else found
 
 
 def unlocked(path: Path) -> None:

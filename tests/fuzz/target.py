@@ -32,6 +32,7 @@ class Command:
 
     kind       "command", "library" or "fake" (the tests of the harness itself)
     stdin      a file in the room; nothing is to be read by default
+    folder     of the room, where it runs
     output     "kept", "closed" (no standard output) or "broken" (a pipe that nobody reads)
     killed_at  (count, signal): sent when files are synced for the count-th time
     """
@@ -41,6 +42,7 @@ class Command:
     load: dict[str, Any] = field(default_factory=dict)
     requests: tuple[dict[str, Any], ...] = ()
     stdin: str = os.devnull
+    folder: str = "."
     output: str = "kept"
     killed_at: tuple[int, int] | None = None
 
@@ -149,6 +151,7 @@ class Target:
             "requests": list(command.requests),
             "room": str(room),
             "stdin": command.stdin,
+            "folder": command.folder,
             "stdout": str(room / ".stdout"),
             "stderr": str(room / ".stderr"),
             "syncs": str(room / ".syncs"),

@@ -104,11 +104,12 @@ def test_a_command_may_have_no_standard_output(target: Target, tmp_path: Path) -
 def test_folders_are_compared_byte_for_byte() -> None:
     wanted: dict[str, bytes | None] = {"a": b"1", "b": b"2"}
     assert unlike(dict(wanted), wanted) == []
-    for found, names in (
-        ({"a": b"1"}, "b"),
-        (wanted | {"c": None}, "c"),
-        (wanted | {"a": b"0"}, "a"),
-    ):
+    unlike_it: dict[str, dict[str, bytes | None]] = {
+        "b": {"a": b"1"},
+        "c": wanted | {"c": None},
+        "a": wanted | {"a": b"0"},
+    }
+    for names, found in unlike_it.items():
         assert unlike(found, wanted) == [f"ended well, unlike an undisturbed one in {names}"]
 
 

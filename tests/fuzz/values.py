@@ -6,10 +6,11 @@ import random
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.case import Case, Expect
+from tests.fuzz.case import Case, Expect, Make
 from tests.fuzz.damage import copied, short
 from tests.fuzz.sound import BUDGET, MEMORY, PROMPT, Sound, generate
 from tests.fuzz.target import Command, Ended, speq
@@ -95,14 +96,6 @@ SAMPLE: dict[str, Callable[[Any], bool]] = {
     "generation_config": lambda value: value is None,
     "no_such_option": lambda value: False,
 }
-# What the issue names, beside what the table draws.
-KNOWN_API = (
-    ("load", "tpot_slo_ms", 10**19),
-    ("load", "latency_slo_ms", 10**19),
-    ("load", "profile", "\0"),
-    ("sample", "temperature", 10**19),
-    ("sample", "prompt", {"odd": "memoryview"}),
-)
 
 
 def texts_in(value: Any) -> list[str]:
@@ -112,18 +105,33 @@ def texts_in(value: Any) -> list[str]:
 
 def api(rng: random.Random, sound: Sound, room: Path) -> Case:
     copied(sound.model, room / "model")
-    where, name, value = rng.choice(KNOWN_API)
-    if rng.random() < 0.9:
-        where = rng.choice(("load", "sample"))
-        options = LOAD if where == "load" else SAMPLE
-        name, value = rng.choice(sorted(options)), rng.choice(VALUES)
-        sensible = options[name](value)
-    else:
-        sensible = name != "prompt"
+    options = rng.choice((LOAD, SAMPLE))
+    name, value = rng.choice(sorted(options)), rng.choice(VALUES)
+    return calling(options, name, value, options[name](value))
+
+
+def known_call(
+    rng: random.Random, sound: Sound, room: Path, name: str, value: Any, sensible: bool = True
+) -> Case:
+    copied(sound.model, room / "model")
+    return calling(LOAD if name in LOAD else SAMPLE, name, value, sensible)
+
+
+KNOWN_API = (
+    partial(known_call, name="tpot_slo_ms", value=10**400),
+    partial(known_call, name="latency_slo_ms", value=10**400),
+    partial(known_call, name="profile", value="\0", sensible=False),
+    partial(known_call, name="temperature", value=10**400),
+    partial(known_call, name="context_length", value=10**400),
+    partial(known_call, name="prompt", value={"odd": "memoryview"}, sensible=False),
+)
+
+
+def calling(options: Any, name: str, value: Any, sensible: bool) -> Case:
     load: dict[str, Any] = {"model": "model", "memory_budget": BUDGET}
     # A run at a temperature of its own, so that the other sampling options have a say.
     request = {"prompt": PROMPT, "max_new_tokens": 4, "temperature": 1.0, "seed": 1}
-    (load if where == "load" else request)[name] = value
+    (load if options is LOAD else request)[name] = value
     command = Command(kind="library", load=load, requests=(request,))
     expect = Expect.ANY if sensible else Expect.REFUSED
     return Case(f"{name} = {short(ascii(value))}", (command,), expect)
@@ -345,6 +353,57 @@ def interrupted(rng: random.Random, sound: Sound, room: Path) -> Case:
     return Case(label, (stopped, command), Expect.SAME, text)
 
 
+def saying(
+    rng: random.Random, sound: Sound, room: Path, arguments: tuple[str, ...], output: str = "kept"
+) -> Case:
+    """A known command line over the sound model: senseless, or with nowhere to print to."""
+    copied(sound.model, room / "model")
+    copied(sound.calibration, room / "text.txt")
+    (room / "prompts.jsonl").write_text('{"prompt": "Once upon a time"}\n')
+    for folder in ("home", "tmp"):
+        (room / folder).mkdir()
+    label = f"{' '.join(arguments)}, standard output {output}"
+    expect = Expect.REFUSED if output == "kept" else Expect.ANY
+    names = frozenset(os.listdir(room)) | ({"out"} if output != "kept" else frozenset())
+    check = NothingNew(room, names)
+    return Case(label, (speq(*arguments, output=output),), expect, check=check)
+
+
+def unnamed(rng: random.Random, sound: Sound, room: Path) -> Case:
+    """No name for a new folder, where the current one is empty."""
+    copied(sound.model, room / "model")
+    (room / "empty").mkdir()
+    command = speq("pack", "../model", "--out", "", folder="empty")
+    check = NothingNew(room / "empty", frozenset())
+    return Case("pack --out ''", (command,), Expect.REFUSED, check=check)
+
+
+def laid_out(rng: random.Random, sound: Sound, room: Path, way: Make) -> Case:
+    copied(sound.model, room / "model")
+    copied(sound.calibration, room / "text.txt")
+    return way(rng, sound, room)
+
+
+SHORT = ("--prompts", "prompts.jsonl", "--num-prompts", "1")
+KNOWN_CLI: tuple[Make, ...] = (
+    unnamed,
+    *(
+        partial(saying, arguments=arguments)
+        for arguments in (
+            ("plan", "model", "--memory-budget", "99999999999999999999TiB"),
+            ("quantize", "model", "--out", "out", "--calibration", "model"),
+            ("quantize", "model", "--out", "out", "--calibration", ""),
+            ("bench", "tpot", "model", "--budgets", BUDGET, *SHORT, "--max-new-tokens", "1"),
+            ("bench", "schedule", "model", "--fractions", "1e9"),
+        )
+    ),
+    *(
+        partial(saying, arguments=arguments, output=output)
+        for arguments in (QUICK, PLAN, ("--help",))
+        for output in ("closed", "broken")
+    ),
+    *(partial(laid_out, way=way) for way in (bracketed, bracketed, forced, forced, interrupted)),
+)
 WAYS = (
     *(option, option, option, option, option, option, model_name, bracketed, output, forced),
     *(nowhere, senseless, interrupted),

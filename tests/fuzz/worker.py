@@ -102,6 +102,7 @@ def act(request: dict[str, Any]) -> int:
     os.environ["TMPDIR"] = str(room / "tmp")
     tempfile.tempdir = None
     redirect(request)
+    os.chdir(request["folder"])
     limit(resource.RLIMIT_CPU, request["cpu_s"])
     limit(resource.RLIMIT_AS, mapped_bytes() + request["address_bytes"])
     count_syncs(request["killed_at"])
@@ -138,7 +139,7 @@ def redirect(request: dict[str, Any]) -> None:
     if request["output"] == "closed":
         # What an interpreter makes of a standard output that is closed when it starts.
         os.close(1)
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
     elif request["output"] == "broken":
         reader, writer = os.pipe()
         os.close(reader)
@@ -161,13 +162,14 @@ def count_syncs(kill_at: tuple[int, int] | None) -> None:
     kill_at  (count, signal): this process gets the signal at its count-th sync
     """
 
-    def counted(file: int) -> None:
+    def counted(file: Any) -> None:
         global syncs
         syncs += 1
         if kill_at is not None and syncs == kill_at[0]:
             os.kill(os.getpid(), kill_at[1])
 
-    os.fsync = os.fdatasync = counted
+    setattr(os, "fsync", counted)  # noqa: B010
+    setattr(os, "fdatasync", counted)  # noqa: B010
 
 
 def outcome_of(request: dict[str, Any]) -> int:
