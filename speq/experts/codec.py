@@ -16,9 +16,9 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.int4 import Int4Arena, Int4Expert
-from speq.experts.slots import LosslessExperts, RawExperts, ResidualExperts, SlotExperts
+from speq.experts.slots import SlotExperts
 from speq.files.alignment import aligned
-from speq.kernels import compact_ops
+from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.registries import CODECS
 
@@ -150,7 +150,8 @@ class RawCodec:
         return gate_up_proj[0], down_proj[0]
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        return RawExperts(*self._matrices(slots))
+        matrices = self._matrices(slots)
+        return SlotExperts(ops.moe_grouped, lambda layer: matrices)
 
     def _matrices(self, slots: Tensor) -> Matrices:
         """gate_up_proj [S, 2F, H] and down_proj [S, H, F] of slots [S, slot_bytes] uint8."""
@@ -216,7 +217,8 @@ class LosslessCodec(CompactCodec):
         return gate_up_proj, down_proj
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        return LosslessExperts(slots, self.shape.expert_width)
+        held = slots, self.shape.expert_width
+        return SlotExperts(compact_ops.moe_grouped_lossless, lambda layer: held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,8 @@ class ResidualCodec(CompactCodec):
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         base = needed(base)
-        return ResidualExperts(slots, base.bank, base.base_slots.unbind())
+        held = [(slots, of_layer, base.bank) for of_layer in base.base_slots.unbind()]
+        return SlotExperts(compact_ops.moe_grouped_residual, held.__getitem__)
 
 
 def needed(base: Base | None) -> Base:

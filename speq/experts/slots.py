@@ -1,19 +1,26 @@
 """Exact experts in an arena of slots, as each codec keeps them: what the exact bank runs.
 
-Shape letters: T tokens, K experts of each, E experts of a layer, S slots, H hidden, F expert width.
+Shape letters: T tokens, K experts of each, E experts of a layer, S slots, H hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
-from speq.kernels import compact_ops, ops
-from speq.kernels.ops import Int4Bank
 
+@dataclass(frozen=True, slots=True)
+class SlotExperts:
+    """The experts that lie in slots.
 
-class SlotExperts(Protocol):
-    """The experts that lie in slots."""
+    op    multiplies rows by them: called with hidden_states, topk_ids and slot_table, then what
+          `held` gives, then activation and out
+    held  what the op takes of the experts of a layer: the arena, and what it takes to read it
+    """
+
+    op: Callable[..., None]
+    held: Callable[[int], tuple[Any, ...]]
 
     def run(
         self,
@@ -30,76 +37,4 @@ class SlotExperts(Protocol):
         out            [T, K, H]: the unweighted output of each place of a route; rows whose expert
                        is in no slot are left as they are
         """
-
-
-@dataclass(frozen=True, slots=True)
-class RawExperts:
-    """Plain words: gate_up_proj [S, 2F, H] and down_proj [S, H, F], views of the arena."""
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-
-    def run(
-        self,
-        layer: int,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        slot_table: Tensor,
-        activation: str,
-        out: Tensor,
-    ) -> None:
-        matrices = self.gate_up_proj, self.down_proj
-        ops.moe_grouped(hidden_states, topk_ids, slot_table, *matrices, activation, out)
-
-
-@dataclass(frozen=True, slots=True)
-class LosslessExperts:
-    """Lossless records in slots [S, slot_bytes] uint8."""
-
-    slots: Tensor
-    expert_width: int
-
-    def run(
-        self,
-        layer: int,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        slot_table: Tensor,
-        activation: str,
-        out: Tensor,
-    ) -> None:
-        compact_ops.moe_grouped_lossless(
-            hidden_states, topk_ids, slot_table, self.slots, self.expert_width, activation, out
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualExperts:
-    """Residual records in slots [S, slot_bytes] uint8, over the INT4 codes of `bank`.
-
-    base_slots  of each layer, [E] int64: where an expert's codes lie
-    """
-
-    slots: Tensor
-    bank: Int4Bank
-    base_slots: tuple[Tensor, ...]
-
-    def run(
-        self,
-        layer: int,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        slot_table: Tensor,
-        activation: str,
-        out: Tensor,
-    ) -> None:
-        compact_ops.moe_grouped_residual(
-            hidden_states,
-            topk_ids,
-            slot_table,
-            self.slots,
-            self.base_slots[layer],
-            self.bank,
-            activation,
-            out,
-        )
+        self.op(hidden_states, topk_ids, slot_table, *self.held(layer), activation, out)
