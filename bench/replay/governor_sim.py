@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from speq.bench.replay.replay import Replay, Replayed, Scheduling, Times
+from speq.bench.replay.replay import Replay, Scheduling, Times
 from speq.errors import checked_int
 from speq.files.atomic_file import check_target
 from speq.governor.adaptive import AdaptiveDraftLength
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
-from speq.stats import RunStats, StepStats
+from speq.stats import StepStats
 
 FIXED = (0, 1, 2, 4, 6, 8, 12)
 # What the prompt leaves in the slots: so many tokens are decoded before time is taken.
@@ -155,7 +155,6 @@ class Simulation:
         self._text = text
         self._setting = setting
         self._tokens = tokens
-        self._governor = governor
         fates = random.Random(setting.seed + 1)
         self._stands = [
             fates.random() < setting.drift.share(min(at / tokens, 1.0))
@@ -164,27 +163,22 @@ class Simulation:
         self._elsewhere = [fates.randrange(len(text.tokens)) for _ in self._stands]
         self._luck = random.Random(setting.seed + 2)
         trace = RouteTrace("simulated", 0, text.num_layers, text.num_experts, 0, [])
-        self._replay = Replay(trace, setting.times, setting.scheduling, self._transfer_s)
+        self._replay = Replay(trace, setting.times, setting.scheduling, self._transfer_s, governor)
 
     def run(self, limit_s: float = math.inf) -> float:
         """Seconds per token; infinite where the time went beyond the limit."""
-        result = Replayed(RunStats(0.0, {}))
         for position in range(-PROMPT, 0):
-            self._replay.step(self._round(position, 0, prompt=True), self._times(), result)
+            self._replay.play(partial(self._round, position), self._times(), 0)
         at, taken_s = 0, 0.0
         while at < self._tokens:
-            decision = self._governor.decide()
-            step = self._replay.step(
-                self._round(at, decision.draft_length), self._times(), result, self._governor.go_on
-            )
-            self._governor.observe(step)
+            step = self._replay.play(partial(self._round, at), self._times())
             at += step.emitted
-            taken_s += step.end_s - step.start_s
+            taken_s += step.duration_s
             if taken_s > limit_s * self._tokens:
                 return math.inf
         return taken_s / at
 
-    def _round(self, at: int, draft_length: int, prompt: bool = False) -> TraceStep:
+    def _round(self, at: int, draft_length: int) -> TraceStep:
         """A draft of so many tokens at a place of the text. Behind a token that does not stand the
         draft goes on as another place of the text does.
         """

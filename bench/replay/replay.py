@@ -1,23 +1,38 @@
-"""Recorded routes through the real scheduler, on a simulated clock and link."""
+"""Recorded routes through the engine's loop and the real scheduler, on a simulated clock."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
+from speq.config import SamplingParams
+from speq.decode.drafter import GoOn
+from speq.decode.engine import Engine
+from speq.decode.offload import Offload
+from speq.decode.sequence import Draft, Sequence
+from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.layers.draft_experts import OnRoute
+from speq.layers.offloaded_experts import ExpertBank
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import Scored
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.supply import ExpertSupply
 from speq.stats import Recorder, RunStats, StepStats
 
-# Asked before each further token of a draft: (tokens drafted, new experts so far).
-GoOn = Callable[[int, int], bool]
+# The next round, by the length of its draft.
+RoundOf = Callable[[int], TraceStep]
+# The drafted token that the exact model chooses where the draft was right: any other there is not.
+STANDS = 1
+# What an engine has besides, and no replay asks for.
+NOTHING: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +78,82 @@ class Replayed:
     served: int = 0
 
 
+class Recorded:
+    """The round at hand as the engine's drafter and model: its routes, its outcome, its times.
+
+    round_of  the next round, its draft so many tokens long; times: what the machine takes in it
+    found     is added to
+    """
+
+    def __init__(
+        self, clock: SimulatedClock, recorder: Recorder, link: SimulatedLink, offload: Offload
+    ) -> None:
+        self._clock = clock
+        self._recorder = recorder
+        self._link = link
+        self._supply = offload.supply
+        self._prefetcher = offload.prefetcher
+        self.round_of: RoundOf
+        self.times: Times
+        self.found = Replayed(RunStats(0.0, {}))
+
+    def propose(
+        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
+        """Name the drafted routes, token by token and layer by layer, as far as `go_on` lets it."""
+        whole, drafted = self.round_of(draft_length), 0
+        for token, layers in enumerate(whole.drafted):
+            if token and not go_on(token):
+                break
+            for layer, choice in enumerate(layers):
+                self._clock.now += self.times.draft_layer_s
+                on_route(token, layer, drafted_route(choice))
+            drafted += 1
+        self._round = whole.cut(drafted)
+        return Draft.chain([STANDS] * drafted)
+
+    def score(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], *_: object) -> Scored:
+        """Serve every layer of the verification; logits are such that the path is accepted."""
+        step, found = self._round, self.found
+        self._arrive()
+        for layer, nodes in enumerate(step.used):
+            needs = {e for node in nodes for e in node}
+            found.needs += len(needs)
+            found.ready += sum(ExpertKey(layer, e) in self._supply.cache for e in needs)
+        for layer in range(len(step.used)):
+            self._verify(step, layer)
+        found.tokens += step.emitted
+        accepted = torch.arange(len(token_ids)) < len(step.path) - 1
+        logits = torch.stack([~accepted, accepted], dim=1).float()
+        return Scored(logits, logits)
+
+    def keep_path(self, row: int, path: list[int]) -> None:
+        """There is no KV cache to keep anything in."""
+
+    def _arrive(self) -> None:
+        """Take in all that has arrived: the link learns of the time only when it is asked."""
+        self._link.report()
+        self._supply.land()
+
+    def _verify(self, step: TraceStep, layer: int) -> None:
+        nodes, found = step.used[layer], self.found
+        self._clock.now += self.times.layer_s
+        self._arrive()
+        experts = sorted({e for node in nodes for e in node})
+        there = {e for e in experts if ExpertKey(layer, e) in self._supply.cache}
+        found.choices += sum(len(node) for node in nodes)
+        found.served += sum(e in there for node in nodes for e in node)
+        self._prefetcher.observe(layer, verified_route(step, layer))
+        with self._recorder.timed("layer", layer):
+            for wave in self._prefetcher.serve(layer, experts):
+                self._clock.now += self.times.expert_s * len(wave)
+
+
 class Replay:
-    """One scheduler over one trace."""
+    """One scheduler over one trace, by the engine's own loop.
+
+    governor  decides in rounds that `play` is given no draft length for
+    """
 
     def __init__(
         self,
@@ -72,84 +161,46 @@ class Replay:
         times: Times,
         scheduling: Scheduling,
         transfer_s: Callable[[], float] | None = None,
+        governor: Governor | None = None,
     ) -> None:
         self._trace = trace
         self._times = times
-        self._clock = SimulatedClock()
-        self._recorder = Recorder(self._clock)
+        self._clock = clock = SimulatedClock()
+        recorder = Recorder(clock)
         layers, experts = trace.num_layers, trace.num_experts
         policy = CACHE_POLICIES[scheduling.policy](scheduling.slots, layers, experts)
-        self._link = SimulatedLink(
-            self._clock,
-            self._recorder,
-            transfer_s or (lambda: times.transfer_s),
-            times.moved_bytes,
-            times.begun,
+        time_of = transfer_s or (lambda: times.transfer_s)
+        link = SimulatedLink(clock, recorder, time_of, times.moved_bytes, times.begun)
+        supply = ExpertSupply(ExpertCache(scheduling.slots, policy), link, recorder)
+        prefetcher = PREFETCHERS[scheduling.prefetch](supply, LookaheadBuffer(layers))
+        offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, supply, NOTHING)
+        self._recorded = Recorded(clock, recorder, link, offload)
+        model: Any = self._recorded
+        self._engine = Engine(
+            model=model,
+            cache=model,
+            offload=offload,
+            drafter=model,
+            governor=governor or FixedDraftLength(0),
+            recorder=recorder,
+            chunk=0,
         )
-        cache = ExpertCache(scheduling.slots, policy)
-        self._supply = ExpertSupply(cache, self._link, self._recorder)
-        lookahead = LookaheadBuffer(layers)
-        self._prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](self._supply, lookahead)
+        self._sequence = Sequence([0], SamplingParams(max_new_tokens=sys.maxsize))
 
     def run(self, warm_up: int = 0) -> Replayed:
         """Replay all steps; the first `warm_up` fill the slots and do not count."""
-        result = Replayed(RunStats(0.0, {}))
+        recorder, recorded = self._engine.recorder, self._recorded
         for number, step in enumerate(self._trace.steps):
-            if number == warm_up:
-                result = Replayed(RunStats(self._clock.now, {}))
-            result.stats.record(self.step(step, self._times, result))
-        return result
+            if number in (0, warm_up):
+                recorded.found = Replayed(recorder.begin_run(RunStats(self._clock.now, {})))
+            self.play(step.cut, self._times, len(step.drafted))
+        return recorded.found
 
-    def step(
-        self, step: TraceStep, times: Times, result: Replayed, go_on: GoOn = lambda *_: True
-    ) -> StepStats:
-        """Replay one round, drafted as far as `go_on` lets it; add to the counts of `result`."""
-        stats = self._recorder.begin("decode")
-        self._prefetcher.begin(len(step.drafted))
-        with self._recorder.timed("draft"):
-            step = step.cut(self._draft(step, times, go_on))
-        self._arrive()
-        for layer, nodes in enumerate(step.used):
-            needs = {e for node in nodes for e in node}
-            result.needs += len(needs)
-            result.ready += sum(ExpertKey(layer, e) in self._supply.cache for e in needs)
-        with self._recorder.timed("verify"):
-            for layer in range(self._trace.num_layers):
-                self._verify(step, layer, times, result)
-        stats.draft_length = len(step.drafted)
-        stats.accepted = len(step.path) - 1
-        stats.emitted = len(step.path)
-        result.tokens += stats.emitted
-        self._recorder.rejected(self._prefetcher.lookahead.rejected(step.path))
-        return self._recorder.finish()
-
-    def _draft(self, step: TraceStep, times: Times, go_on: GoOn) -> int:
-        """Draft token by token; how many they became."""
-        for token, layers in enumerate(step.drafted):
-            if token and not go_on(token, self._prefetcher.new_experts):
-                return token
-            for layer, choice in enumerate(layers):
-                self._clock.now += times.draft_layer_s
-                self._prefetcher.request(token, layer, drafted_route(choice))
-        return len(step.drafted)
-
-    def _arrive(self) -> None:
-        """Take in all that has arrived: the link learns of the time only when it is asked."""
-        self._link.report()
-        self._supply.land()
-
-    def _verify(self, step: TraceStep, layer: int, times: Times, result: Replayed) -> None:
-        nodes = step.used[layer]
-        self._clock.now += times.layer_s
-        self._arrive()
-        experts = sorted({e for node in nodes for e in node})
-        there = {e for e in experts if ExpertKey(layer, e) in self._supply.cache}
-        result.choices += sum(len(node) for node in nodes)
-        result.served += sum(e in there for node in nodes for e in node)
-        self._prefetcher.observe(layer, verified_route(step, layer))
-        with self._recorder.timed("layer", layer):
-            for wave in self._prefetcher.serve(layer, experts):
-                self._clock.now += times.expert_s * len(wave)
+    def play(self, round_of: RoundOf, times: Times, draft_length: int | None = None) -> StepStats:
+        """Replay one round; round_of: what it is, its draft so many tokens long."""
+        self._recorded.round_of, self._recorded.times = round_of, times
+        self._engine.step(self._sequence, draft_length)
+        return self._engine.recorder.step
 
 
 def drafted_route(choice: Choice) -> Route:
