@@ -283,7 +283,7 @@ class Runtime:
     def _draft_bank(self) -> DraftExperts | None:
         if self._arena is None:
             return None
-        return DraftExperts(self._arena, self.shape.activation, self.config.draft_kernel)
+        return DraftExperts(self._arena, self.shape.activation)
 
     def _build(self, plan: memory.MemoryPlan) -> Engine:
         """Lay out what is left of the budget as planned, and put an engine over it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from speq import Generator
-from speq.config import PREFETCH_MODES
+from speq.registries import PREFETCHERS
 from speq.stats import RunStats
 from tests.test_replay import check_sums
 
@@ -51,7 +51,7 @@ def run_of(model: Path, draft: str, budget: str, prefetch: str, policy: str) -> 
 @pytest.mark.parametrize(
     ("prefetch", "policy"),
     [
-        *((mode, "lookahead") for mode in PREFETCH_MODES),
+        *((mode, "lookahead") for mode in PREFETCHERS.names),
         ("three-phase", "entropy"),
         ("none", "lfu"),
     ],

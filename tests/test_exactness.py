@@ -17,13 +17,15 @@ import pytest
 import torch
 
 from speq import Generator
-from speq.cli.pack import packing_of
-from speq.config import CACHE_POLICIES, PREFETCH_MODES, SamplingParams
+from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.pack import pack
+from speq.layers.draft_experts import KERNELS
 from speq.measure.report import read_prompts
 from speq.models.opened import open_model
+from speq.quantizing.models import packing_of
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
 from tests.fake_transfer import Reordering
@@ -202,8 +204,8 @@ def pairwise_cells() -> list[Cell]:
         DRAFTS,
         STORES,
         READERS,
-        CACHE_POLICIES,
-        PREFETCH_MODES,
+        CACHE_POLICIES.names,
+        PREFETCHERS.names,
         CODECS,
     )
     return [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
@@ -283,7 +285,7 @@ def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None
     cells = [
         Cell(draft_length, budget, DRAFTS[at % 3], STORES[at // 2 % 2], 2, policy, mode)
         for at, (policy, mode, budget, draft_length) in enumerate(
-            product(CACHE_POLICIES, PREFETCH_MODES, BUDGETS[:2], (1, 3, 8))
+            product(CACHE_POLICIES.names, PREFETCHERS.names, BUDGETS[:2], (1, 3, 8))
         )
     ]
     check_family(family, cells, folders, "float32")
@@ -392,8 +394,10 @@ def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) ->
     recalled = {}
     for kernel in ("fused", "unfused"):
         generator = Generator.from_pretrained(
-            tiny(family), "64MiB", draft_length=3, draft_kernel=kernel, dtype="float32"
+            tiny(family), "64MiB", draft_length=3, dtype="float32"
         )
+        assert generator.runtime.draft_bank is not None
+        generator.runtime.draft_bank.run = KERNELS[kernel]
         result = generator.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
         generator.close()
         assert result.token_ids == expected

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from speq import Generator, SpeqError
 from speq.cli import app
-from speq.cli.pack import packing_of
 from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
@@ -25,6 +24,7 @@ from speq.experts.pack import pack
 from speq.experts.packed_store import PackedExpertStore
 from speq.measure import check
 from speq.models.opened import Opened, open_model
+from speq.quantizing.models import packing_of
 from tests.killed import killed_at
 from tests.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from speq.config import CACHE_POLICIES
+from speq.registries import CACHE_POLICIES
 from speq.scheduler.expert_cache import EvictionPolicy, ExpertCache, ExpertKey
 from speq.scheduler.lookahead_policy import LookaheadPolicy
 from speq.scheduler.policies import (
@@ -205,7 +205,7 @@ def test_lru_lets_go_who_was_used_longest_ago() -> None:
             check_who_goes(policy, past, past.least_recently_used(None))
 
 
-@pytest.mark.parametrize("name", CACHE_POLICIES)
+@pytest.mark.parametrize("name", CACHE_POLICIES.names)
 def test_no_policy_evicts_what_is_pinned(name: str) -> None:
     """Random claims, ahead and on demand: the victim is one resident that is not in use."""
     for seed in range(12):
@@ -241,7 +241,7 @@ def test_no_policy_evicts_what_is_pinned(name: str) -> None:
 
 
 def test_policies_by_their_names() -> None:
-    made = [eviction_policy(name, 6, 2, 4) for name in CACHE_POLICIES]
+    made = [eviction_policy(name, 6, 2, 4) for name in CACHE_POLICIES.names]
     assert [type(policy) for policy in made] == [
         LruPolicy,
         LfuPolicy,

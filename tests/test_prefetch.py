@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.config import CACHE_POLICIES
+from speq.registries import CACHE_POLICIES
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache, ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
@@ -292,7 +292,7 @@ def test_what_is_evicted_unused_is_wasted() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, *Mode])
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 @pytest.mark.parametrize("slots", [1, 2, 5, 13, 36])
 def test_every_verification_is_served(mode: Mode | None, policy: str, slots: int) -> None:
     """Random drafts and guesses, right and wrong, over transfers that end when they like."""

@@ -20,8 +20,8 @@ from speq.bench.replay.replay import (
     drafted_route,
     verified_route,
 )
-from speq.config import CACHE_POLICIES, PREFETCH_MODES
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
+from speq.registries import CACHE_POLICIES
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]
@@ -349,8 +349,8 @@ def random_trace(rng: random.Random, right: float) -> RouteTrace:
     return RouteTrace("random", 4, layers, experts, top_k, steps)
 
 
-@pytest.mark.parametrize("prefetch", PREFETCH_MODES)
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("prefetch", ["none", "single-sooner", "single-later", "three-phase"])
+@pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 def test_random_routes(policy: str, prefetch: str) -> None:
     """What holds of any scheduling, whatever the draft says."""
     for seed in range(12):

@@ -7,17 +7,17 @@ which makes passes slower than they are: read the shares.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from speq.errors import checked_int
+from speq.bench.settings import StepSettings as Settings
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
-from speq.layers.draft_experts import DraftExperts
+from speq.layers.draft_experts import KERNELS, DraftExperts
 from speq.measure.report import Column, Report, read_prompts
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.runtime import Runtime
@@ -28,18 +28,6 @@ COLUMNS: dict[str, Column] = {
     "ms": ("time_ms", "{:.3f}"),
     "share": ("share", "{:.1%}"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    memory_budget: str
-    draft_length: str
-    draft_kernel: str
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    device: str
-    dtype: str
 
 
 @dataclass(slots=True)
@@ -104,14 +92,12 @@ def watch(runtime: Runtime, clock: PartClock, settle: Callable[[], None]) -> Non
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Time the parts of every pass while texts are generated. Raises SpeqError for nonsense."""
     check_target(json_file, force)
-    checked_int("max_new_tokens", settings.max_new_tokens, 2)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     generator = Generator.from_pretrained(
         model,
         settings.memory_budget,
         draft_length=settings.draft_length,
         profile="none",
-        draft_kernel=settings.draft_kernel,
         device=settings.device,
         dtype=settings.dtype,
     )
@@ -120,6 +106,8 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     try:
         longest = max(len(generator.encode(prompt)) for prompt in prompts)
         generator.reserve(longest + settings.max_new_tokens)
+        if runtime.draft_bank is not None:
+            runtime.draft_bank.run = KERNELS[settings.draft_kernel]
         generator.generate(prompts[-1], max_new_tokens=min(8, settings.max_new_tokens))
         watch(runtime, clock, settle)
         stats = [
@@ -137,8 +125,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
             whole_s = sum(run[name] for run in stats) / len(passes)
             stall_s = sum(run["stall_s"] for run in stats) / len(passes)
             rows += summarise(kind, passes, whole_s, stall_s if kind == "verification" else 0.0)
-    path = settings.prompts and str(settings.prompts)
-    report = Report("step", model, asdict(settings) | {"prompts": path}, rows)
+    report = Report("step", model, settings.as_json(), rows)
     if json_file is not None:
         report.write(json_file)
     return report

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from speq.bench.replay.replay import Replay, Replayed, Scheduling, Times
+from speq.bench.settings import GovernorSimSettings as Settings
 from speq.errors import checked_int
 from speq.files.atomic_file import check_target
 from speq.governor.adaptive import AdaptiveDraftLength
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
-from speq.measure.report import Column, Report
+from speq.measure.report import Column, Report, print_table
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.stats import RunStats, StepStats
 
@@ -293,39 +294,26 @@ def judge(text: Text, setting: Setting, tokens: int) -> Verdict:
     return Verdict(setting.seed, auto_s, fixed_s, governor.time_s / governor.decisions)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """trace: recorded routes; layers: of them, so many first ones are replayed; seed: of the first
-    setting, the others following.
-    """
-
-    trace: Path
-    settings: int
-    tokens: int
-    layers: int
-    seed: int
-    processes: int
-
-
-def run(settings: Settings, json_file: Path | None, force: bool) -> tuple[Report, dict[str, Any]]:
-    """Judge all settings, and sum up. Raises SpeqError for nonsense settings."""
+def run(settings: Settings, json_file: Path | None, force: bool) -> Report:
+    """Judge all settings. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    for name in ("settings", "tokens", "layers", "processes"):
-        checked_int(name, getattr(settings, name), 1)
-    trace = RouteTrace.read(settings.trace)
+    trace = RouteTrace.read(settings.routes)
     checked_int("layers", settings.layers, 1, trace.num_layers)
     seeds = range(settings.seed, settings.seed + settings.settings)
-    task = partial(_judge_seed, settings.trace, settings.layers, settings.tokens)
+    task = partial(_judge_seed, settings.routes, settings.layers, settings.tokens)
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, context) as pool:
         rows = [row for row in pool.map(task, seeds)]
-    report = Report(
-        "governor-sim", trace.model, asdict(settings) | {"trace": str(settings.trace)}, rows
-    )
+    report = Report("governor-sim", trace.model, settings.as_json(), rows)
     if json_file is not None:
         report.write(json_file)
-    return report, summary(rows)
+    return report
+
+
+def show(report: Report) -> None:
+    """What all settings come to."""
+    print_table(f"{report.bench}: {report.model}", COLUMNS, [summary(report.rows)])
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,68 +2,40 @@
 
 import contextlib
 import sys
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from speq.cli import options as opt
-from speq.config import DEFAULT_READER_THREADS
+from speq.cli.from_dataclass import But
+from speq.config import Model, RunConfig, SamplingParams
+from speq.options.declared import Option, Options
+from speq.options.kinds import Text
 
 if TYPE_CHECKING:
     from speq.generator import Generator
 
 
+@dataclass(frozen=True, slots=True)
+class ChatSettings(Options):
+    """How a conversation begins."""
+
+    system: Annotated[str | None, Option("A system message to begin with.", Text(wanted=None))] = (
+        None
+    )
+
+
 def chat(
-    model: opt.Model,
-    memory_budget: opt.MemoryBudget,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    context_length: opt.ContextLength = None,
-    draft: opt.DraftOption = "auto",
-    draft_length: opt.DraftLength = "auto",
-    tpot_slo: opt.TpotSlo = None,
-    latency_slo: opt.LatencySlo = None,
-    cache_policy: opt.CachePolicy = "lru",
-    prefetch: opt.Prefetch = "none",
-    codec: opt.Codec = "auto",
-    profile: opt.Profile = "auto",
-    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
-    max_new_tokens: opt.MaxNewTokens = 512,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
+    model: Model,
+    settings: ChatSettings,
+    run: RunConfig,
+    sampling: Annotated[SamplingParams, But(defaults=(("max_new_tokens", 512),))],
 ) -> None:
     """Talk to a model. Ctrl-C ends an answer, Ctrl-D or /quit the conversation."""
-    from speq.config import SamplingParams
     from speq.errors import SpeqError
 
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
-    SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    generator = opt.load_generator(
-        model,
-        memory_budget,
-        device=device,
-        dtype=dtype,
-        context_length=context_length,
-        draft=draft,
-        draft_length=draft_length,
-        tpot_slo_ms=tpot_slo,
-        latency_slo_ms=latency_slo,
-        cache_policy=cache_policy,
-        prefetch=prefetch,
-        codec=codec,
-        profile=profile,
-        reader_threads=reader_threads,
-    )
+    system, drawing = settings.system, asdict(sampling)
+    max_new_tokens = drawing.pop("max_new_tokens")
+    generator = opt.load_generator(model, run)
     messages: list[dict[str, str]] = []
     if system is not None:
         messages.append({"role": "system", "content": system})
@@ -77,7 +49,7 @@ def chat(
             room = generator.max_context - len(generator.encode(messages))
             if room < 1:
                 raise SpeqError("the conversation fills the model's context; start a new one")
-            answer = say(generator, messages, min(max_new_tokens, room), sampling)
+            answer = say(generator, messages, min(max_new_tokens, room), drawing)
             messages.append({"role": "assistant", "content": answer})
     finally:
         generator.close()

@@ -1,147 +1,105 @@
 """`speq generate`: one prompt, its text as it comes, and what the run measured."""
 
 import contextlib
-import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from speq.cli import options as opt
 from speq.cli.run_report import print_explanation, print_layers, print_summary
-from speq.config import DEFAULT_READER_THREADS
+from speq.config import Model, RunConfig, SamplingParams
 from speq.governor.explanation import explain
+from speq.options.declared import Option, Options
+from speq.options.kinds import File, Switch, Text
 
 if TYPE_CHECKING:
     from speq.generator import Generator
 
 
-def generate(
-    model: opt.Model,
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
-    memory_budget: opt.MemoryBudget,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    context_length: opt.ContextLength = None,
-    draft: opt.DraftOption = "auto",
-    draft_length: opt.DraftLength = "auto",
-    tpot_slo: opt.TpotSlo = None,
-    latency_slo: opt.LatencySlo = None,
-    cache_policy: opt.CachePolicy = "lru",
-    prefetch: opt.Prefetch = "none",
-    codec: opt.Codec = "auto",
-    profile: opt.Profile = "auto",
-    draft_kernel: opt.DraftKernel = "fused",
-    verify_reads: opt.VerifyReads = False,
-    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
-    max_new_tokens: opt.MaxNewTokens = 128,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
-    ignore_eos: opt.IgnoreEos = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: text, token_ids, stats.")
-    ] = False,
-    show_stats: Annotated[
-        bool, typer.Option("--stats", help="Also show, by layer, where experts came from.")
-    ] = False,
-    show_decisions: Annotated[
-        bool, typer.Option("--explain", help="Also show which draft lengths were chosen, and why.")
-    ] = False,
+@dataclass(frozen=True, slots=True)
+class GenerateSettings(Options):
+    """What is generated from, and what is shown of the run."""
+
+    prompt: Annotated[str, Option("Text to go on from.", Text(wanted=None))]
+    stats: Annotated[bool, Option("Also show, by layer, where experts came from.", Switch())] = (
+        False
+    )
+    explain: Annotated[
+        bool, Option("Also show which draft lengths were chosen, and why.", Switch())
+    ] = False
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write a timeline of the run, which Perfetto opens (ui.perfetto.dev)."),
-    ] = None,
-    force: opt.Force = False,
+        Option("Write a timeline of the run, which Perfetto opens (ui.perfetto.dev).", File()),
+    ] = None
+
+
+def generate(
+    model: Model,
+    settings: GenerateSettings,
+    run: RunConfig,
+    sampling: SamplingParams,
+    output: opt.Output,
 ) -> None:
-    """Generate text from a prompt."""
-    from speq.config import SamplingParams
+    """Generate text from a prompt.
+
+    The JSON object has text, token_ids, finish_reason and stats.
+    """
     from speq.files.atomic_file import check_target
     from speq.measure.timeline import write_trace
 
-    # Options are checked before a model takes minutes to load.
-    sampling: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-        "ignore_eos": ignore_eos,
-    }
-    SamplingParams(**sampling)
-    check_target(trace, force)
-    generator = opt.load_generator(
-        model,
-        memory_budget,
-        first_request=(prompt, max_new_tokens),
-        device=device,
-        dtype=dtype,
-        context_length=context_length,
-        draft=draft,
-        draft_length=draft_length,
-        tpot_slo_ms=tpot_slo,
-        latency_slo_ms=latency_slo,
-        cache_policy=cache_policy,
-        prefetch=prefetch,
-        codec=codec,
-        profile=profile,
-        draft_kernel=draft_kernel,
-        verify_reads=verify_reads,
-        reader_threads=reader_threads,
-    )
+    prompt = settings.prompt
+    check_target(settings.trace, output.force)
+    output.check()
+    generator = opt.load_generator(model, run, first_request=(prompt, sampling.max_new_tokens))
     try:
-        if as_json:
-            result = generator.generate(prompt, **sampling)
-            answer = {
-                "text": result.text,
-                "token_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                "stats": result.stats,
-            }
-            print(json.dumps(answer))
-        else:
-            _stream(generator, prompt, sampling)
-        run = generator.last_run
-        assert run is not None, "a run has ended"
-        if show_stats:
-            print_layers(run.summary())
-        if show_decisions:
-            print_explanation(explain(run.steps), run.planned)
-        if trace is not None:
-            write_trace(run, trace)
-            if run.trimmed:
+        answer = _answer(generator, prompt, sampling, shown=not output.printed)
+        output.write(answer)
+        done = generator.last_run
+        assert done is not None, "a run has ended"
+        if settings.stats:
+            print_layers(answer["stats"])
+        if settings.explain:
+            print_explanation(explain(done.steps), done.planned)
+        if settings.trace is not None:
+            write_trace(done, settings.trace)
+            if done.trimmed:
                 print(
-                    f"speq: the timeline leaves out the first {run.trimmed} steps of the run",
+                    f"speq: the timeline leaves out the first {done.trimmed} steps of the run",
                     file=sys.stderr,
                 )
     finally:
         generator.close()
 
 
-def _stream(generator: "Generator", prompt: str, sampling: dict[str, Any]) -> None:
-    """Write the text as it comes, then a short table."""
+def _answer(
+    generator: "Generator", prompt: str, sampling: SamplingParams, shown: bool
+) -> dict[str, Any]:
+    """Run the prompt. shown: write the text as it comes, then a short table."""
     finished: dict[str, Any] = {}
+    pieces, ids = [], []
     with (
         opt.progress_bar() as progress,
         contextlib.closing(
             generator.stream(
                 prompt,
                 progress=progress,
-                on_finish=lambda reason, stats: finished.update(stats),
-                **sampling,
+                on_finish=lambda reason, stats: finished.update(finish_reason=reason, stats=stats),
+                **asdict(sampling),
             )
         ) as tokens,
     ):
         # Nothing is written before it is known that the prompt can be run.
         text = prompt
         for token in tokens:
-            sys.stdout.write(text + token.text)
-            sys.stdout.flush()
+            pieces.append(token.text)
+            ids.append(token.id)
+            if shown:
+                sys.stdout.write(text + token.text)
+                sys.stdout.flush()
             text = ""
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    print_summary(finished)
+    if shown:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        print_summary(finished["stats"])
+    return {"text": "".join(pieces), "token_ids": ids, **finished}

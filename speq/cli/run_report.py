@@ -65,7 +65,7 @@ def print_summary(stats: dict[str, Any]) -> None:
     experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
     table.add_row("experts that this budget holds", representations(stats))
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False, emoji=False).print(table)
 
 
 def representations(stats: dict[str, Any]) -> str:
@@ -91,7 +91,7 @@ def print_layers(stats: dict[str, Any]) -> None:
         table.add_row(str(layer["layer"]), *cells)
     table.add_section()
     table.add_row("all", *(_shown(whole[name], show) for name, show in LAYER.values()))
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     console.print(table)
     hidden = _shown(stats["hidden_share"], number("{:.1%}"))
     console.print(
@@ -113,7 +113,7 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
         table.add_row(
             str(choice.draft_length), str(choice.cycles), str(choice.tokens), token_ms, grounds
         )
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if planned is not None:
         console.print(f"planned by a profile: {planned}", highlight=False)
     console.print(table)

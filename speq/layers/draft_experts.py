@@ -17,10 +17,10 @@ OnRoute = Callable[[int, int, Route], None]
 class DraftExperts:
     """Runs INT4 experts and reports their routes; `begin` names the token being drafted."""
 
-    def __init__(self, arena: Int4Arena, activation: str, kernel: str) -> None:
+    def __init__(self, arena: Int4Arena, activation: str, kernel: str = "fused") -> None:
         self._bank = arena.bank
         self._base_slots = arena.base_slots.unbind()
-        self._run = KERNELS[kernel]
+        self.run = KERNELS[kernel]
         self._activation = activation
         self._token = 0
         self._on_route: OnRoute | None = None
@@ -32,7 +32,7 @@ class DraftExperts:
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         if self._on_route is not None:
             self._on_route(self._token, layer, route)
-        return self._run(
+        return self.run(
             hidden_states,
             route.topk_ids,
             route.topk_weights,

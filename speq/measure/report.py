@@ -1,7 +1,6 @@
 """One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
 
 import json
-import math
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -55,7 +54,7 @@ def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(_cell(row[name], show) for name, show in columns.values()))
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:
@@ -84,29 +83,6 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
         raise SpeqError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
     # Files are sorted by kind.
     return [prompts[at * len(prompts) // count] for at in range(count)]
-
-
-def parse_numbers(name: str, text: str) -> list[int]:
-    """Numbers separated by commas. Raises SpeqError, naming the option, for anything else."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise SpeqError(
-            f"{name} is {text!r}; it must be whole numbers separated by commas, such as 1,4"
-        ) from None
-
-
-def parse_shares(name: str, text: str) -> list[float]:
-    """Positive numbers separated by commas. Raises SpeqError, naming the option, for others."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share < math.inf for share in shares):
-        raise SpeqError(
-            f"{name} is {text!r}; it must be positive numbers separated by commas, such as 0.5,0.7"
-        )
-    return shares
 
 
 def current_commit() -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout, is_expert_tensor
+from speq.experts.int4 import whole_groups
 from speq.experts.pack import COPY_BYTES, whole
 from speq.files.atomic_file import replacing
 from speq.files.checkpoint import (
@@ -75,7 +76,7 @@ class Shards:
                 ("up_proj", hidden, width),
                 ("down_proj", width, hidden),
             ):
-                groups = inputs // self.settings.group_of(inputs)
+                groups = inputs // whole_groups(self.settings.group_size, inputs)
                 module = (
                     f"model.layers.{self.layout.layers[moe_layer]}.mlp.experts.{expert}."
                     f"{projection}."
@@ -127,7 +128,7 @@ class QuantizeFolder:
             "format": FORMAT,
             "source": source,
             "calibration": calibration,
-            "settings": shards.settings.as_dict(),
+            "settings": shards.settings.as_json(),
         }
         begun = self._journal.exists()
         if (out / "config.json").exists() and not begun:
