@@ -101,7 +101,7 @@ def annotation(option: Declared) -> str:
 def options_page() -> str:
     """docs/options.md."""
     shared = "".join(
-        f"\n## {title}\n\n{text}\n\n{_table(declared(config))}"
+        f"\n## {title}\n\n{text}\n\n{option_table(declared(config))}"
         for config, (title, text) in SHARED.items()
     )
     return PAGE + shared + "\n## Commands\n" + "".join(_commands())
@@ -122,7 +122,7 @@ def _command(name: str, purpose: str, parts: tuple[Part, ...]) -> str:
     rows = [option for option in own if option.inside is None]
     text = f"\n### `{' '.join([name, *arguments])}`\n\n{inspect.cleandoc(purpose)}\n"
     if rows:
-        text += "\n" + _table(rows)
+        text += "\n" + option_table(rows)
     also = [_shared(config, options) for config, options in shared if config is not None]
     inner = tuple(option for option in own if option.inside is not None)
     also += [_shared(RunConfig, inner)] if inner else []
@@ -145,7 +145,7 @@ def _shared(config: type, options: tuple[Declared, ...]) -> str:
     return text + (f" (default {', '.join(changed)})" if changed else "")
 
 
-def _table(options: Iterable[Declared]) -> str:
+def option_table(options: Iterable[Declared]) -> str:
     lines = ["| option | takes | default | |\n|---|---|---|---|\n"]
     for option in options:
         kind = option.option.kind

@@ -54,8 +54,13 @@ def main() -> None:
     """Run the command line; errors are one sentence on stderr and exit status 1."""
     logging.basicConfig(format="speq: %(message)s", level=logging.WARNING)
     logging.getLogger("speq").setLevel(logging.INFO)
+    if sys.stdout is None:  # closed by who started us
+        fail("standard output is closed; send it to a file, or to /dev/null")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except SpeqError as error:
         fail(str(error))
     except BrokenPipeError as error:

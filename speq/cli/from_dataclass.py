@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import click
 import typer
 
 from speq.options.declared import REQUIRED, Declared, Option, Options, Some, build
@@ -136,8 +135,8 @@ def _with_model(typed: Mapping[str, Any]) -> dict[str, Any]:
     if MODEL in given:
         by_name = given.pop(f"{MODEL}_by_name")
         if given[MODEL] is not None and by_name is not None:
-            raise click.UsageError("The model is given twice: by its place and with --model.")
+            raise typer.BadParameter("the model is given twice, by its place and with --model")
         if given[MODEL] is None and by_name is None:
-            raise click.UsageError("Missing argument 'MODEL'.")
+            raise typer.BadParameter("the model is missing; give MODEL, a folder or a hub id")
         given[MODEL] = by_name if given[MODEL] is None else given[MODEL]
     return {name: value for name, value in given.items() if value is not None and value != []}

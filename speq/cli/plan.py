@@ -38,11 +38,10 @@ def show(made: "BudgetPlan") -> None:
     """The plan as tables and sentences."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     console = Console(markup=False, emoji=False)
     entries, best = made.to_dict(), made.best
-    items = Table(title=Text(f"{made.subject.name} in {format_bytes(made.budget.budget_bytes)}"))
+    items = Table(title=f"{made.subject.name} in {format_bytes(made.budget.budget_bytes)}")
     items.add_column("item")
     items.add_column("takes", justify="right")
     for name, size in entries["items"].items():

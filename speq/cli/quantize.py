@@ -41,9 +41,8 @@ def show(model: str, report: "QuantizeReport") -> None:
     """The report as a table, and what it comes to."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=Text(f"quantize: {model}"), box=None, pad_edge=False)
+    table = Table(title=f"quantize: {model}", box=None, pad_edge=False)
     for title in COLUMNS:
         table.add_column(title, justify="right")
     for row in report.rows:

@@ -262,7 +262,7 @@ class Size(Kind):
         return str(value) if self.kept else size
 
     def text(self, value: Any) -> Any:
-        return value if isinstance(value, str) else format_bytes(value).replace(" ", "")
+        return value if isinstance(value, str) else f"{value}B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +286,9 @@ class Rate(Kind):
                 f"{format_bytes(MOST_BYTES)}/s, such as 25GB/s"
             )
         return float(value)
+
+    def text(self, value: Any) -> Any:
+        return f"{value:.0f}B/s"
 
 
 @dataclass(frozen=True, slots=True)
