@@ -36,7 +36,7 @@ demo: $(READY)
 	  --prompt "Once upon a time there was a little dog named"
 	@echo
 	@echo "Next:"
-	@echo "  $(BIN)/speq generate --model models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --json"
+	@echo "  $(BIN)/speq generate --model models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --json -"
 	@echo "  $(BIN)/speq chat --model models/tiny-moe --memory-budget 32MiB --stop '###'"
 	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"

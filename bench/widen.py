@@ -10,7 +10,7 @@ Routing, acceptance and text are then a trained model's, while bytes and kernels
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speq.errors import SpeqError, checked_choice, checked_int
+from speq.bench.settings import WidenSettings as Settings
+from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import writing
 from speq.files.checkpoint import Checkpoint, locate
 from speq.units import Progress, format_bytes
 
 FAMILY = "qwen2_moe"
-HEADS = ("copy", "keep")
 # Passes that put what rounding took from a sum back into its finest copy.
 MENDING_PASSES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """hidden_size and expert_width are multiples of the source's.
-
-    noise  of the copies of a weight, as a share of the matrix' root mean square; 0: equal copies
-    heads  "copy": attention grows with the hidden size; "keep": it stays as large as it was
-    """
-
-    hidden_size: int = 2048
-    expert_width: int = 1408
-    noise: float = 1.0
-    heads: str = "copy"
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +61,13 @@ def run(
             write_rest(checkpoint.path, config, settings, target)
     finally:
         checkpoint.close()
-    return {"path": str(target), "bytes": total, "settings": asdict(settings)}
+    return {"path": str(target), "bytes": total, "settings": settings.as_json()}
 
 
 def widened_config(config: dict[str, Any], settings: Settings, where: Path) -> dict[str, Any]:
     """config.json of the wide model. Raises SpeqError for nonsense."""
     if config.get("model_type") != FAMILY:
         raise SpeqError(f"{where} is of family {config.get('model_type')!r}; only {FAMILY} widens")
-    checked_choice("heads", settings.heads, HEADS)
-    checked_int("seed", settings.seed, 0)
-    if not 0 <= settings.noise < float("inf"):
-        raise SpeqError(f"noise is {settings.noise}; it must be 0 or more")
     for name, given, size in (
         ("hidden_size", settings.hidden_size, config["hidden_size"]),
         ("expert_width", settings.expert_width, config["moe_intermediate_size"]),
@@ -246,7 +227,7 @@ def write_rest(source: Path, config: dict[str, Any], settings: Settings, target:
         weights = file.suffix == ".safetensors" or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name not in ("config.json", "README.md"):
             shutil.copy(file, target / file.name)
-    origin = {"source": source.name, **asdict(settings)}
+    origin = {"source": source.name, **settings.as_json()}
     (target / "widened.json").write_text(json.dumps(origin, indent=1) + "\n")
     # Last: a folder without it is no model.
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")

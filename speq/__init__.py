@@ -4,21 +4,49 @@ Shape letters used throughout: B sequences, T tokens, L MoE layers, E experts, K
 H hidden size, F expert width, V vocabulary, S slots.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from speq.errors import SpeqError
 from speq.version import __version__
 
 if TYPE_CHECKING:
+    from speq.config import RunConfig, SamplingParams
     from speq.generator import Generation, Generator, Token
+    from speq.measure.plan import plan
+    from speq.measure.tune import tune
+    from speq.quantizing.models import pack, quantize
 
-__all__ = ["Generation", "Generator", "SpeqError", "Token", "__version__"]
+# What users import, by where it lies: torch and transformers take seconds to import, and
+# `speq --help` should not wait for them.
+HOMES = {
+    "Generation": "speq.generator",
+    "Generator": "speq.generator",
+    "RunConfig": "speq.config",
+    "SamplingParams": "speq.config",
+    "Token": "speq.generator",
+    "pack": "speq.quantizing.models",
+    "plan": "speq.measure.plan",
+    "quantize": "speq.quantizing.models",
+    "tune": "speq.measure.tune",
+}
+
+__all__ = [
+    "Generation",
+    "Generator",
+    "RunConfig",
+    "SamplingParams",
+    "SpeqError",
+    "Token",
+    "__version__",
+    "pack",
+    "plan",
+    "quantize",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> object:
-    # torch and transformers take seconds to import; `speq --help` should not wait for them.
-    if name in ("Generation", "Generator", "Token"):
-        from speq import generator
-
-        return getattr(generator, name)
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
     raise AttributeError(f"module 'speq' has no attribute {name!r}")

@@ -1,184 +1,186 @@
-"""Options of a run, checked where they enter."""
+"""Options of a run and of sampling: each is declared here, once, and checked where it enters."""
 
-import math
 import os
-import re
-import sys
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from speq.errors import SpeqError, checked_choice, checked_int
+from speq.errors import SpeqError
+from speq.options.declared import Option, Options, build
+from speq.options.kinds import Choice, Number, Several, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
-from speq.units import parse_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
-# Least and most of the numbers in SamplingParams.
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_p": (0, 1.0),
-    "min_p": (0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
+MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
+
+# Options that commands have without the rest of a run's.
+Model = Annotated[
+    str, Option("Model folder or hub id.", Text("a folder or a hub id", path=True), argument=True)
+]
+MemoryBudget = Annotated[int, Option("Memory for everything on the device, such as 8GiB.", Size())]
+Device = Annotated[str, Option("Where to compute.", Choice(DEVICES))]
+Dtype = Annotated[str, Option("Compute dtype; auto is the checkpoint's.", Choice(DTYPES))]
+ContextLength = Annotated[
+    int | None,
+    Option("Tokens that the KV cache holds; default: what each request needs.", Whole(1)),
+]
+Draft = Annotated[
+    str,
+    Option(
+        "Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a "
+        "GPTQ checkpoint, or of one to round.",
+        Text("auto, none, a folder or a hub id", path=True),
+    ),
+]
+DraftLength = Annotated[
+    int | None,
+    Option(
+        "Tokens drafted per step: a number, or auto: chosen by measurement, step by step.",
+        Whole(0, MAX_DRAFT_LENGTH, word="auto"),
+    ),
+]
+Profile = Annotated[
+    str,
+    Option(
+        "What `speq tune` measured, to go by: auto (what is kept for this model, device and "
+        "budget), none, or a file.",
+        Text("auto, none, or a file that `speq tune` wrote", path=True),
+    ),
+]
+ReaderThreads = Annotated[
+    int,
+    Option("Experts read from disk at a time, on the device cpu.", Whole(1, MAX_READER_THREADS)),
+]
 
 
 @dataclass(frozen=True, slots=True)
-class RunConfig:
-    """How a model is held and run. `RunConfig.of` checks what users typed.
+class RunConfig(Options):
+    """How a model is held and run. `of` takes what users type, and refuses unknown options, and
+    those that exclude each other."""
 
-    memory_budget   bytes for everything on the device: weights, draft, KV cache, workspace, slots
-    context_length  tokens the KV cache holds; None: what each request needs
-    draft           "auto", "none", or the folder or hub id of a checkpoint whose experts draft,
-                    as they are (GPTQ) or rounded
-    draft_length    tokens drafted per step; None: chosen by the governor, cycle by cycle
-    codec           how exact experts lie in slots: "raw", "lossless" or "residual" (over the
-                    draft's codes); "auto": as the model is packed, or else raw where all experts
-                    fit so or encoding would hold reads up, lossless where not; with a profile as
-                    the planner chooses
-    profile         what `speq tune` measured, which the planner chooses codec and draft by where
-                    they are left open, and `draft_length` auto begins with: "auto": the one kept
-                    for this model, device, budget and version, if there is one; "none"; or a file
-    verify_reads    compare a packed model's experts with their checksums whenever they are read
-    reader_threads  experts read from disk at a time (device cpu)
-    tpot_slo_ms     mean time per token that the governor keeps to, as far as it can
-    latency_slo_ms  the same for the first cycle after the prompt, and between bursts of tokens
-    """
-
-    memory_budget: int
-    device: str = "auto"
-    dtype: str = "auto"
-    context_length: int | None = None
-    draft: str = "auto"
-    draft_length: int | None = None
-    drafter: str = "auto"
-    cache_policy: str = "lru"
-    prefetch: str = "none"
-    codec: str = "auto"
-    profile: str = "auto"
-    verify_reads: bool = False
-    reader_threads: int = DEFAULT_READER_THREADS
-    tpot_slo_ms: float | None = None
-    latency_slo_ms: float | None = None
+    memory_budget: MemoryBudget
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    context_length: ContextLength = None
+    draft: Draft = "auto"
+    draft_length: DraftLength = None
+    cache_policy: Annotated[
+        str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))
+    ] = "lru"
+    prefetch: Annotated[
+        str, Option("Which experts come before they are needed.", Choice(registry=PREFETCHERS))
+    ] = "none"
+    drafter: Annotated[
+        str,
+        Option(
+            "What proposes tokens; auto is the INT4 copy, where there is one.",
+            Choice(("auto", "none"), DRAFTERS),
+        ),
+    ] = "auto"
+    codec: Annotated[
+        str,
+        Option(
+            "How exact experts lie in slots; auto is a packed model's own, or else what the "
+            "budget asks for.",
+            Choice(("auto",), CODECS),
+        ),
+    ] = "auto"
+    profile: Profile = "auto"
+    verify_reads: Annotated[
+        bool, Option("Compare experts with the checksums of a pack at every read.", Switch())
+    ] = False
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    tpot_slo_ms: Annotated[
+        float | None,
+        Option("With draft length auto: time per token, at most, in milliseconds.", MILLISECONDS),
+    ] = None
+    latency_slo_ms: Annotated[
+        float | None,
+        Option(
+            "With draft length auto: time until the first tokens after the prompt's, and between "
+            "bursts of tokens, at most, in milliseconds.",
+            MILLISECONDS,
+        ),
+    ] = None
 
     @classmethod
     def of(
         cls,
         memory_budget: str | int,
         draft_length: str | int | None = "auto",
-        context_length: int | None = None,
-        draft: str | Path = "auto",
-        profile: str | Path = "auto",
-        **options: Any,
+        **options: Any,  # RunOptions, which derive from this class
     ) -> "RunConfig":
-        unknown = sorted(set(options) - {field.name for field in fields(cls)})
-        if unknown:
-            known = ", ".join(field.name for field in fields(cls))
-            raise SpeqError(f"unknown option {', '.join(unknown)}; the options are {known}")
-        config = cls(
-            memory_budget=parse_bytes(memory_budget),
-            context_length=context_length,
-            draft=str(draft),
-            profile=str(profile),
-            draft_length=_draft_length(draft_length),
-            **options,
-        )
-        if context_length is not None:
-            checked_int("context_length", context_length, 1)
-        checked_int("reader_threads", config.reader_threads, 1, MAX_READER_THREADS)
-        checked_choice("device", config.device, DEVICES)
-        checked_choice("dtype", config.dtype, DTYPES)
-        checked_choice("drafter", config.drafter, ("auto", "none", *DRAFTERS.names))
-        checked_choice("cache_policy", config.cache_policy, CACHE_POLICIES.names)
-        checked_choice("prefetch", config.prefetch, PREFETCHERS.names)
-        checked_choice("codec", config.codec, ("auto", *CODECS.names))
+        """Options as users give them."""
+        given = {"memory_budget": memory_budget, "draft_length": draft_length}
+        return build(cls, given | options)
+
+    def check_together(self) -> None:
+        """Raise SpeqError for objectives where there is nothing to choose by them."""
         for name in ("tpot_slo_ms", "latency_slo_ms"):
-            checked_slo(name, getattr(config, name), config.draft_length)
-        if config.draft == "":
-            raise SpeqError("draft is empty; give auto, none, a folder or a hub id")
-        if config.profile == "":
-            raise SpeqError("profile is empty; give auto, none, or a file that `speq tune` wrote")
-        return config
-
-
-def checked_slo(name: str, value: Any, draft_length: int | None) -> None:
-    """Raises SpeqError for what is no time, and where there is nothing to choose by it."""
-    if value is None:
-        return
-    number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not 0 < value < math.inf:
-        raise SpeqError(f"{name} is {value!r}; it must be a positive number of milliseconds")
-    if draft_length is not None:
-        raise SpeqError(
-            f"{name} is given and draft_length is {draft_length}; objectives are kept to by "
-            "choosing the draft length, which then must be auto"
-        )
-
-
-def _draft_length(value: str | int | None) -> int | None:
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, str):
-        if not re.fullmatch(r"[+-]?\d+", value):
-            raise SpeqError(f"draft_length is {value!r}; it must be auto or a whole number")
-        value = int(value)
-    return checked_int("draft_length", value, 0, MAX_DRAFT_LENGTH)
+            if getattr(self, name) is not None and self.draft_length is not None:
+                raise SpeqError(
+                    f"{name} is given and draft_length is {self.draft_length}; objectives are kept "
+                    "to by choosing the draft length, which then must be auto"
+                )
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen and when generation ends.
+class SamplingParams(Options):
+    """How tokens are chosen and when generation ends."""
 
-    temperature         0 is greedy
-    top_p               keep the likeliest tokens up to this mass
-    top_k               keep this many likeliest tokens; 0 is off
-    min_p               keep tokens at least this likely, as a share of the likeliest; 0 is off
-    repetition_penalty  divides positive logits of all earlier tokens, the prompt's too, and
-                        multiplies negative ones (arXiv:1909.05858); 1 is off
-    presence_penalty    taken off the logit of each token that was generated before; 0 is off
-    frequency_penalty   the same for each time that it was generated; 0 is off
-    seed                of what is drawn; None: another one each time
-    stop                texts to end before
-    ignore_eos          go on past an end of text
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        checked_int("max_new_tokens", self.max_new_tokens, 1)
-        checked_int("top_k", self.top_k, 0)
-        if self.seed is not None:
-            checked_int("seed", self.seed, 0, 2**63 - 1)
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise SpeqError(f"{name} is {value!r}; it must be a number")
-            if not low <= value <= min(high, sys.float_info.max):
-                raise SpeqError(f"{name} is {value}; it must be from {low} to {high}")
-        if self.top_p == 0:
-            raise SpeqError("top_p is 0, which leaves no token to choose; it must be above 0")
-        strings = isinstance(self.stop, tuple) and all(isinstance(s, str) for s in self.stop)
-        if not strings or "" in self.stop:
-            raise SpeqError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
-        if not isinstance(self.ignore_eos, bool):
-            raise SpeqError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
+    max_new_tokens: Annotated[int, Option("Tokens to generate at most.", Whole(1))] = 128
+    temperature: Annotated[
+        float, Option("How freely tokens are drawn; 0 is greedy.", Number(1e4))
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        Option(
+            "Draw from the likeliest tokens up to this mass.", Number(1.0, without_minimum=True)
+        ),
+    ] = 1.0
+    top_k: Annotated[int, Option("Draw from this many likeliest tokens; 0: all.", Whole(0))] = 0
+    min_p: Annotated[
+        float,
+        Option(
+            "Draw from tokens at least this likely, as a share of the likeliest; 0: all.",
+            Number(1.0),
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            "Divides positive logits of all earlier tokens, the prompt's too, and multiplies "
+            "negative ones (arXiv:1909.05858); 1: off.",
+            Number(100.0, minimum=0.01),
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Option(
+            "Taken off the logit of each token that was generated before; 0: off.",
+            Number(2.0, minimum=-2.0),
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option(
+            "Taken off for each time that a token was generated before; 0: off.",
+            Number(2.0, minimum=-2.0),
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        Option("Makes draws repeatable; default: another one each time.", Whole(0, 2**63 - 1)),
+    ] = None
+    stop: Annotated[
+        tuple[str, ...],
+        Option("End before this text.", Several(Text(), "a text or several", repeated=True)),
+    ] = ()
+    ignore_eos: Annotated[bool, Option("Go on past an end of text.", Switch())] = False
 
     @property
     def greedy(self) -> bool:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Generator as Coroutine
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import GenerationConfig
 
@@ -17,6 +17,8 @@ from speq.decode.sequence import Sequence as Request
 from speq.errors import SpeqError, checked_int
 from speq.load import check_context, load
 from speq.models.opened import open_model
+from speq.options.declared import build
+from speq.options.typed import RunOptions, SamplingOptions
 from speq.prompts import Prompt, PromptEncoder
 from speq.runtime import Runtime
 from speq.stats import RunStats
@@ -75,14 +77,12 @@ class Generator:
         *,
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
-        **options: Any,
+        **options: Unpack[RunOptions],
     ) -> "Generator":
         """Load a model folder or hub id.
 
         memory_budget  for everything on the device, such as "8GiB"
-        options        device, dtype, context_length, draft, draft_length, tpot_slo_ms,
-                       latency_slo_ms, profile, draft_kernel, codec, cache_policy, prefetch,
-                       verify_reads, reader_threads; see RunConfig
+        options        how it is held and run; see RunConfig, or docs/options.md
         progress       told (what, done, total) during long work
         first_request  (prompt, max_new_tokens), where known: it is checked before weights are
                        loaded, and memory is planned for it at once
@@ -90,6 +90,18 @@ class Generator:
         Raises SpeqError for anything that is missing, damaged, unknown or too large.
         """
         config = RunConfig.of(memory_budget, **options)
+        return cls.load(model, config, progress=progress, first_request=first_request)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        config: RunConfig,
+        *,
+        progress: Progress | None = None,
+        first_request: tuple[Prompt, int] | None = None,
+    ) -> "Generator":
+        """As `from_pretrained`, with the options in one object."""
         opened = open_model(model, config.verify_reads)
         try:
             tokenizer = load_tokenizer(opened.checkpoint.path)
@@ -109,9 +121,16 @@ class Generator:
         """The loaded model, for benchmarks and checks."""
         return self._runtime
 
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        generation_config: GenerationConfig | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Generation:
         """Generate to the end; see `stream` for the options."""
-        stream = self._stream(prompt, options)
+        stream = self._stream(prompt, generation_config, progress, options)
         pieces, ids = [], []
         try:
             while True:
@@ -127,16 +146,18 @@ class Generator:
         prompt: Prompt,
         *,
         on_finish: Callable[[str, dict[str, Any]], None] | None = None,
-        **options: Any,
+        generation_config: GenerationConfig | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Coroutine[Token, None, None]:
         """Yield tokens as they come; nothing is done, or refused, before the first is asked for.
 
-        options    of SamplingParams, stop being a string or several; or generation_config, a
-                   transformers GenerationConfig, which they override; progress, told (what, done,
-                   total) while the prompt is run
-        on_finish  told (finish_reason, stats) at the end
+        on_finish          told (finish_reason, stats) at the end
+        generation_config  what is asked for where options do not say otherwise
+        progress           told (what, done, total) while the prompt is run
+        options            see SamplingParams, or docs/options.md
         """
-        request, stats = yield from self._stream(prompt, options)
+        request, stats = yield from self._stream(prompt, generation_config, progress, options)
         if on_finish is not None:
             on_finish(request.finish_reason or "", stats.summary())
 
@@ -144,11 +165,12 @@ class Generator:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
         return self._encoder.encode(prompt)
 
-    def _request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
+    def _request(
+        self, prompt: Prompt, config: GenerationConfig | None, options: SamplingOptions
+    ) -> Request:
         ids = self.encode(prompt)
         eos_ids = self._runtime.model.eos_ids
-        given = dict(options)
-        config = given.pop("generation_config", None)
+        given: dict[str, Any] = dict(options)
         if config is not None:
             if not isinstance(config, GenerationConfig):
                 raise SpeqError(
@@ -157,23 +179,17 @@ class Generator:
             from_config = options_of(config, len(ids))
             eos_ids = from_config.pop("eos_ids", eos_ids)
             given = from_config | given
-        stop = given.pop("stop", None)
-        if stop is not None:
-            several = isinstance(stop, list | tuple | set | frozenset)
-            given["stop"] = tuple(stop) if several else (stop,)
-        known = {field.name for field in fields(SamplingParams)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise SpeqError(
-                f"unknown option {', '.join(unknown)}; the options are "
-                f"{', '.join(sorted(known))}, generation_config and progress"
-            )
-        return Request(ids, SamplingParams(**given), eos_ids)
+        sampling = build(SamplingParams, given, ("generation_config", "progress"))
+        return Request(ids, sampling, eos_ids)
 
-    def _stream(self, prompt: Prompt, options: dict[str, Any]) -> Run:
-        options = dict(options)
-        progress: Progress | None = options.pop("progress", None)
-        request = self._request(prompt, options)
+    def _stream(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None,
+        progress: Progress | None,
+        options: SamplingOptions,
+    ) -> Run:
+        request = self._request(prompt, config, options)
         start_s = time.perf_counter()
         with self._own_turn():
             self._streaming_thread = threading.get_ident()

@@ -8,6 +8,12 @@ from speq.errors import SpeqError
 # Told (what, done, total) during long work; and the same where it is known what.
 Progress = Callable[[str, int, int], None]
 Done = Callable[[int, int], None]
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Tells nobody."""
+
+
 # Seconds, from anywhere on.
 Clock = Callable[[], float]
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.bench.settings import CodecSettings as Settings
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, Matrices, codec_of, codecs_for
@@ -42,15 +43,13 @@ COLUMNS: dict[str, Column] = {
 
 def run(
     model: str,
-    draft: str = "auto",
+    settings: Settings,
     json_file: Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
     clock: Clock = time.perf_counter,
 ) -> Report:
     """Encode every expert of an unpacked model with every codec that takes its words.
-
-    draft  what residuals are over, as `--draft` has it
 
     Raises SpeqError where the model is packed, or what was decoded is not what was encoded.
     """
@@ -63,7 +62,9 @@ def run(
             )
         measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape.dtype)]
         count, slot = store.num_layers * store.num_experts, expert_slot(store)
-        with closing(open_draft(draft, opened.checkpoint, store, opened.shape.experts)) as source:
+        with closing(
+            open_draft(settings.draft, opened.checkpoint, store, opened.shape.experts)
+        ) as source:
             for at in range(count):
                 exact = read_matrices(store, *divmod(at, store.num_experts), slot)
                 base = source.expert(at)
@@ -71,8 +72,8 @@ def run(
                     each.take(exact, base, clock)
                 if progress is not None:
                     progress("encoding experts", at + 1, count)
-    settings = {"draft": draft, "experts": count, "threads": torch.get_num_threads()}
-    report = Report("codec", model, settings, [each.row() for each in measured])
+    given = settings.as_json() | {"experts": count, "threads": torch.get_num_threads()}
+    report = Report("codec", model, given, [each.row() for each in measured])
     if json_file is not None:
         report.write(json_file)
     return report

@@ -18,9 +18,9 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,8 +36,8 @@ from speq.bench.machine.expert_layer import (
     LayerShape,
     torch_experts,
 )
-from speq.config import DEVICES
-from speq.errors import SpeqError, checked_choice, checked_int
+from speq.bench.settings import KernelSettings as Settings
+from speq.errors import SpeqError, checked_choice
 from speq.files.atomic_file import check_target
 from speq.kernels import compact_ops, library, ops
 from speq.machine import available_bytes, resolve_device
@@ -65,7 +65,6 @@ FORMS: dict[str, frozenset[str]] = {
 }
 # Those whose calls a CUDA graph can hold.
 CAPTURED = frozenset({"moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"})
-DTYPES = ("bfloat16", "float16", "float32")
 # Calls of a kernel in one round.
 MIN_CALLS, MAX_CALLS = 2, 32
 
@@ -78,29 +77,6 @@ COLUMNS: dict[str, Column] = {
     "GB/s": ("gb_per_s", "{:.1f}"),
     "share": ("bandwidth_share", "{:.0%}"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What is measured.
-
-    shapes     names in SHAPES
-    rows       rows of a call, each in turn
-    isa        best instructions that CPU kernels may use; None: all there are
-    memory     for the experts of a layer, exact and INT4 together; a larger layer is held in part
-    reference  whether to time the slow reference where there is no native kernel
-    """
-
-    shapes: list[str]
-    rows: list[int]
-    kernels: list[str]
-    group_size: int = 128
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    rounds: int = 15
-    isa: str | None = None
-    memory: str = "6GiB"
-    reference: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +101,7 @@ def run(
 ) -> Report:
     """Measure every shape, rows and kernel. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
+    settings = spelt_out(settings)
     held = check(settings)
     device = resolve_device(settings.device)
     backends = backends_of(settings, device)
@@ -142,7 +119,7 @@ def run(
         "threads": torch.get_num_threads(),
         "read_bytes": read.nbytes,
     }
-    report = Report("kernels", "synthetic layers", asdict(settings) | found, rows)
+    report = Report("kernels", "synthetic layers", settings.as_json() | found, rows)
     if json_file is not None:
         report.write(json_file)
     return report
@@ -167,19 +144,20 @@ def notes(report: Report) -> list[str]:
     ]
 
 
+def spelt_out(settings: Settings) -> Settings:
+    """With names in place of "all"."""
+    shapes = tuple(SHAPES) if settings.shapes == ("all",) else settings.shapes
+    kernels = tuple(KERNELS) if settings.kernels == ("all",) else settings.kernels
+    return replace(settings, shapes=shapes, kernels=kernels)
+
+
 def check(settings: Settings) -> dict[str, int]:
     """Experts held of each shape. Raises SpeqError for settings that name nothing to measure."""
     for name in settings.shapes:
         checked_choice("shapes", name, tuple(SHAPES))
     for name in settings.kernels:
         checked_choice("kernels", name, tuple(KERNELS))
-    for count in settings.rows:
-        checked_int("rows", count, 1)
-    checked_int("rounds", settings.rounds, 1)
-    checked_choice("dtype", settings.dtype, DTYPES)
-    checked_choice("device", settings.device, DEVICES)
-    size = checked_int("group_size", settings.group_size, 2)
-    memory_bytes = parse_bytes(settings.memory)
+    size, memory_bytes = settings.group_size, parse_bytes(settings.memory)
     held = {}
     for name in settings.shapes:
         shape = SHAPES[name]
@@ -239,7 +217,7 @@ def check_memory(settings: Settings, held: dict[str, int], device: torch.device)
             )
 
 
-def forms(kernels: list[str]) -> frozenset[str]:
+def forms(kernels: Sequence[str]) -> frozenset[str]:
     """The forms of experts that kernels need."""
     return frozenset().union(*(FORMS[kernel] for kernel in kernels))
 

@@ -5,14 +5,14 @@ faster than it is computed with all of them in memory. The floor is the larger o
 measured in the same run; every round loads the model anew, so that no expert is there yet.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from speq.bench.machine.page_cache import drop
-from speq.config import DEFAULT_READER_THREADS
-from speq.errors import SpeqError, checked_int
+from speq.bench.settings import PrefillSettings as Settings
+from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
@@ -40,16 +40,6 @@ RESIDENT_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    budgets: list[str]
-    prompt_tokens: int
-    prompts: Path | None
-    rounds: int
-    dtype: str
-    reader_threads: int = DEFAULT_READER_THREADS
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
     """One cold prompt. resident_s is None where memory does not hold every expert."""
 
@@ -68,8 +58,6 @@ class Sample:
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure every budget. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    checked_int("rounds", settings.rounds, 1)
-    checked_int("prompt_tokens", settings.prompt_tokens, 1)
     samples: dict[str, list[Sample]] = {budget: [] for budget in settings.budgets}
     resident = resident_generator(model, settings)
     try:
@@ -80,7 +68,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         if resident is not None:
             resident.close()
     rows = [summarise(budget, settings, samples[budget]) for budget in settings.budgets]
-    given = asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)}
+    given = settings.as_json()
     report = Report("prefill", model, given, rows)
     if json_file is not None:
         report.write(json_file)

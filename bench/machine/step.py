@@ -7,14 +7,14 @@ which makes passes slower than they are: read the shares.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from speq.errors import checked_choice, checked_int
+from speq.bench.settings import StepSettings as Settings
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.kernels import ops
@@ -34,20 +34,6 @@ COLUMNS: dict[str, Column] = {
     "ms": ("time_ms", "{:.3f}"),
     "share": ("share", "{:.1%}"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """draft_kernel: how the draft runs, one of `DRAFT_KERNELS`."""
-
-    memory_budget: str
-    draft_length: str
-    draft_kernel: str
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    device: str
-    dtype: str
 
 
 @dataclass(slots=True)
@@ -112,8 +98,6 @@ def watch(runtime: Runtime, clock: PartClock, settle: Callable[[], None]) -> Non
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Time the parts of every pass while texts are generated. Raises SpeqError for nonsense."""
     check_target(json_file, force)
-    checked_int("max_new_tokens", settings.max_new_tokens, 2)
-    checked_choice("draft_kernel", settings.draft_kernel, tuple(DRAFT_KERNELS))
     kernel = DRAFT_KERNELS[settings.draft_kernel]
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     generator = Generator.from_pretrained(
@@ -141,8 +125,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
             whole_s = sum(run.total(name) for run in runs) / len(passes)
             stall_s = sum(run.total("stall_s") for run in runs) / len(passes)
             rows += summarise(kind, passes, whole_s, stall_s if kind == "verification" else 0.0)
-    path = settings.prompts and str(settings.prompts)
-    report = Report("step", model, asdict(settings) | {"prompts": path}, rows)
+    report = Report("step", model, settings.as_json(), rows)
     if json_file is not None:
         report.write(json_file)
     return report

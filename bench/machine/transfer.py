@@ -6,14 +6,15 @@ A share compares figures of one round, taken one right after the other, each fir
 that a disk whose speed changes favours none; both are read into the same memory.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from speq.bench.machine.page_cache import cached_bytes, drop
-from speq.config import MAX_READER_THREADS
-from speq.errors import SpeqError, checked_int
+from speq.bench.settings import TransferSettings as Settings
+from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.atomic_file import check_target
@@ -32,16 +33,6 @@ COLUMNS: dict[str, Column] = {
     "of plain": ("share", "{:.2f}"),
     "page cache": ("cached_bytes", format_bytes),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """readers: numbers of threads; sizes: of plain reads; volume: bytes of a measurement."""
-
-    readers: list[int]
-    sizes: list[str]
-    volume: str
-    rounds: int
 
 
 @dataclass(slots=True)
@@ -67,12 +58,9 @@ class Source:
         return sum(cached_bytes(path) for path in self.paths)
 
 
-def run(models: list[str], settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(models: Sequence[str], settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure every model at every number of readers. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    checked_int("rounds", settings.rounds, 1)
-    for readers in settings.readers:
-        checked_int("readers", readers, 1, MAX_READER_THREADS)
     volume = parse_bytes(settings.volume)
     sizes = [parse_bytes(size) for size in settings.sizes]
     for size in sizes:
@@ -86,7 +74,7 @@ def run(models: list[str], settings: Settings, json_file: Path | None, force: bo
     finally:
         for source in sources:
             source.opened.close()
-    report = Report("transfer", " ".join(models), asdict(settings), rows)
+    report = Report("transfer", " ".join(models), settings.as_json(), rows)
     if json_file is not None:
         report.write(json_file)
     return report

@@ -7,23 +7,20 @@ a system with several draft lengths the best is its row; `auto` may be any candi
 chosen by a short trial on text that no row counts.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from speq.bench.paper import codec_costs
 from speq.bench.paper.candidates import candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
 from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, figure, rows_of
 from speq.bench.replay.recording import Recording
-from speq.config import MAX_DRAFT_LENGTH
-from speq.errors import SpeqError, checked_int
+from speq.bench.settings import EqualMemorySettings as Settings
+from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.measure.report import (
     Report,
     check_picture,
-    parse_numbers,
-    parse_shares,
     print_table,
     read_prompts,
     write_picture,
@@ -35,40 +32,6 @@ NOTE = (
     "in the engine by a trial. auto is chosen by a short trial of every candidate, on text that no "
     "row counts; nothing is predicted yet."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """memory_budget    room for all experts and the draft, to record routes in
-    fractions, engine_fractions  shares f; None: no engine, which needs both packed models
-    link                bytes per second; None: as measured
-    lossless, residual  the model packed with these codecs; None: sizes are its own experts',
-                        encoded
-    """
-
-    memory_budget: str
-    fractions: str
-    draft_lengths: str
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-    reader_threads: int
-    link: str | None = None
-    lossless: Path | None = None
-    residual: Path | None = None
-    engine_fractions: str | None = None
-
-    def stores(self, model: str) -> dict[str, str]:
-        """The model by codec."""
-        packed = {"lossless": self.lossless, "residual": self.residual}
-        return {"raw": model} | {name: str(path) for name, path in packed.items() if path}
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asdict(self).items()
-        }
 
 
 @dataclass(slots=True)
@@ -87,26 +50,26 @@ class EqualMemoryReport(Report):
         print_table("aims", AIM_COLUMNS, self.aims)
 
 
+def show(report: EqualMemoryReport) -> None:
+    report.print_all()
+    print(NOTE)
+
+
 def run(
     model: str,
     settings: Settings,
     *,
     json_file: Path | None,
-    picture: Path | None,
     force: bool,
     progress: Progress | None = None,
 ) -> EqualMemoryReport:
     """Measure both parts. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    if picture is not None:
-        check_picture(picture, force)
-    fractions = parse_shares("fractions", settings.fractions)
+    if settings.picture is not None:
+        check_picture(settings.picture, force)
+    fractions = settings.fractions
     engine_fractions = _engine_fractions(settings)
-    checked_int("rounds", settings.rounds, 1)
-    checked_int("max_new_tokens", settings.max_new_tokens, 2)
-    lengths = parse_numbers("draft_lengths", settings.draft_lengths)
-    for length in lengths:
-        checked_int("draft_lengths", length, 1, MAX_DRAFT_LENGTH)
+    lengths = list(settings.draft_lengths)
     link_bytes_per_s = None if settings.link is None else parse_bytes(settings.link)
     # The last one is what the engine's candidates are tried on.
     *texts, trial = read_prompts(settings.prompts, settings.num_prompts + 1)
@@ -140,17 +103,17 @@ def run(
     )
     if json_file is not None:
         report.write(json_file)
-    if picture is not None:
-        write_picture(picture, figure(model, rows))
+    if settings.picture is not None:
+        write_picture(settings.picture, figure(model, rows))
     return report
 
 
-def _engine_fractions(settings: Settings) -> list[float]:
+def _engine_fractions(settings: Settings) -> tuple[float, ...]:
     if settings.engine_fractions is None:
-        return []
+        return ()
     if settings.lossless is None or settings.residual is None:
         raise SpeqError(
             "engine_fractions is given, and the engine reads packed models; give the folders that "
             "`speq pack --codec lossless` and `speq pack --codec residual` wrote as well"
         )
-    return parse_shares("engine_fractions", settings.engine_fractions)
+    return settings.engine_fractions

@@ -10,10 +10,12 @@ order?
 All compute at the same speed here: the paper's systems differ in their kernels too, and so more.
 """
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from speq.bench.settings import PaperSystemsSettings as Settings
 from speq.files.atomic_file import check_target
 from speq.governor.holding import Holding
 from speq.governor.locality import PUBLISHED, Locality
@@ -49,14 +51,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """budgets: of every model."""
-
-    budgets: list[str]
-
-
-def run(models: list[Path], settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(models: Sequence[Path], settings: Settings, json_file: Path | None, force: bool) -> Report:
     """A row for each system of each model and budget. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     rows = []
@@ -67,7 +62,7 @@ def run(models: list[Path], settings: Settings, json_file: Path | None, force: b
             rows += [
                 {"model": folder.name, "budget": text} | row for row in systems(subject, budget)
             ]
-    report = Report("paper-systems", " ".join(f.name for f in models), asdict(settings), rows)
+    report = Report("paper-systems", " ".join(f.name for f in models), settings.as_json(), rows)
     if json_file is not None:
         report.write(json_file)
     return report

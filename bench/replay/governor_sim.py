@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from speq.bench.replay.replay import Replay, Scheduling, Times
+from speq.bench.settings import GovernorSimSettings as Settings
 from speq.errors import checked_int
 from speq.files.atomic_file import check_target
 from speq.governor.adaptive import AdaptiveDraftLength
@@ -288,21 +289,6 @@ def judge(text: Text, setting: Setting, tokens: int) -> Verdict:
     return Verdict(setting.seed, auto_s, fixed_s, governor.time_s / governor.decisions)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """trace: recorded routes; layers: of them, so many first ones are replayed; seed: of the first
-    setting, the others following; verdicts: keep what each setting came to.
-    """
-
-    trace: Path
-    settings: int
-    tokens: int
-    layers: int
-    seed: int
-    processes: int
-    verdicts: bool = False
-
-
 @dataclass(slots=True)
 class GovernorSimReport(Report):
     """rows: the one that sums up; verdicts: a row for each setting, where they were asked for."""
@@ -313,12 +299,10 @@ class GovernorSimReport(Report):
 def run(settings: Settings, json_file: Path | None, force: bool) -> GovernorSimReport:
     """Judge all settings, and sum up. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    for name in ("settings", "tokens", "layers", "processes"):
-        checked_int(name, getattr(settings, name), 1)
-    trace = RouteTrace.read(settings.trace)
+    trace = RouteTrace.read(settings.routes)
     checked_int("layers", settings.layers, 1, trace.num_layers)
     seeds = range(settings.seed, settings.seed + settings.settings)
-    task = partial(_judge_seed, settings.trace, settings.layers, settings.tokens)
+    task = partial(_judge_seed, settings.routes, settings.layers, settings.tokens)
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, context) as pool:
@@ -326,7 +310,7 @@ def run(settings: Settings, json_file: Path | None, force: bool) -> GovernorSimR
     report = GovernorSimReport(
         "governor-sim",
         trace.model,
-        asdict(settings) | {"trace": str(settings.trace)},
+        settings.as_json(),
         [summary(verdicts)],
         verdicts=verdicts if settings.verdicts else [],
     )

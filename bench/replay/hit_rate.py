@@ -5,14 +5,15 @@ with the compute times and the link that were measured on this machine. Without 
 `lru-scaled`) the same tokens are decoded one by one; the others verify the recorded drafts.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from speq.bench.replay import single_shot
 from speq.bench.replay.replay import Replay, Scheduling, Times
+from speq.bench.settings import HitRateSettings as Settings
 from speq.config import DEFAULT_READER_THREADS
-from speq.errors import SpeqError, checked_int
+from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.atomic_file import check_target
@@ -48,31 +49,15 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """beside, beside_budget: another model, whose times are taken for the same routes as well."""
-
-    memory_budget: str
-    draft_length: int
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    beside: str | None
-    beside_budget: str | None
-    trace: Path | None = None
-
-
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Record and replay. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    check_target(settings.trace, force)
-    checked_int("draft_length", settings.draft_length, 1)
-    checked_int("max_new_tokens", settings.max_new_tokens, 2)
+    check_target(settings.routes, force)
     if (settings.beside is None) != (settings.beside_budget is None):
         raise SpeqError("beside and beside_budget are given together or not at all")
     trace, times = recorded(model, settings.memory_budget, settings, settings.num_prompts)
-    if settings.trace is not None:
-        trace.write(settings.trace)
+    if settings.routes is not None:
+        trace.write(settings.routes)
     beside = None
     if settings.beside is not None and settings.beside_budget is not None:
         beside = recorded(settings.beside, settings.beside_budget, settings, 1)[1]
@@ -82,9 +67,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         for slots in capacities(trace)
         for policy in SYSTEMS
     ]
-    given = asdict(settings) | {
-        "prompts": settings.prompts and str(settings.prompts),
-        "trace": settings.trace and str(settings.trace),
+    given = settings.as_json() | {
         "times": asdict(times),
         "times_beside": beside and asdict(beside),
         "tokens": sum(step.emitted for step in trace.steps),

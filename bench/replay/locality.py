@@ -4,11 +4,11 @@ Texts' accepted tokens are decoded anew in windows, through the real scheduler: 
 without a draft, longer ones as if every draft stood. `by_curve` is what `speq plan` counts with.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speq.bench.replay.replay import Replay, Scheduling, Times
+from speq.bench.settings import LocalitySettings as Settings
 from speq.errors import checked_int
 from speq.files.atomic_file import check_target
 from speq.governor.locality import Locality
@@ -32,14 +32,6 @@ COLUMNS: dict[str, Column] = {
     "by the curve": ("by_curve", "{:.2f}"),
     "independent": ("independent", "{:.2f}"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """windows: tokens of a verification; slots: of a layer."""
-
-    windows: list[int]
-    slots: list[int]
 
 
 def run(trace_file: Path, settings: Settings, json_file: Path | None, force: bool) -> Report:

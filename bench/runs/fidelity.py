@@ -6,15 +6,15 @@ freely, as in a generation, and is verified, which says how far ahead its routes
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from speq.bench.runs import fidelity_pictures
 from speq.bench.runs.fidelity_counts import Fidelity, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, total
-from speq.config import DEFAULT_READER_THREADS, MAX_DRAFT_LENGTH
-from speq.errors import SpeqError, checked_int
+from speq.bench.settings import FidelitySettings as Settings
+from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, print_table, read_prompts
@@ -51,21 +51,6 @@ POSITION_COLUMNS: dict[str, Column] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """draft_length: tokens of a free-running draft; one more is what passes over texts have."""
-
-    memory_budget: str
-    draft: str = "auto"
-    draft_length: int = 8
-    prompts: Path | None = None
-    num_prompts: int = 8
-    max_tokens: int = 256
-    device: str = "auto"
-    dtype: str = "auto"
-    reader_threads: int = DEFAULT_READER_THREADS
-
-
 @dataclass(slots=True)
 class FidelityReport(Report):
     """rows: each MoE layer, and all of them.
@@ -87,21 +72,22 @@ class FidelityReport(Report):
         print_table("along a draft", POSITION_COLUMNS, self.positions)
 
 
+def show(report: FidelityReport) -> None:
+    report.print_all()
+
+
 def run(
     model: str,
     settings: Settings,
     *,
     json_file: Path | None,
-    pictures: Path | None,
     force: bool,
     progress: Progress | None = None,
 ) -> FidelityReport:
     """Compare on the first max_tokens tokens of each prompt. Raises SpeqError for nonsense."""
     check_target(json_file, force)
-    if pictures is not None:
-        fidelity_pictures.check(pictures, force)
-    checked_int("draft_length", settings.draft_length, 1, MAX_DRAFT_LENGTH)
-    checked_int("max_tokens", settings.max_tokens, 2)
+    if settings.pictures is not None:
+        fidelity_pictures.check(settings.pictures, force)
     if settings.draft == "none":
         raise SpeqError("draft is none, and there is nothing to compare; give auto or a folder")
     texts = read_prompts(settings.prompts, settings.num_prompts)
@@ -121,12 +107,12 @@ def run(
         found = compare(generator, encoded, settings.draft_length, progress)
     finally:
         generator.close()
-    given = asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)}
+    given = settings.as_json()
     report = report_of(model, given, found)
     if json_file is not None:
         report.write(json_file)
-    if pictures is not None:
-        fidelity_pictures.write(pictures, model, report.rows, report.positions)
+    if settings.pictures is not None:
+        fidelity_pictures.write(settings.pictures, model, report.rows, report.positions)
     return report
 
 

@@ -10,18 +10,18 @@ does not count, but for `auto`, whose calibration is part of what is measured.
 """
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from speq.bench.replay import single_shot
-from speq.errors import SpeqError, checked_int
+from speq.bench.settings import GovernorSettings as Settings
+from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.governor.explanation import explain
 from speq.machine import resolve_device
-from speq.measure.report import Column, Report, parse_numbers, read_prompts
+from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.planning import profiles
@@ -46,26 +46,11 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """prompts: files of prompts, each a kind; run: options of `RunConfig` that all runs share."""
-
-    budgets: list[str]
-    draft_lengths: str
-    prompts: list[Path]
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-    run: dict[str, Any]
-
-
 @single_shot.offered()
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure every cell with every draft length. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    checked_int("rounds", settings.rounds, 1)
-    checked_int("max_new_tokens", settings.max_new_tokens, 2)
-    fixed = [*map(str, parse_numbers("draft_lengths", settings.draft_lengths)), HELD]
+    fixed = [*map(str, settings.draft_lengths), HELD]
     kinds = {"mixed": read_prompts(None, settings.num_prompts)}
     if settings.prompts:
         kinds = {path.stem: read_prompts(path, settings.num_prompts) for path in settings.prompts}
@@ -92,7 +77,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
             head = {"budget": budget, "kind": kind, "draft_length": length}
             of = {"of_best": row["tpot_ms"] / best, "of_drafting": row["tpot_ms"] / drafting}
             rows.append(head | row | of)
-    given = asdict(settings) | {"prompts": [str(path) for path in settings.prompts]}
+    given = settings.as_json()
     report = Report("governor", model, given, rows)
     if json_file is not None:
         report.write(json_file)

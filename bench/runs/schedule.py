@@ -8,18 +8,18 @@ Systems are rotated within a round, and the link is measured in each.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from speq.errors import checked_int
+from speq.bench.settings import ScheduleSettings as Settings
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import locate
 from speq.generator import Generator
 from speq.measure.link import link_bytes_per_s
-from speq.measure.report import Column, Report, parse_shares, read_prompts
+from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.stats import RunStats, ratio
@@ -51,17 +51,6 @@ COLUMNS: dict[str, Column] = {
     "hidden": ("hidden_share", "{:.1%}"),
     "in time": ("hit_rate", "{:.1%}"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    fractions: str
-    draft_length: int
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-    reader_threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +102,7 @@ class Sample:
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure all systems at all shares. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    checked_int("rounds", settings.rounds, 1)
-    checked_int("draft_length", settings.draft_length, 0)
-    checked_int("max_new_tokens", settings.max_new_tokens, 2)
-    fractions = parse_shares("fractions", settings.fractions)
+    fractions = settings.fractions
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     tokenizer = load_tokenizer(locate(model))
     longest = max(len(tokens_of(tokenizer, prompt)) for prompt in prompts)
@@ -133,7 +119,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         rows.append(
             summarise(fraction, system, samples[fraction, system], samples[ALL, "resident"], lru)
         )
-    given = asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)}
+    given = settings.as_json()
     report = Report("schedule", model, given, rows)
     if json_file is not None:
         report.write(json_file)

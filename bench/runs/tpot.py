@@ -4,14 +4,14 @@ Settings are rotated within a run, so that a machine that slows down or speeds u
 none of them; each figure is the median over its measurements.
 """
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from speq.bench.replay import single_shot
+from speq.bench.settings import TpotSettings as Settings
 from speq.config import RunConfig
-from speq.errors import SpeqError, checked_int
+from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, read_prompts
@@ -49,25 +49,10 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """run: options of `RunConfig` that all runs share."""
-
-    budgets: list[str]
-    draft_lengths: list[str]
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-    run: dict[str, Any]
-
-
 @single_shot.offered()
 def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
     """Measure every budget with every draft length. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    checked_int("rounds", settings.rounds, 1)
-    checked_int("max_new_tokens", settings.max_new_tokens, 1)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     pairs = [(budget, length) for budget in settings.budgets for length in settings.draft_lengths]
     for budget, length in pairs:
@@ -82,7 +67,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     report = Report(
         "tpot",
         model,
-        asdict(settings) | {"prompts": settings.prompts and str(settings.prompts)},
+        settings.as_json(),
         rows,
     )
     if json_file is not None:

@@ -10,7 +10,9 @@ from speq.cli.bench import bench_app
 from speq.cli.chat import chat
 from speq.cli.check import check
 from speq.cli.doctor import doctor
+from speq.cli.from_dataclass import command
 from speq.cli.generate import generate
+from speq.cli.options import broken_pipe
 from speq.cli.pack import pack
 from speq.cli.plan import plan
 from speq.cli.quantize import quantize
@@ -25,14 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(check)
-app.command()(pack)
-app.command()(quantize)
-app.command()(plan)
-app.command()(tune)
-app.command()(doctor)
+for function in (generate, chat, check, pack, quantize, plan, tune, doctor):
+    app.command()(command(function))
 app.add_typer(bench_app, name="bench")
 
 
@@ -58,10 +54,18 @@ def main() -> None:
     """Run the command line; errors are one sentence on stderr and exit status 1."""
     logging.basicConfig(format="speq: %(message)s", level=logging.WARNING)
     logging.getLogger("speq").setLevel(logging.INFO)
+    if sys.stdout is None:  # closed by who started us
+        fail("standard output is closed; send it to a file, or to /dev/null")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except SpeqError as error:
         fail(str(error))
+    except BrokenPipeError as error:
+        broken_pipe()
+        fail(f"input or output failed: {error}")
     except UnicodeError as error:
         fail(f"{error}; the terminal or file is not in UTF-8")
     except OSError as error:

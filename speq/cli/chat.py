@@ -2,16 +2,20 @@
 
 import contextlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from speq.cli import options as opt
 from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
+from speq.cli.from_dataclass import But
 from speq.cli.run_report import print_summary
-from speq.config import DEFAULT_READER_THREADS
+from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import SpeqError
+from speq.options.declared import Option, Options
+from speq.options.kinds import Text
+from speq.units import format_bytes
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -19,71 +23,32 @@ if TYPE_CHECKING:
 LEAVE = "Ctrl-D or /quit leaves"
 
 
+@dataclass(frozen=True, slots=True)
+class ChatSettings(Options):
+    """How a conversation begins."""
+
+    system: Annotated[str | None, Option("A system message to begin with.", Text(wanted=None))] = (
+        None
+    )
+
+
 def chat(
-    model: opt.Model,
-    memory_budget: opt.MemoryBudget,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    context_length: opt.ContextLength = None,
-    draft: opt.DraftOption = "auto",
-    draft_length: opt.DraftLength = "auto",
-    tpot_slo: opt.TpotSlo = None,
-    latency_slo: opt.LatencySlo = None,
-    cache_policy: opt.CachePolicy = "lru",
-    prefetch: opt.Prefetch = "none",
-    codec: opt.Codec = "auto",
-    profile: opt.Profile = "auto",
-    reader_threads: opt.ReaderThreads = DEFAULT_READER_THREADS,
-    max_new_tokens: opt.MaxNewTokens = 512,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
+    model: Model,
+    settings: ChatSettings,
+    run: RunConfig,
+    sampling: Annotated[SamplingParams, But(defaults=(("max_new_tokens", 512),))],
 ) -> None:
     """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
-    from speq.config import SamplingParams
-
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
-    SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    conversation = Conversation(system)
-    generator = opt.load_generator(
-        model,
-        memory_budget,
-        # Refused before it is loaded: a model without a template, a system message too long for it.
-        first_request=(conversation.messages("Hello"), 1),
-        device=device,
-        dtype=dtype,
-        context_length=context_length,
-        draft=draft,
-        draft_length=draft_length,
-        tpot_slo_ms=tpot_slo,
-        latency_slo_ms=latency_slo,
-        cache_policy=cache_policy,
-        prefetch=prefetch,
-        codec=codec,
-        profile=profile,
-        reader_threads=reader_threads,
-    )
+    drawing = asdict(sampling)
+    max_new_tokens = drawing.pop("max_new_tokens")
+    conversation = Conversation(settings.system)
+    # Refused before it is loaded: a model without a template, a system message too long for it.
+    generator = opt.load_generator(model, run, (conversation.messages("Hello"), 1))
     with contextlib.closing(generator):
-        tell(f"{model} within {memory_budget}, context {generator.max_context} tokens")
+        budget = format_bytes(run.memory_budget)
+        tell(f"{model} within {budget}, context {generator.max_context} tokens")
         tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
-        talk = Talk(generator, conversation, max_new_tokens, sampling)
+        talk = Talk(generator, conversation, max_new_tokens, drawing)
         talk.run(interactive=sys.stdin.isatty())
     # Nobody is there to ask again: what reads the output learns that answers are missing.
     if talk.refused and not sys.stdin.isatty():

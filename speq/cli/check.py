@@ -1,49 +1,46 @@
 """`speq check`: is our exact path the published model, on this machine, for this checkpoint?"""
 
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from speq.cli import options as opt
+from speq.cli.from_dataclass import But
+from speq.cli.options import Output
+from speq.config import Model, RunConfig
+from speq.measure.settings import CheckSettings
+
+# Texts are given, so that nothing is drafted.
+UNUSED = ("draft_length", "drafter", "profile", "tpot_slo_ms", "latency_slo_ms")
 
 
 def check(
-    model: opt.ModelArgument,
-    memory_budget: opt.MemoryBudget,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    draft: opt.DraftOption = "auto",
-    codec: opt.Codec = "auto",
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 4,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
-    ] = None,
-    force: opt.Force = False,
+    model: Model,
+    settings: CheckSettings,
+    run: Annotated[RunConfig, But(without=UNUSED)],
+    output: Output,
 ) -> None:
     """Compare our exact path, teacher-forced, with plain transformers.
 
     Needs memory for the whole model. Fails where the two disagree by more than rounding. A packed
     model is compared with its checksums, all of it.
     """
-    from speq.measure import check as bench_check
+    from speq.measure import check as measure
 
-    report, verdict = bench_check.run(
+    given = {name: value for name, value in asdict(run).items() if name not in UNUSED}
+    report, verdict = measure.run(
         model,
-        memory_budget,
-        device=device,
-        dtype=dtype,
-        draft=draft,
-        codec=codec,
-        prompts=prompts,
-        num_prompts=num_prompts,
-        json_file=json_file,
-        force=force,
+        given.pop("memory_budget"),
+        prompts=settings.prompts,
+        num_prompts=settings.num_prompts,
+        json_file=output.file,
+        force=output.force,
+        **given,
     )
-    report.print(bench_check.columns_of(report))
-    typer.echo(verdict.sentence)
+    if output.printed:
+        output.write(asdict(report))
+    else:
+        report.print(measure.columns_of(report))
+        typer.echo(verdict.sentence)
     if not verdict.passed:
         raise typer.Exit(1)

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from speq.cli import options as opt
-from speq.config import DEVICES
-from speq.errors import checked_choice
+from speq.config import Device
+from speq.options.declared import Options
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,25 +32,25 @@ ADVICE = {
 }
 
 
-def doctor(
-    device: opt.Device = "auto",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the findings to this file.")
-    ] = None,
-    force: opt.Force = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class DoctorSettings(Options):
+    """What is examined."""
+
+    device: Device = "auto"
+
+
+def doctor(settings: DoctorSettings, output: opt.Output) -> None:
     """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
-    from speq.files.atomic_file import check_target
     from speq.machine import resolve_device
 
-    check_target(json_file, force)
-    checked_choice("device", device, DEVICES)
-    report = examine(resolve_device(device), time.perf_counter)
+    output.check()
+    report = examine(resolve_device(settings.device), time.perf_counter)
+    output.write(asdict(report))
+    if output.printed:
+        return
     report.print(COLUMNS)
     for line in findings(report):
         typer.echo(line)
-    if json_file is not None:
-        report.write(json_file)
 
 
 def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":

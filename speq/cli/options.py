@@ -1,100 +1,64 @@
-"""Options that several commands share, and how a command gets its generator."""
+"""What commands share: where results go, progress, and how a command gets its generator."""
 
 import contextlib
+import json
 import logging
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from speq.config import DEVICES, DTYPES
-from speq.registries import CACHE_POLICIES, CODECS, PREFETCHERS
+from speq.config import RunConfig
+from speq.options.declared import Option, Options
+from speq.options.kinds import File, Switch
 
 if TYPE_CHECKING:
     from speq.generator import Generator
+    from speq.prompts import Prompt
     from speq.units import Progress
 
-Model = Annotated[str, typer.Option("--model", help="Model folder or hub id.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub id.")]
-MemoryBudget = Annotated[
-    str, typer.Option(help="Memory for everything on the device, such as 8GiB.")
-]
-Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
-Dtype = Annotated[
-    str, typer.Option(help=f"Compute dtype: {', '.join(DTYPES)}; auto is the checkpoint's.")
-]
-ContextLength = Annotated[
-    int | None, typer.Option(help="Tokens the KV cache holds; default: what the request needs.")
-]
-DraftOption = Annotated[
-    str,
-    typer.Option(
-        "--draft",
-        help="auto, none, or the folder or hub id of a GPTQ checkpoint, or of one to round.",
-    ),
-]
-DraftLength = Annotated[
-    str, typer.Option(help="Tokens drafted per step: a number, or auto: chosen by measurement.")
-]
-TpotSlo = Annotated[
-    float | None,
-    typer.Option("--tpot-slo", help="With auto: time per token, at most, in milliseconds."),
-]
-LatencySlo = Annotated[
-    float | None,
-    typer.Option(
-        "--latency-slo",
-        help="With auto: until the first tokens after the prompt's, and between bursts of tokens, "
-        "at most, in milliseconds.",
-    ),
-]
-CachePolicy = Annotated[str, typer.Option(help=f"One of {', '.join(CACHE_POLICIES.names)}.")]
-Prefetch = Annotated[str, typer.Option(help=f"One of {', '.join(PREFETCHERS.names)}.")]
-Codec = Annotated[
-    str,
-    typer.Option(
-        help=f"How exact experts lie in slots: auto, {', '.join(CODECS.names)}; a packed "
-        "model's is its own."
-    ),
-]
-Profile = Annotated[
-    str,
-    typer.Option(
-        help="What `speq tune` measured, to choose codec, draft and its length by: auto (what is "
-        "kept for this model, device and budget), none, or a file."
-    ),
-]
-VerifyReads = Annotated[
-    bool, typer.Option("--verify-reads", help="Compare experts with the checksums of a pack.")
-]
-ReaderThreads = Annotated[
-    int, typer.Option(help="Experts read from disk at a time, on the device cpu.")
-]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens up to this mass.")]
-TopK = Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")]
-MinP = Annotated[
-    float, typer.Option(help="Sample from tokens at least this likely, beside the likeliest.")
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Makes tokens of the prompt and the text less likely; 1: off.")
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Taken off the logit of a token that was generated; 0: off.")
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="The same for each time that it was generated; 0: off.")
-]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Prompts = Annotated[Path | None, typer.Option(help="JSON Lines with a `prompt` in each row.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace that file.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="End before this text; may be given several times.")
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past an end of text.")]
+PRINTED = Path("-")
+Force = Annotated[bool, Option("Replace files that are there.", Switch())]
+
+
+@dataclass(frozen=True, slots=True)
+class Output(Options):
+    """Where a command's result goes, beside what it shows."""
+
+    json: Annotated[
+        Path | None,
+        Option(
+            "Write the result to this file, as one JSON object; - prints it, and nothing else.",
+            File(printed=True),
+        ),
+    ] = None
+    force: Force = False
+
+    @property
+    def printed(self) -> bool:
+        """Whether standard output is for the object alone."""
+        return self.json == PRINTED
+
+    @property
+    def file(self) -> Path | None:
+        return None if self.printed else self.json
+
+    def check(self) -> None:
+        """Raise SpeqError, before anything takes minutes, where the file cannot be written."""
+        from speq.files.atomic_file import check_target
+
+        check_target(self.file, self.force)
+
+    def write(self, result: dict[str, Any]) -> None:
+        """The result, whole or not at all, if it was asked for."""
+        from speq.files.atomic_file import replacing
+
+        if self.printed:
+            print(json.dumps(result))
+        elif self.json is not None:
+            with replacing(self.json) as file:
+                file.write(json.dumps(result, indent=1).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -107,9 +71,9 @@ def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeLeft(),
@@ -153,9 +117,18 @@ def log_of(quiet: bool) -> Iterator[None]:
 
 
 def load_generator(
-    model: str, memory_budget: str, quiet: bool = False, **options: Any
+    model: str,
+    run: RunConfig,
+    first_request: "tuple[Prompt, int] | None" = None,
+    quiet: bool = False,
 ) -> "Generator":
     from speq.generator import Generator
 
     with progress_bar(quiet) as progress:
-        return Generator.from_pretrained(model, memory_budget, progress=progress, **options)
+        return Generator.load(model, run, progress=progress, first_request=first_request)
+
+
+def broken_pipe() -> None:
+    """Nobody reads standard output any more: what is left of it must not be tried again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.close()

@@ -64,7 +64,7 @@ def print_summary(stats: dict[str, Any]) -> None:
         table.add_row(title, _shown(stats[name], show))
     experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False, emoji=False).print(table)
 
 
 def print_layers(stats: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ def print_layers(stats: dict[str, Any]) -> None:
         table.add_row(str(layer["layer"]), *cells)
     table.add_section()
     table.add_row("all", *(_shown(whole[name], show) for name, show in LAYER.values()))
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     console.print(table)
     hidden = _shown(stats["hidden_share"], number("{:.1%}"))
     console.print(
@@ -102,7 +102,7 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
         table.add_row(
             str(choice.draft_length), str(choice.cycles), str(choice.tokens), token_ms, grounds
         )
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if planned is not None:
         console.print(f"planned by a profile: {planned}", highlight=False)
     console.print(table)

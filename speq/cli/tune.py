@@ -1,54 +1,36 @@
 """`speq tune`: measures a model on this machine, for plans, and for what runs choose by them."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING
 
 import typer
 
 from speq.cli import options as opt
+from speq.config import Model
+from speq.measure.settings import TuneSettings
 from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from speq.governor.profile import Profile
 
 
-def tune(
-    model: opt.ModelArgument,
-    memory_budget: opt.MemoryBudget,
-    prompts: opt.Prompts = None,
-    num_prompts: Annotated[int, typer.Option(help="How many of them.")] = 2,
-    max_new_tokens: opt.MaxNewTokens = 192,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="File to write; default: kept in the user's cache folder."),
-    ] = None,
-    force: opt.Force = False,
-) -> None:
+def tune(model: Model, settings: TuneSettings, output: opt.Output) -> None:
     """Measure the link, drafts, verifications and codecs of a model under a budget.
 
     What is kept holds for this model, device, budget and version; runs and `speq plan` with the
     same budget go by it. Nothing else should use the machine meanwhile. Beside the budget it takes
     memory for a layer of experts.
     """
-    from speq.errors import SpeqError
-    from speq.files.atomic_file import check_target
-    from speq.measure import tune as bench_tune
-    from speq.planning import profiles
+    from speq.measure.tune import tuned
 
-    check_target(out, force)
-    settings = bench_tune.Settings(
-        memory_budget, prompts, num_prompts, max_new_tokens, {"device": device, "dtype": dtype}
-    )
+    output.check()
     with opt.progress_bar() as progress:
-        profile = bench_tune.tune(model, settings, progress)
-    path = out or profiles.kept_path(profile.key)
-    if path is None:
-        raise SpeqError("this user has no home to keep the profile in; name a file with --out")
-    profiles.write(profile, path)
-    show(profile)
-    typer.echo(f"{path}: for {profile.key.device} and {format_bytes(profile.key.budget_bytes)}")
+        made = tuned(model, settings, output.force, progress)
+    profile, key = made.profile, made.profile.key
+    output.write(json.loads(profile.to_json()))
+    if not output.printed:
+        show(profile)
+        typer.echo(f"{made.path}: for {key.device} and {format_bytes(key.budget_bytes)}")
 
 
 def show(profile: "Profile") -> None:
@@ -75,4 +57,4 @@ def show(profile: "Profile") -> None:
         table.add_row(f"{codec} experts encoded, as words", format_rate(speed))
     if profile.acceptance is not None:
         table.add_row("acceptance", f"{profile.acceptance:.2f}")
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)

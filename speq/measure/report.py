@@ -2,14 +2,15 @@
 
 import importlib.util
 import json
-import math
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from speq import __version__
@@ -19,6 +20,8 @@ from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.machine import describe_machine
 
+# Rows that stand side by side where a table is wider than the terminal.
+SIDE_BY_SIDE = 3
 # How a figure is shown: a format string, or a function.
 Show = str | Callable[[Any], str]
 # The key of a figure in a row, and how it is shown.
@@ -48,12 +51,35 @@ class Report:
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
     """Rows on stdout, by column title; figures that do not exist are dashes."""
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="right")
+    cells = [[_cell(row[name], show) for name, show in columns.values()] for row in rows]
+    console = Console(markup=False, emoji=False)
+    table = _table(title, [*columns], cells)
+    if _too_wide(table, console):
+        table = _table(title, [name.replace(" ", "\n") for name in columns], cells, SIMPLE_HEAD)
+    if _too_wide(table, console):
+        # A line for each figure, and a column or two for each row.
+        by_figure = [[name, *(row[at] for row in cells)] for at, name in enumerate(columns)]
+        for first in range(1, len(cells) + 1, SIDE_BY_SIDE):
+            part = [[line[0], *line[first : first + SIDE_BY_SIDE]] for line in by_figure]
+            console.print(_table(title, [""] * len(part[0]), part, SIMPLE_HEAD))
+        return
+    console.print(table)
+
+
+def _table(title: str, heads: list[str], rows: list[list[str]], box: Box = HEAVY_HEAD) -> Table:
+    table = Table(title=title, box=box, padding=(0, 1, 0, 0) if box is SIMPLE_HEAD else (0, 1))
+    table.show_header = any(heads)
+    for head in heads:
+        table.add_column(head, justify="right")
     for row in rows:
-        table.add_row(*(_cell(row[name], show) for name, show in columns.values()))
-    Console().print(table)
+        table.add_row(*row)
+    return table
+
+
+def _too_wide(table: Table, console: Console) -> bool:
+    """Whether some cell would be broken."""
+    unbounded = console.options.update(max_width=1 << 16)
+    return Measurement.get(console, unbounded, table).maximum > console.width
 
 
 def check_picture(path: Path, force: bool) -> None:
@@ -98,29 +124,6 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
         raise SpeqError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
     # Files are sorted by kind.
     return [prompts[at * len(prompts) // count] for at in range(count)]
-
-
-def parse_numbers(name: str, text: str) -> list[int]:
-    """Numbers separated by commas. Raises SpeqError, naming the option, for anything else."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise SpeqError(
-            f"{name} is {text!r}; it must be whole numbers separated by commas, such as 1,4"
-        ) from None
-
-
-def parse_shares(name: str, text: str) -> list[float]:
-    """Positive numbers separated by commas. Raises SpeqError, naming the option, for others."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share < math.inf for share in shares):
-        raise SpeqError(
-            f"{name} is {text!r}; it must be positive numbers separated by commas, such as 0.5,0.7"
-        )
-    return shares
 
 
 def current_commit() -> str | None:

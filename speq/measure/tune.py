@@ -8,62 +8,110 @@ published ones encoded, on random experts of the model's shape.
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Unpack
 
-from speq.errors import checked_int
+from speq.errors import SpeqError, checked_int
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.expert_store import mean_moved_bytes
+from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
+from speq.machine import resolve_device
 from speq.measure import link
 from speq.measure.codec_speed import compute_bytes_per_s, encode_bytes_per_s
 from speq.measure.report import read_prompts
 from speq.measure.routes import distinct_points
 from speq.measure.runs import steps_of
+from speq.measure.settings import TuneSettings
+from speq.models.opened import open_model
+from speq.options.declared import build
+from speq.options.typed import TuneOptions
+from speq.planning import profiles
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
 from speq.stats import StepStats
-from speq.units import Clock, parse_bytes
+from speq.units import Clock, Progress, no_progress
 
 # Draft lengths that are measured; those between are interpolated.
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """options: of `RunConfig`, besides the draft length."""
+class Tuned:
+    """A profile, and the file that it is kept in."""
 
-    memory_budget: str
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    options: dict[str, Any]
+    profile: Profile
+    path: Path
 
 
 def tune(
-    model: str,
-    settings: Settings,
-    progress: Callable[[str, int, int], None] | None = None,
+    model: str | Path,
+    memory_budget: str | int,
+    *,
+    force: bool = False,
+    progress: Progress = no_progress,
+    **options: Unpack[TuneOptions],
+) -> Tuned:
+    """Measure a model on this machine under a budget, and keep the profile that runs go by.
+
+    force     replace the file `out`
+    progress  told (what, done, total)
+    options   of TuneSettings, and of RunConfig what a run has as well; see docs/options.md
+
+    Raises SpeqError for a budget that is too small, and where there is no place for the profile,
+    before anything is measured.
+    """
+    settings = build(TuneSettings, {"memory_budget": memory_budget, **options})
+    return tuned(model, settings, force, progress)
+
+
+def tuned(
+    model: str | Path, settings: TuneSettings, force: bool = False, tell: Progress = no_progress
+) -> Tuned:
+    """As `tune`."""
+    path = place_of(model, settings, force)
+    profile = measured(model, settings, tell)
+    profiles.write(profile, path)
+    return Tuned(profile, path)
+
+
+def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
+    """The file for the profile. Raises SpeqError where there can be none."""
+    if settings.out is not None:
+        check_target(settings.out, force)
+        return settings.out
+    with closing(open_model(model)) as opened:
+        device = resolve_device(settings.run.get("device", "auto")).type
+        path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
+    if path is None:
+        raise SpeqError("this user has no home to keep the profile in; name a file with --out")
+    check_target(path, force=True)
+    return path
+
+
+def measured(
+    model: str | Path,
+    settings: TuneSettings,
+    tell: Progress = no_progress,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Measure a profile. Raises SpeqError for nonsense settings and budgets that are too small."""
+    """A profile. Raises SpeqError for nonsense settings and budgets that are too small."""
     # Room for a cycle of each length.
     checked_int("max_new_tokens", settings.max_new_tokens, sum(k + 1 for k in DRAFT_LENGTHS))
     prompts = read_prompts(settings.prompts, settings.num_prompts)
-    parse_bytes(settings.memory_budget)
-    tell = progress or (lambda label, done, total: None)
     generator = Generator.from_pretrained(
         model,
         settings.memory_budget,
         draft_length="auto",
         profile="none",
-        progress=progress,
-        **settings.options,
+        progress=tell,
+        **settings.run,
     )
     try:
         runtime = generator.runtime

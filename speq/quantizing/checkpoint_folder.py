@@ -23,6 +23,7 @@ from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertLayout
+from speq.experts.int4 import whole_groups
 from speq.experts.pack import COPY_BYTES, whole
 from speq.files.atomic_file import remove_abandoned, replacing
 from speq.files.checkpoint import (
@@ -83,7 +84,7 @@ class Shards:
                 ("up_proj", hidden, width),
                 ("down_proj", width, hidden),
             ):
-                groups = inputs // self.settings.group_of(inputs)
+                groups = inputs // whole_groups(self.settings.group_size, inputs)
                 module = self.layout.names.module(layer, expert, projection) + "."
                 found[module + "qweight"] = (torch.int32, (inputs // 8, outputs))
                 found[module + "qzeros"] = (torch.int32, (groups, outputs // 8))
@@ -139,7 +140,7 @@ class QuantizeFolder:
             "format": FORMAT,
             "source": checkpoint.fingerprint(),
             "calibration": calibration,
-            "settings": shards.settings.as_dict(),
+            "settings": shards.settings.as_json(),
         }
         ours = {name for name in os.listdir(checkpoint.path) if is_copied(name)}
         self._journal = Journal(out / QUANTIZE_JOURNAL, header, partial(self._is_ours, ours))

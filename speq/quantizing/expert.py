@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.experts.int4 import whole_groups
 from speq.kernels.ops import ACTIVATIONS
 from speq.quantizing.activations import Rows
 from speq.quantizing.gptq import QuantisedMatrix, factored, quantise, rounded
@@ -119,7 +120,8 @@ def quantise_expert(
         factor = factored(hessian, wanted, settings.column_order != "given")
         static = settings.column_order == "static"
         decodable = settings.codes == "decodable"
-        parts.append(quantise(matrix, factor, settings.group_of(inputs), static, decodable))
+        group_size = whole_groups(settings.group_size, inputs)
+        parts.append(quantise(matrix, factor, group_size, static, decodable))
         damp = max(damp, factor.damp)
     return QuantisedExpert(parts[0], parts[1], "gptq", damp)
 
@@ -127,7 +129,7 @@ def quantise_expert(
 def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:
     """Round both matrices to nearest."""
     gate_up, down = (
-        rounded(matrix, settings.group_of(matrix.shape[1]))
+        rounded(matrix, whole_groups(settings.group_size, matrix.shape[1]))
         for matrix in (expert.gate_up_proj, expert.down_proj)
     )
     return QuantisedExpert(gate_up, down, "rtn", 0.0)

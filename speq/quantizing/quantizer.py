@@ -6,7 +6,7 @@ then each expert is read, quantised by the tokens that came to it, and its exact
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,11 +31,12 @@ from speq.quantizing.activations import FileRows, MemoryRows, Rows
 from speq.quantizing.calibration import Calibration
 from speq.quantizing.checkpoint_folder import QuantizeFolder, Shards, tensors_of, write_tensor
 from speq.quantizing.expert import FloatExpert, Hessians, QuantisedExpert
+from speq.quantizing.fits import check_dtype, check_sizes, codes_for
 from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
 from speq.quantizing.plan import SCORED_ROWS, plan_of
 from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, TextReport
 from speq.quantizing.residual import ResidualCount, residual_of
-from speq.quantizing.settings import QuantizeSettings, check_dtype, check_sizes
+from speq.quantizing.settings import QuantizeSettings
 from speq.quantizing.text_score import TextScore
 from speq.units import Done
 
@@ -66,6 +67,8 @@ def quantize(
     Raises SpeqError where the budget, the disk, the folder or the model forbid it.
     """
     layout = source.shape.experts
+    if settings.codes == "auto":
+        settings = replace(settings, codes=codes_for(source.store.codec.shape.dtype))
     check_sizes(settings, layout.hidden_size, layout.expert_width)
     check_dtype(settings, source.store.codec.shape.dtype)
     if settings.sequence_length > source.shape.max_context:
@@ -136,7 +139,7 @@ class Quantizer:
             self._run_layers(calibration, progress)
             folder.finish_text(self._text(calibration))
         report = QuantizeReport(
-            self._settings.as_dict(),
+            self._settings.as_json(),
             calibration.calibration.numel(),
             calibration.held_out.numel(),
             tuple(folder.done),

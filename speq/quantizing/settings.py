@@ -1,13 +1,14 @@
-"""How experts are quantised, checked where it enters."""
+"""How experts are written anew: quantised, or packed. Nothing here needs torch."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-import torch
-
-from speq.errors import SpeqError, checked_choice, checked_int
-from speq.experts.int4 import whole_groups
+from speq.config import Draft
+from speq.options.declared import Option, Options
+from speq.options.kinds import Choice, File, Number, Size, Whole
+from speq.registries import CODECS
 
 METHODS = ("gptq", "rtn")
 # In which order a matrix' columns are quantised, and which of them share a scale.
@@ -31,53 +32,49 @@ SETTLED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeSettings:
-    """All that the result depends on beside the model and the calibration text.
+class QuantizeSettings(Options):
+    """All that the result depends on beside the model and the calibration text."""
 
-    group_size       inputs that share a scale; -1: all of them
-    damp             share of the mean of a Hessian's diagonal that is added to it
-    samples          windows of `sequence_length` tokens to calibrate on, at most
-    seed             chooses them among those the text has
-    """
-
-    bits: int = BITS
-    group_size: int = 128
-    method: str = "gptq"
-    column_order: str = "static"
-    codes: str = "free"
-    damp: float = 0.01
-    samples: int = 512
-    sequence_length: int = 512
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if checked_int("bits", self.bits, 1) != BITS:
-            raise SpeqError(f"bits is {self.bits}; drafts have {BITS}")
-        if self.group_size not in GROUP_SIZES:
-            raise SpeqError(
-                f"group_size is {self.group_size!r}; it must be one of "
-                f"{', '.join(map(str, GROUP_SIZES))}"
-            )
-        checked_choice("method", self.method, METHODS)
-        checked_choice("column_order", self.column_order, COLUMN_ORDERS)
-        checked_choice("codes", self.codes, CODES)
-        if not isinstance(self.damp, float | int) or not 0 < self.damp <= 1:
-            raise SpeqError(f"damp is {self.damp}; it must be above 0 and at most 1, such as 0.01")
-        checked_int("samples", self.samples, 1)
-        checked_int("sequence_length", self.sequence_length, 8)
-        checked_int("seed", self.seed, 0, 2**63 - 1)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    bits: Annotated[int, Option("Bits of a code: 4, and no other.", Whole(among=(BITS,)))] = BITS
+    group_size: Annotated[
+        int, Option("Inputs that share a scale; -1: all of them.", Whole(among=GROUP_SIZES))
+    ] = 128
+    method: Annotated[
+        str,
+        Option("gptq, or rtn: rounding to nearest, as the draft auto does.", Choice(METHODS)),
+    ] = "gptq"
+    column_order: Annotated[
+        str,
+        Option(
+            "In which order columns are quantised: static (the most active first, in groups of "
+            "neighbours), activation (groups follow the order too, desc_act, which loaders must "
+            "undo) or given.",
+            Choice(COLUMN_ORDERS),
+        ),
+    ] = "static"
+    codes: Annotated[
+        str,
+        Option(
+            "free, or decodable: only those that tell all of the exact bfloat16 word but its low "
+            "byte; auto: decodable for a model in bfloat16, free for others.",
+            Choice(("auto", *CODES)),
+        ),
+    ] = "auto"
+    damp: Annotated[
+        float,
+        Option(
+            "Added to a Hessian's diagonal, as a share of its mean.",
+            Number(1, without_minimum=True),
+        ),
+    ] = 0.01
+    samples: Annotated[int, Option("Windows of text to calibrate on, at most.", Whole(1))] = 512
+    sequence_length: Annotated[int, Option("Tokens of each window.", Whole(8))] = 512
+    seed: Annotated[int, Option("Chooses windows of the text.", Whole(0, 2**63 - 1))] = 0
 
     @property
     def desc_act(self) -> bool:
         """Whether the groups of a matrix are of other inputs than its neighbours."""
         return self.method == "gptq" and self.column_order == "activation"
-
-    def group_of(self, inputs: int) -> int:
-        """Inputs that share a scale, of a matrix with so many."""
-        return whole_groups(self.group_size, inputs)
 
     def min_tokens(self, inputs: int) -> int:
         """Tokens an expert, whose matrices have at most `inputs` columns, must have seen."""
@@ -93,37 +90,44 @@ class QuantizeSettings:
         return self.damp * max(1.0, SETTLED_ROWS * inputs / tokens) ** 2
 
 
-def codes_for(dtype: torch.dtype) -> str:
-    """The codes to choose from where nobody said, for a checkpoint of experts in `dtype`."""
-    return "decodable" if dtype == torch.bfloat16 else "free"
+@dataclass(frozen=True, slots=True)
+class ConversionSettings(Options):
+    """Which text a model is quantised by, in how much memory, and where the result goes."""
+
+    out: Annotated[
+        Path | None,
+        Option(
+            "Folder to write: a GPTQ checkpoint; default: .speq/gptq in the model's own, where "
+            "the draft auto finds it.",
+            File("a folder"),
+        ),
+    ] = None
+    calibration: Annotated[
+        Path | None,
+        Option(
+            "JSON Lines with a `prompt` or `text` in each row, or a text file; default: our own "
+            "prompts, which are few.",
+            File("a file of text", readable=True),
+        ),
+    ] = None
+    memory_budget: Annotated[
+        int | None,
+        Option("Memory for all of it, such as 8GiB; default: 3/4 of what is free.", Size()),
+    ] = None
 
 
-def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
-    """Raise SpeqError where codes are to tell words that the checkpoint does not hold."""
-    if settings.codes == "decodable" and dtype != torch.bfloat16:
-        found = str(dtype).removeprefix("torch.")
-        raise SpeqError(
-            f"codes decodable is for checkpoints in bfloat16 and this one is in {found}; quantise "
-            "with codes free"
-        )
+@dataclass(frozen=True, slots=True)
+class PackSettings(Options):
+    """What a model's experts become, and where."""
 
-
-def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int) -> None:
-    """Raise SpeqError where the format cannot hold experts of these dimensions."""
-    for name, size in (("hidden size", hidden_size), ("expert width", expert_width)):
-        if size % 8:
-            raise SpeqError(
-                f"the model's {name} is {size}; a GPTQ checkpoint packs eight codes to a word and "
-                "needs a multiple of 8"
-            )
-    group = settings.group_size
-
-    def fits(group: int) -> bool:
-        return not any(size % whole_groups(group, size) for size in (hidden_size, expert_width))
-
-    if not fits(group):
-        fit = [size for size in GROUP_SIZES if fits(size)]
-        raise SpeqError(
-            f"group size {group} does not divide both the hidden size {hidden_size} and the expert "
-            f"width {expert_width}; give --group-size {' or '.join(map(str, fit))}"
-        )
+    out: Annotated[Path, Option("Folder to write; itself a model then.", File("a folder"))]
+    codec: Annotated[
+        str,
+        Option(
+            "How experts are written: raw, their own words; lossless: smaller, bit for bit the "
+            "same; residual: smaller still, over a draft's codes and with that draft; auto is "
+            "raw.",
+            Choice(("auto",), CODECS),
+        ),
+    ] = "auto"
+    draft: Draft = "auto"

@@ -10,13 +10,14 @@ import torch
 
 from speq.bench.machine import codec as bench_codec
 from speq.bench.machine.codec import WordCounts
+from speq.bench.settings import CodecSettings
 from speq.errors import SpeqError
 from speq.kernels.ops import quantize_int4
 from tests.helpers.packing import pack_to
 
 
 def test_rows_of_the_bundled_model(bundled: Path) -> None:
-    rows = {row["codec"]: row for row in bench_codec.run(str(bundled), draft="auto").rows}
+    rows = {row["codec"]: row for row in bench_codec.run(str(bundled), CodecSettings()).rows}
     assert list(rows) == ["raw", "lossless", "residual"]
     keys = {"encode_gb_per_s", "decode_gb_per_s", "copy_gb_per_s"}
     for row in rows.values():
@@ -59,4 +60,4 @@ def test_codes_leave_less_to_tell() -> None:
 def test_a_packed_model_is_refused(tiny_bfloat16: Callable[[str], Path], tmp_path: Path) -> None:
     packed = pack_to(tiny_bfloat16("olmoe"), tmp_path / "packed", codec="lossless")
     with pytest.raises(SpeqError, match="is packed with codec lossless; give one of plain words"):
-        bench_codec.run(str(packed.checkpoint.path))
+        bench_codec.run(str(packed.checkpoint.path), CodecSettings())

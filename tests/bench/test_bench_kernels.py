@@ -16,7 +16,6 @@ from speq.errors import SpeqError
 from speq.kernels import library, ops
 from speq.measure import memory_read
 from speq.measure.memory_read import MemoryRead, step_times
-from speq.measure.report import parse_numbers
 from tests.helpers.command import Command
 
 CPU = torch.device("cpu")
@@ -340,10 +339,10 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_of_rows() -> None:
-    assert parse_numbers("rows", "1, 2,16") == [1, 2, 16]
+    assert Settings(rows="1, 2,16").rows == (1, 2, 16)  # type: ignore[arg-type]
     for text in ("", "1,two", "1.5"):
         with pytest.raises(SpeqError, match="must be whole numbers separated by commas"):
-            parse_numbers("rows", text)
+            Settings(rows=text)
 
 
 def test_steps_are_timed_one_behind_the_other() -> None:
@@ -400,6 +399,7 @@ def test_all_shapes_are_the_default(command: Command, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(bench, "run", refuse)
     ended = command("bench", "kernels")
-    assert (
-        ended.err == f"error: {Settings(list(bench.SHAPES), [1, 2, 4, 8, 16], SETTINGS.kernels)}\n"
+    assert ended.err == f"error: {Settings()}\n"
+    assert bench.spelt_out(Settings()) == Settings(
+        list(bench.SHAPES), [1, 2, 4, 8, 16], list(bench.KERNELS)
     )

@@ -16,9 +16,9 @@ from speq.bench.paper.candidates import Candidate, Outcome, candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
 from speq.bench.replay.recording import Recording
 from speq.bench.runs.schedule import budget_for
-from speq.cli.pack import packing_of
 from speq.experts.pack import pack
 from speq.models.opened import open_model
+from speq.quantizing.models import packing_of
 from tests.helpers.tiny_models import write_model
 
 Folder = Callable[[str], Path]

@@ -318,7 +318,7 @@ def test_settings_that_leave_nothing_to_compare_are_refused(tiny: Folder) -> Non
         with pytest.raises(SpeqError, match=message):
             fidelity.run(
                 str(tiny("qwen2_moe")), Settings(**(values | changes)),
-                json_file=None, pictures=None, force=False,
+                json_file=None, force=False,
             )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from speq.bench.replay import hit_rate
 from speq.bench.replay.replay import Times
 from speq.bench.runs import schedule
 from speq.bench.runs.schedule import Sample
+from speq.bench.settings import shares as shares_of
 from speq.experts.pack import pack
-from speq.measure.report import parse_shares
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.stats import Event, RunStats, StepStats
@@ -158,7 +158,7 @@ def test_hit_rate_of_a_model(
     pack(opened.checkpoint, opened.store, packed)  # type: ignore[arg-type]
     opened.close()
     settings = hit_rate_settings(
-        two_prompts, trace=tmp_path / "trace.json", beside=str(packed), beside_budget="64MiB"
+        two_prompts, routes=tmp_path / "trace.json", beside=str(packed), beside_budget="64MiB"
     )
     target = tmp_path / "hit-rate.json"
     report = hit_rate.run(model, settings, target, force=False)
@@ -182,7 +182,7 @@ def test_hit_rate_of_a_model(
     monkeypatch.setattr(hit_rate, "record", None)
     for path, kept in ((target, None), (None, tmp_path / "trace.json")):
         with pytest.raises(SpeqError, match="exists already; choose another name or add --force"):
-            hit_rate.run(model, replace(settings, trace=kept), path, force=False)
+            hit_rate.run(model, replace(settings, routes=kept), path, force=False)
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,15 @@ def test_nonsense_is_refused(
     ("text", "shares"), [("0.5", [0.5]), ("0.5,0.7", [0.5, 0.7]), (" 1 ,2e-1", [1.0, 0.2])]
 )
 def test_shares(text: str, shares: list[float]) -> None:
-    assert parse_shares("fractions", text) == shares
+    assert shares_of("0.5,0.7").check("fractions", text) == tuple(shares)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-0.5", "half", "0.5,", "0.5;0.7", "nan", "inf", "1,0"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-0.5", "1e9", "half", "0.5,", "0.5;0.7", "nan", "inf", "1,0"]
+)
 def test_shares_that_are_none(text: str) -> None:
-    with pytest.raises(SpeqError, match=r"fractions is .*; it must be positive numbers"):
-        parse_shares("fractions", text)
+    with pytest.raises(SpeqError, match=r"fractions is .*; it must be"):
+        shares_of("0.5,0.7").check("fractions", text)
 
 
 def schedule_settings(prompts: Path | None, **changes: Any) -> schedule.Settings:

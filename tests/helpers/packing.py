@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from speq.cli.pack import packing_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.models.opened import Opened, open_model
+from speq.quantizing.models import packing_of
 
 
 def pack_to(

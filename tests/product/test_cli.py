@@ -127,7 +127,7 @@ def generate_arguments(bundled: Path, *more: object) -> list[object]:
 
 def test_generate_prints_one_json_object(command: Command, bundled: Path, oracle: Oracle) -> None:
     # A fixed length: on a busy machine `auto` may find that drafts do not pay.
-    ended = command(*generate_arguments(bundled, "--json", "--draft-length", 4))
+    ended = command(*generate_arguments(bundled, "--json", "-", "--draft-length", 4))
     assert ended.code == 0
     assert ended.out.count("\n") == 1
     answer = json.loads(ended.out)
@@ -614,7 +614,7 @@ def test_generate_shows_layers_and_writes_a_timeline(
         "--context-length", 64, "--max-new-tokens", 12, "--ignore-eos", "--draft-length", 4,
         "--cache-policy", "lookahead", "--prefetch", "three-phase", "--trace", target,
     ]  # fmt: skip
-    ended = command(*arguments, "--stats", "--json")
+    ended = command(*arguments, "--stats", "--json", "-")
     assert ended.code == 0, ended.err
     stats = json.loads(ended.out)["stats"]
     assert len(stats["layers"]) == 3

@@ -103,7 +103,9 @@ def test_formatted_sizes_read_back_to_three_digits() -> None:
 
 def test_run_config_defaults() -> None:
     config = RunConfig.of("1GiB")
-    assert config == RunConfig(2**30, "auto", "auto", None, "auto", None, "lru", "none")
+    assert config == RunConfig(2**30)
+    assert (config.device, config.dtype, config.draft, config.drafter) == ("auto",) * 4
+    assert (config.draft_length, config.cache_policy, config.prefetch) == (None, "lru", "none")
 
 
 def test_run_config_takes_what_is_given() -> None:
@@ -147,12 +149,19 @@ def test_draft_lengths(given: Any, length: int | None) -> None:
         ({"cache_policy": "random"}, r"cache_policy is 'random'; it must be one of"),
         ({"prefetch": "psychic"}, r"prefetch is 'psychic'; it must be one of"),
         ({"draft": ""}, r"draft is empty; give auto, none, a folder or a hub id"),
-        ({"tpot_slo_ms": 0}, r"tpot_slo_ms is 0; it must be a positive number of milliseconds"),
-        ({"latency_slo_ms": "9"}, r"latency_slo_ms is '9'; it must be a positive number of mill"),
+        (
+            {"tpot_slo_ms": 0},
+            r"tpot_slo_ms is 0; it must be above 0 and at most 86400000 milliseconds",
+        ),
+        ({"latency_slo_ms": "9"}, r"latency_slo_ms is '9'; it must be a number of mill"),
         (
             {"latency_slo_ms": 50, "draft_length": 4},
             r"latency_slo_ms is given and draft_length is 4; objectives .* must be auto",
         ),
+        ({"tpot_slo_ms": 10**19}, r"tpot_slo_ms is 10{19}; it must be above 0 and at most"),
+        ({"profile": "\0"}, r"profile is '.x00', with a character 0 in it; give auto, none, or"),
+        ({"memory_budget": "99999999999999999999TiB"}, r"it must be at most 1024 TiB"),
+        ({"drafter": "oracle"}, r"drafter is 'oracle'; it must be one of auto, none, int4, ngram"),
         ({"speed": 11}, r"unknown option speed; the options are memory_budget, .*draft_length"),
         ({"b": 1, "a": 2}, r"unknown option a, b; the options are"),
     ],

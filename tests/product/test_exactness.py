@@ -18,13 +18,13 @@ import torch
 
 from speq import Generator
 from speq.bench.machine.step import DRAFT_KERNELS
-from speq.cli.pack import packing_of
 from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.measure.report import read_prompts
 from speq.models.opened import open_model
+from speq.quantizing.models import packing_of
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.transfer import Fetch
 from speq.stats import StepStats
@@ -434,6 +434,7 @@ def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) ->
         generator = Generator.from_pretrained(
             tiny(family), "64MiB", draft_length=3, dtype="float32"
         )
+        assert generator.runtime.draft_bank is not None
         generator.runtime.draft_bank.kernel = DRAFT_KERNELS[kernel]
         result = generator.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
         generator.close()

@@ -398,8 +398,11 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
+JSON = ("--json", "-")
+
+
 def test_json(tmp_path: Path) -> None:
-    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--preset", "rtx-3090", "--json"))
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--preset", "rtx-3090", *JSON))
     assert {"items", "candidates", "best", "break_even_acceptance"} <= set(found)
     assert "break_even_link_bytes_per_s" in found
     keys = {"codec", "draft", "slots", "tpot_ms", "draft_length"}
@@ -427,10 +430,10 @@ def test_what_is_printed_says_what_it_rests_on() -> None:
 def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
     made = tmp_path / "profile.json"
     made.write_text(profile(acceptance=0.77).to_json())
-    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, "--json"))
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, *JSON))
     assert found["assumptions"]["acceptance"] == 0.77
     assert found["assumptions"]["machine"] == "profile measured on cpu: some"
-    arguments = ("--memory-budget", "16GiB", "--preset", "rtx-4090", "--trace", ROUTES, "--json")
+    arguments = ("--memory-budget", "16GiB", "--preset", "rtx-4090", "--routes", ROUTES, *JSON)
     found = json.loads(run(QWEN, *arguments))
     assert found["assumptions"]["locality"] == "routes of models/tiny-moe"
     trace = RouteTrace.read(ROUTES)
@@ -442,7 +445,7 @@ def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
 def test_drafts_that_were_not_timed_are_left_out(tmp_path: Path) -> None:
     made = tmp_path / "profile.json"
     made.write_text(profile(draft_token_s=0.0).to_json())
-    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, "--json"))
+    found = json.loads(run(QWEN, "--memory-budget", "16GiB", "--profile", made, *JSON))
     assert not any(entry["draft"] for entry in found["candidates"])
     assert found["left_out"] == {"with a draft": "the profile was measured without one"}
 
@@ -458,7 +461,7 @@ def test_presets_are_listed_and_plausible() -> None:
     ("arguments", "sentence"),
     [
         (("--memory-budget", "16GiB", "--preset", "abacus"), "preset is 'abacus'; it must be one"),
-        (("--memory-budget", "1GiB", "--preset", "rtx-4090"), "too small for a context of 4096"),
+        (("--memory-budget", "1GiB", "--preset", "rtx-4090"), "too small for a context of 192"),
         (("--memory-budget", "16GiB", "--link", "25GB"), "bytes per second with a unit"),
         (("--memory-budget", "16GiB", "--link", "fast/s"), "is not understood"),
         (("--memory-budget", "16GiB", "--locality", "x"), "locality is 'x'"),
@@ -470,8 +473,8 @@ def test_presets_are_listed_and_plausible() -> None:
             "give one of them",
         ),
         (
-            ("--memory-budget", "16GiB", "--trace", "x", "--locality", "bundled"),
-            "locality and trace are given together",
+            ("--memory-budget", "16GiB", "--routes", "x", "--locality", "bundled"),
+            "locality and routes are given together",
         ),
     ],
 )
@@ -510,7 +513,7 @@ def test_only_a_config_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> No
         return str(QWEN / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", "--json"))
+    found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", *JSON))
     assert found["model"] == "Qwen/x"
     assert asked == [("Qwen/x", "config.json")]
 

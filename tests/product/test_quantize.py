@@ -30,10 +30,11 @@ from speq.models.opened import open_model
 from speq.quantizing import activations, checkpoint_folder, quantizer
 from speq.quantizing.activations import FileRows, MemoryRows
 from speq.quantizing.calibration import Calibration, calibration_of, read_texts, tokenised
+from speq.quantizing.fits import check_sizes, codes_for
 from speq.quantizing.lanes import Lanes
 from speq.quantizing.quantizer import Source, quantize
 from speq.quantizing.report import QuantizeReport
-from speq.quantizing.settings import QuantizeSettings, check_sizes, codes_for
+from speq.quantizing.settings import QuantizeSettings
 from speq.units import parse_bytes
 from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
@@ -44,7 +45,7 @@ from tests.helpers.window_words import told
 Folder = Callable[[str], Path]
 LENGTH = 48  # longer than the smallest sliding window
 # One group for all columns: it fits every family's odd widths.
-SETTINGS = QuantizeSettings(group_size=-1, samples=8, sequence_length=LENGTH)
+SETTINGS = QuantizeSettings(codes="free", group_size=-1, samples=8, sequence_length=LENGTH)
 AMPLE = 1 << 30
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -674,12 +675,12 @@ def test_going_on_after_damage_makes_the_same_checkpoint(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 3}, "bits is 3; drafts have 4"),
-        ({"bits": 8}, "bits is 8; drafts have 4"),
+        ({"bits": 3}, "bits is 3; it must be one of 4"),
+        ({"bits": 8}, "bits is 8; it must be one of 4"),
         ({"group_size": 100}, "group_size is 100; it must be one of 16, 32, 64, 128, -1"),
         ({"method": "awq"}, "method is 'awq'; it must be one of gptq, rtn"),
         ({"column_order": "best"}, "column_order is 'best'; it must be one of static, activation"),
-        ({"codes": "any"}, "codes is 'any'; it must be one of free, decodable"),
+        ({"codes": "any"}, "codes is 'any'; it must be one of auto, free, decodable"),
         ({"damp": 0.0}, "damp is 0.0; it must be above 0"),
         ({"damp": float("nan")}, "damp is nan; it must be above 0"),
         ({"samples": 0}, "samples is 0; it must be at least 1"),
@@ -742,7 +743,7 @@ def test_without_text_to_hold_out(tiny: Folder, tmp_path: Path) -> None:
 
 def test_windows_of_a_text() -> None:
     tokens = torch.arange(1000)
-    settings = QuantizeSettings(samples=20, sequence_length=8)
+    settings = QuantizeSettings(codes="free", samples=20, sequence_length=8)
     found = calibration_of(tokens, settings)
     both = torch.cat([found.calibration, found.held_out])
     assert (found.calibration.shape, found.held_out.shape) == ((20, 8), (2, 8))
@@ -843,7 +844,7 @@ from speq.quantizing.settings import QuantizeSettings
 model, out, budget = sys.argv[1:]
 # Few tokens for most experts, which are then rounded: what they take is less, and sooner done.
 tokens = torch.arange(3 * 256) * 17 % 250
-settings = QuantizeSettings(samples=2, sequence_length=256)
+settings = QuantizeSettings(codes="free", samples=2, sequence_length=256)
 quantise_to(Path(out), Path(model), settings, int(budget), tokens)
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
 print(int(peak[1]) * 1024)

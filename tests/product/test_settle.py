@@ -484,7 +484,7 @@ def test_the_command_says_why(model: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "planned by a profile: raw without a draft, k=0" in " ".join(result.stderr.split())
     # `speq plan` weighs what a run of these files would, beside what packed ones would give.
-    plan = ("plan", model, "--memory-budget", BUDGET_BYTES, "--profile", file, "--json")
+    plan = ("plan", model, "--memory-budget", BUDGET_BYTES, "--profile", file, "--json", "-")
     found = CliRunner().invoke(
         app, [*map(str, (*plan, "--context-length", 64))], catch_exceptions=False
     )

@@ -128,7 +128,7 @@ def test_a_profile_is_measured_kept_and_gone_by(
     assert made.acceptance is not None and 0 <= made.acceptance <= 1
     assert made.routes[0] == (1, top_k)
     # The plan of the same budget goes by it; that of another does not.
-    plan = ("plan", model, "--device", "cpu", "--context-length", 64, "--json")
+    plan = ("plan", model, "--device", "cpu", "--context-length", 64, "--json", "-")
     found = json.loads(run(*plan, "--memory-budget", BUDGET))["assumptions"]
     assert found["machine"] == f"profile measured on {key.device}"
     assert found["acceptance"] == made.acceptance

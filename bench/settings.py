@@ -1,0 +1,322 @@
+"""Settings of every bench. Nothing here needs torch: the command line reads it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from speq.config import (
+    DEFAULT_READER_THREADS,
+    DTYPES,
+    MAX_DRAFT_LENGTH,
+    MAX_READER_THREADS,
+    Device,
+    Draft,
+    DraftLength,
+    Dtype,
+    ReaderThreads,
+    RunConfig,
+)
+from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts, Rounds
+from speq.options.declared import Option, Options, Some
+from speq.options.kinds import Choice, File, Kind, Number, Several, Size, Switch, Text, Whole
+
+# More is a slip: it is a multiple of what all experts take.
+SHARE = Number(16, without_minimum=True)
+
+
+def numbers(each: Kind, such_as: str, sort: str = "whole") -> Several:
+    return Several(each, f"{sort} numbers separated by commas, such as {such_as}")
+
+
+def shares(such_as: str) -> Several:
+    return numbers(SHARE, such_as, "positive")
+
+
+Budgets = Annotated[tuple[str, ...], Option("Memory budgets.", Several(Size(kept=True)))]
+BudgetText = Annotated[
+    str, Option("Memory for everything on the device, such as 8GiB.", Size(kept=True))
+]
+RecordingBudget = Annotated[
+    str, Option("Room for all experts and the draft, to record routes in.", Size(kept=True))
+]
+Fractions = Annotated[
+    tuple[float, ...], Option("Shares of the experts' memory.", shares("0.5,0.7"))
+]
+FixedLength = Annotated[int, Option("Tokens drafted per step.", Whole(1, MAX_DRAFT_LENGTH))]
+FixedLengths = Annotated[
+    tuple[int, ...], Option("Draft lengths.", numbers(Whole(1, MAX_DRAFT_LENGTH), "2,4"))
+]
+Routes = Annotated[
+    Path,
+    Option(
+        "Routes that `speq bench hit-rate --routes` recorded.",
+        File("a file of routes"),
+        argument=True,
+    ),
+]
+# Of all runs of a bench that has budgets and draft lengths of its own.
+RunOptions = Annotated[
+    dict[str, Any],
+    Some(
+        RunConfig,
+        without=("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSettings(Options):
+    shapes: Annotated[tuple[str, ...], Option("Layers of models, or all.", Several(Text()))] = (
+        "all",
+    )
+    rows: Annotated[
+        tuple[int, ...], Option("Rows of a call, each in turn.", numbers(Whole(1), "1,4"))
+    ] = (1, 2, 4, 8, 16)
+    kernels: Annotated[tuple[str, ...], Option("Kernels, or all.", Several(Text()))] = ("all",)
+    group_size: Annotated[int, Option("INT4 weights to one scale.", Whole(2))] = 128
+    dtype: Annotated[
+        str, Option("Of the rows.", Choice(tuple(d for d in DTYPES if d[-2:] in ("16", "32"))))
+    ] = "bfloat16"
+    device: Device = "auto"
+    rounds: Rounds = 15
+    isa: Annotated[
+        str | None,
+        Option(
+            "Best instructions that CPU kernels may use, such as avx2; default: all there are.",
+            Text("a set of instructions"),
+        ),
+    ] = None
+    memory: Annotated[
+        str,
+        Option(
+            "For a layer's experts, exact and INT4 together; of a larger layer fewer are held.",
+            Size(kept=True),
+        ),
+    ] = "6GiB"
+    reference: Annotated[
+        bool, Option("Time the slow reference where there is no native kernel.", Switch())
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings(Options):
+    memory_budget: BudgetText
+    draft_length: DraftLength = None
+    draft_kernel: Annotated[
+        str,
+        Option(
+            "How the draft runs; unfused, a call for each expert, is a baseline.",
+            Choice(("fused", "unfused")),
+        ),
+    ] = "fused"
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 64
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings(Options):
+    readers: Annotated[
+        tuple[int, ...], Option("Reads at a time.", numbers(Whole(1, MAX_READER_THREADS), "1,4"))
+    ] = (1, 2, 4, 8)
+    sizes: Annotated[
+        tuple[str, ...],
+        Option("Sizes of plain reads; the largest counts.", Several(Size(kept=True))),
+    ] = ("256KiB", "16MiB")
+    volume: Annotated[str, Option("Read for each measurement.", Size(kept=True))] = "256MiB"
+    rounds: Rounds = 9
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings(Options):
+    budgets: Budgets
+    prompt_tokens: Annotated[int, Option("Length of the prompt.", Whole(1))] = 1000
+    prompts: Prompts = None
+    rounds: Rounds = 3
+    dtype: Dtype = "auto"
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSettings(Options):
+    draft: Draft = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class HitRateSettings(Options):
+    """beside, beside_budget: another model, whose times are taken for the same routes as well."""
+
+    memory_budget: RecordingBudget
+    draft_length: FixedLength = 8
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 12
+    max_new_tokens: MaxNewTokens = 128
+    beside: Annotated[
+        str | None,
+        Option("A model whose times the routes are replayed with as well.", Text("a model")),
+    ] = None
+    beside_budget: Annotated[
+        str | None, Option("Room for all of its experts.", Size(kept=True))
+    ] = None
+    routes: Annotated[Path | None, Option("Keep the recorded routes here.", File())] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalitySettings(Options):
+    windows: Annotated[
+        tuple[int, ...], Option("Tokens of a verification.", numbers(Whole(1), "1,5"))
+    ] = (1, 5, 9)
+    slots: Annotated[tuple[int, ...], Option("Slots of a layer.", numbers(Whole(1), "4,8"))] = (
+        *(4, 8),
+        *(16, 24),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings(Options):
+    fractions: Fractions = (0.5, 0.7)
+    draft_length: Annotated[int, Option("Tokens drafted per step.", Whole(0, MAX_DRAFT_LENGTH))] = 4
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 3
+    max_new_tokens: MaxNewTokens = 48
+    rounds: Rounds = 3
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class FidelitySettings(Options):
+    """draft_length: one more is what passes over texts have."""
+
+    memory_budget: BudgetText
+    draft: Draft = "auto"
+    draft_length: Annotated[
+        int, Option("Tokens the draft runs on freely.", Whole(1, MAX_DRAFT_LENGTH))
+    ] = 8
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 8
+    max_tokens: Annotated[int, Option("Tokens of each prompt at most.", Whole(2))] = 256
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    pictures: Annotated[
+        Path | None,
+        Option("Draw the figures as HTML pages into this folder.", File("a folder")),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class TpotSettings(Options):
+    """run: what all runs share."""
+
+    budgets: Budgets
+    draft_lengths: Annotated[
+        tuple[str, ...],
+        Option("Draft lengths, auto among them; 0 is without a draft.", Several(Text("0 or more"))),
+    ] = ("0", "4")
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 64
+    rounds: Rounds = 3
+    run: RunOptions = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GovernorSettings(Options):
+    """prompts: files, each a kind; run: what all runs share."""
+
+    budgets: Budgets
+    draft_lengths: Annotated[
+        tuple[int, ...],
+        Option("Fixed draft lengths beside auto.", numbers(Whole(0, MAX_DRAFT_LENGTH), "0,4")),
+    ] = (0, 1, 2, 4, 6, 8, 12)
+    prompts: Annotated[
+        tuple[Path, ...],
+        Option(
+            "JSON Lines with a `prompt` in each row; one file for each kind.",
+            Several(File("a file of prompts"), "a file or several", repeated=True),
+        ),
+    ] = ()
+    num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 2
+    max_new_tokens: MaxNewTokens = 128
+    rounds: Rounds = 3
+    run: RunOptions = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GovernorSimSettings(Options):
+    """seed: the other settings' follow."""
+
+    routes: Routes
+    settings: Annotated[int, Option("Simulated machines and texts.", Whole(1))] = 300
+    tokens: Annotated[int, Option("Tokens of each text.", Whole(1))] = 2000
+    layers: Annotated[int, Option("First layers of the routes that are replayed.", Whole(1))] = 4
+    seed: Annotated[int, Option("Of the first setting.", Whole(0, 2**63 - 1))] = 0
+    processes: Annotated[int, Option("Settings simulated at a time.", Whole(1, 256))] = 2
+    verdicts: Annotated[bool, Option("Also keep what each setting came to.", Switch())] = False
+
+
+@dataclass(frozen=True, slots=True)
+class EqualMemorySettings(Options):
+    memory_budget: RecordingBudget
+    fractions: Fractions = (0.35, 0.4, 0.5, 0.6, 0.75)
+    draft_lengths: FixedLengths = (2, 4, 8)
+    prompts: Prompts = None
+    num_prompts: Annotated[int, Option("How many of them, and one to try on.", Whole(1))] = 4
+    max_new_tokens: MaxNewTokens = 128
+    rounds: Rounds = 3
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    link: Annotated[
+        str | None,
+        Option(
+            "Bytes a second that replays move, such as 1.2GB; default: as measured.",
+            Size(kept=True),
+        ),
+    ] = None
+    lossless: Annotated[
+        Path | None, Option("The model packed with codec lossless.", File("a model's folder"))
+    ] = None
+    residual: Annotated[
+        Path | None, Option("The model packed with codec residual.", File("a model's folder"))
+    ] = None
+    engine_fractions: Annotated[
+        tuple[float, ...] | None,
+        Option("Shares to run the engine at, from the packed models.", shares("0.5,0.7")),
+    ] = None
+    picture: Annotated[Path | None, Option("Draw bytes and times into this HTML page.", File())] = (
+        None
+    )
+
+    def stores(self, model: str) -> dict[str, str]:
+        """The model by codec."""
+        packed = {"lossless": self.lossless, "residual": self.residual}
+        return {"raw": model} | {name: str(path) for name, path in packed.items() if path}
+
+
+@dataclass(frozen=True, slots=True)
+class PaperSystemsSettings(Options):
+    budgets: Budgets = ("16GB", "40GB")
+
+
+@dataclass(frozen=True, slots=True)
+class WidenSettings(Options):
+    """hidden_size and expert_width are multiples of the source's."""
+
+    hidden_size: Annotated[int, Option("Hidden size.", Whole(1))] = 2048
+    expert_width: Annotated[int, Option("Width of an expert.", Whole(1))] = 1408
+    noise: Annotated[
+        float,
+        Option(
+            "Between the copies of a weight, as a share of the matrix' root mean square; 0: none.",
+            Number(1e6),
+        ),
+    ] = 1.0
+    heads: Annotated[
+        str,
+        Option(
+            "Whether attention grows with the hidden size (copy), or stays as it was (keep).",
+            Choice(("copy", "keep")),
+        ),
+    ] = "copy"
+    seed: Annotated[int, Option("Of the noise.", Whole(0, 2**63 - 1))] = 0

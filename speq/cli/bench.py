@@ -1,0 +1,204 @@
+"""`speq bench NAME`: measurements, each printed as a table and written as one JSON object.
+
+A command is one line of `BENCHES`; its options are declared in `speq.bench.settings`.
+"""
+
+import importlib
+import inspect
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from speq.bench import settings as declared
+from speq.cli import options as opt
+from speq.cli.from_dataclass import command
+from speq.config import Model
+from speq.options.declared import Option, Options
+from speq.options.kinds import File, Several, Text
+from speq.units import format_bytes
+
+Models = Annotated[
+    tuple[str, ...],
+    Option(
+        "Model folders, packed or plain.",
+        Several(Text(path=True), "a folder or several", repeated=True),
+        argument=True,
+    ),
+]
+Folders = Annotated[
+    tuple[Path, ...],
+    Option(
+        "Folders with a config.json.",
+        Several(File("a folder"), "a folder or several", repeated=True),
+        argument=True,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A command. subject: what its module's `run` takes before the settings, by name."""
+
+    name: str
+    module: str
+    settings: type[Options]
+    summary: str
+    subject: tuple[str, Any] | None = ("model", Model)
+
+
+BENCHES = (
+    Bench(
+        "kernels",
+        "machine.kernels",
+        declared.KernelSettings,
+        "Expert kernels on layers of real shapes, beside a plain read of memory.",
+        subject=None,
+    ),
+    Bench(
+        "step",
+        "machine.step",
+        declared.StepSettings,
+        "Where the time of a draft token and of a verification goes, part by part.",
+    ),
+    Bench(
+        "transfer",
+        "machine.transfer",
+        declared.TransferSettings,
+        "Experts from disk into slots, beside plain reads of the same files past the page cache.",
+        subject=("models", Models),
+    ),
+    Bench(
+        "prefill",
+        "machine.prefill",
+        declared.PrefillSettings,
+        "Time to first token of a long prompt, beside the floor that link and arithmetic set.",
+    ),
+    Bench(
+        "codec",
+        "machine.codec",
+        declared.CodecSettings,
+        "What each codec makes of the model's experts: bits a weight, and how fast.",
+    ),
+    Bench(
+        "hit-rate",
+        "replay.hit_rate",
+        declared.HitRateSettings,
+        "Experts in slots when they are needed: recorded routes through the scheduler.",
+    ),
+    Bench(
+        "locality",
+        "replay.locality",
+        declared.LocalitySettings,
+        "Distinct experts by tokens, which plans count by, beside what policies really miss.",
+        subject=("routes", declared.Routes),
+    ),
+    Bench(
+        "schedule",
+        "runs.schedule",
+        declared.ScheduleSettings,
+        "The scheduler on a model larger than memory, beside LRU, and both beside their floors.",
+    ),
+    Bench(
+        "fidelity",
+        "runs.fidelity",
+        declared.FidelitySettings,
+        "Experts the draft chooses beside those of the exact model, by layer and along a draft.",
+    ),
+    Bench(
+        "tpot",
+        "runs.tpot",
+        declared.TpotSettings,
+        "Time per output token over memory budgets and draft lengths, settings in rotation.",
+    ),
+    Bench(
+        "equal-memory",
+        "paper.equal_memory",
+        declared.EqualMemorySettings,
+        "LRU, drafts and compact experts at equal device memory: bytes moved and time per token.",
+    ),
+    Bench(
+        "governor",
+        "runs.governor",
+        declared.GovernorSettings,
+        "Time per output token with fixed draft lengths and with auto, settings in rotation.",
+    ),
+    Bench(
+        "governor-sim",
+        "replay.governor_sim",
+        declared.GovernorSimSettings,
+        "The governor against every fixed draft length, on simulated machines.",
+        subject=None,
+    ),
+    Bench(
+        "paper-systems",
+        "paper.paper_systems",
+        declared.PaperSystemsSettings,
+        "The systems of MoE-SpeQ's Figure 13 as plans expect them, beside the paper's order.",
+        subject=("folders", Folders),
+    ),
+)
+
+bench_app = typer.Typer(
+    help="Measure. Every bench prints a table; --json FILE keeps it.", no_args_is_help=True
+)
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure. Every bench prints a table; --json FILE keeps it."""
+
+
+def function_of(entry: Bench) -> Any:
+    """What the command of a bench runs, with annotations for `command`."""
+
+    def run(**given: Any) -> None:
+        output: opt.Output = given["output"]
+        output.check()
+        module = importlib.import_module(f"speq.bench.{entry.module}")
+        subject = [given[name] for name in given if name not in ("settings", "output")]
+        with opt.progress_bar() as progress:
+            more = {"progress": progress}
+            if "progress" not in inspect.signature(module.run).parameters:
+                more = {}
+            report = module.run(
+                *subject, given["settings"], json_file=output.file, force=output.force, **more
+            )
+        if output.printed:
+            output.write(asdict(report))
+        else:
+            show(module, report)
+
+    run.__name__, run.__doc__ = entry.name, entry.summary
+    subject_hint = dict([entry.subject] if entry.subject else [])
+    run.__annotations__ = subject_hint | {"settings": entry.settings, "output": opt.Output}
+    return run
+
+
+def show(module: Any, report: Any) -> None:
+    """A bench's tables, and what readers need to know besides."""
+    if hasattr(module, "show"):
+        module.show(report)
+        return
+    report.print(module.COLUMNS)
+    for note in module.notes(report) if hasattr(module, "notes") else ():
+        typer.echo(note)
+
+
+def widen(
+    model: Model,
+    target: Annotated[Path, Option("Folder to write.", File("a folder"), argument=True)],
+    settings: declared.WidenSettings,
+) -> None:
+    """Write a model of real size that computes what a small trained one does, to measure on."""
+    from speq.bench import widen as module
+
+    with opt.progress_bar() as progress:
+        made = module.run(model, target, settings, progress)
+    typer.echo(f"{made['path']}: {format_bytes(made['bytes'])}")
+
+
+for each in BENCHES:
+    bench_app.command(each.name)(command(function_of(each)))
+bench_app.command("widen")(command(widen))

@@ -1,0 +1,142 @@
+"""Commands out of functions whose parameters are dataclasses of options, or single options.
+
+def generate(model: Model, run: RunConfig, sampling: SamplingParams) -> None: ...
+
+app.command()(command(generate))
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from speq.options.declared import REQUIRED, Declared, Option, Options, Some, build
+
+# Given by its place, or so.
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class But:
+    """What a command leaves out of a dataclass, and defaults that are its own."""
+
+    without: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter of a command's function. config: what it is built as; None: a single option."""
+
+    name: str
+    options: tuple[Declared, ...]
+    config: type[Options] | None
+
+    def value(self, given: Mapping[str, Any]) -> Any:
+        """Raises SpeqError for what an option does not take."""
+        if self.config is None:
+            (option,) = self.options
+            return option.check(given[option.name])
+        names = {each.name for each in self.options}
+        return build(self.config, {name: value for name, value in given.items() if name in names})
+
+
+def parts_of(function: Callable[..., None]) -> tuple[Part, ...]:
+    """What a command's function takes, by its annotations."""
+    hints = get_type_hints(function, include_extras=True)
+    hints.pop("return", None)
+    return tuple(_part(name, hint) for name, hint in hints.items())
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """What typer makes a command of: `function`, with one parameter for each option.
+
+    Raises TypeError where two options have one name.
+    """
+    parts = parts_of(function)
+    options = [option for part in parts for option in part.options]
+    names = [option.name for option in options]
+    if len(set(names)) < len(names):
+        raise TypeError(f"{function.__name__} has two options of one name among {names}")
+    # Arguments come before options, whichever dataclass they are of.
+    options.sort(key=lambda option: not option.option.argument)
+    parameters = [parameter for option in options for parameter in _parameters(option)]
+
+    def run(**typed: Any) -> None:
+        given = _with_model(typed)
+        function(**{part.name: part.value(given) for part in parts})
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.parts = parts  # type: ignore[attr-defined]
+    return run
+
+
+def _part(name: str, hint: Any) -> Part:
+    extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    config = get_args(hint)[0] if extras else hint
+    for each in extras:
+        if isinstance(each, Option):
+            return Part(name, (Declared(name, each),), None)
+    if not isinstance(config, type) or not issubclass(config, Options):
+        raise TypeError(f"parameter {name} is neither an option nor a dataclass of options")
+    but = next((each for each in extras if isinstance(each, But)), But())
+    defaults = dict(but.defaults)
+    return Part(
+        name,
+        tuple(
+            replace(each, default=defaults.get(each.name, each.default))
+            for each in Some(config, but.without).declared
+        ),
+        config,
+    )
+
+
+def _parameters(option: Declared) -> list[inspect.Parameter]:
+    kind, flag = option.option.kind, f"--{option.name.replace('_', '-')}"
+    repeated = getattr(kind, "repeated", False)
+    typed: Any = list[kind.typed] if repeated else kind.typed  # type: ignore[name-defined]
+    help_text = " ".join(filter(None, [option.option.help, kind.limits]))
+    default = REQUIRED if option.required else option.shown(option.default)
+    metavar = None if typed is bool else kind.metavar
+    if option.option.argument:
+        metavar = option.name.upper() if not repeated else f"{option.name.upper()}..."
+        if option.name != MODEL:
+            return [_parameter(option.name, typed, typer.Argument(metavar=metavar, help=help_text))]
+        # Required, by its place or by its name: `_with_model` says so.
+        place = typer.Argument(metavar=metavar, help=help_text, show_default=False)
+        by_name = typer.Option(flag, hidden=True)
+        return [
+            _parameter(MODEL, str | None, place, None),
+            _parameter(f"{MODEL}_by_name", str | None, by_name, None),
+        ]
+    if default is None or default == []:
+        typed = typed | None
+        default = None
+    made = typer.Option(flag, help=help_text, metavar=metavar)
+    return [_parameter(option.name, typed, made, default)]
+
+
+def _parameter(name: str, typed: Any, made: Any, default: Any = REQUIRED) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is REQUIRED else default,
+        annotation=Annotated[typed, made],
+    )
+
+
+def _with_model(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed, without what was not, and the model under its name."""
+    given = dict(typed)
+    if MODEL in given:
+        by_name = given.pop(f"{MODEL}_by_name")
+        if given[MODEL] is not None and by_name is not None:
+            raise typer.BadParameter("the model is given twice, by its place and with --model")
+        if given[MODEL] is None and by_name is None:
+            raise typer.BadParameter("the model is missing; give MODEL, a folder or a hub id")
+        given[MODEL] = by_name if given[MODEL] is None else given[MODEL]
+    return {name: value for name, value in given.items() if value is not None and value != []}

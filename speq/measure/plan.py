@@ -1,0 +1,152 @@
+"""`plan`: what fits a budget and what it would give on a machine, before anything is loaded."""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Unpack
+
+import torch
+
+from speq.config import DEFAULT_READER_THREADS, SamplingParams
+from speq.errors import SpeqError
+from speq.files.checkpoint import has_weights, locate_config
+from speq.governor import presets
+from speq.governor.locality import CURVES, Locality
+from speq.governor.presets import MEMORY_SHARE, Rates
+from speq.governor.profile import Profile
+from speq.load import CONTEXT_STEP
+from speq.machine import resolve_device
+from speq.measure.link import link_bytes_per_s
+from speq.measure.memory_read import MemoryRead, read_gb_per_s
+from speq.measure.route_trace import RouteTrace
+from speq.measure.routes import acceptance_of, curve_of
+from speq.measure.settings import PlanSettings
+from speq.models.opened import Opened, open_model
+from speq.options.declared import build
+from speq.options.typed import PlanOptions
+from speq.planning import profiles
+from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
+from speq.planning.budget_plan import BudgetPlan
+from speq.planning.budget_plan import plan as make_plan
+from speq.planning.demand import Budget
+from speq.planning.subject import Subject
+
+# Read to measure this machine's memory: seconds, not minutes.
+MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
+# What a run takes for a prompt of up to CONTEXT_STEP tokens.
+DEFAULT_CONTEXT = CONTEXT_STEP + SamplingParams().max_new_tokens
+
+
+def plan(model: str | Path, memory_budget: str | int, **options: Unpack[PlanOptions]) -> BudgetPlan:
+    """What fits a budget, what speed to expect with and without a draft, and where that breaks
+    even.
+
+    options  what is known of the machine and the routes; see docs/options.md
+
+    A model's config.json is enough, in a folder or on the hub. Expected times are good for telling
+    ways apart; a run measures its own. Raises SpeqError where a file is missing or damaged, or
+    options exclude each other.
+    """
+    return plan_of(model, build(PlanSettings, {"memory_budget": memory_budget, **options}))
+
+
+def plan_of(model: str | Path, settings: PlanSettings) -> BudgetPlan:
+    """As `plan`."""
+    check_exclusions(settings)
+    subject, opened = subject_of(str(model), settings.dtype)
+    with contextlib.closing(opened) if opened else contextlib.nullcontext():
+        machine = machine_of(opened, settings)
+    on_cpu = not device_of(machine).startswith("cuda")
+    if settings.device != "auto":
+        on_cpu = settings.device == "cpu"
+    context = settings.context_length or min(DEFAULT_CONTEXT, subject.shape.max_context)
+    return make_plan(
+        subject,
+        Budget.of(settings.memory_budget, context, on_cpu, subject.shape),
+        assumptions(subject, machine, settings),
+    )
+
+
+def check_exclusions(settings: PlanSettings) -> None:
+    """Raise SpeqError for options that answer one question twice."""
+    by_file = settings.profile not in ("auto", "none")
+    if by_file and (settings.preset is not None or settings.memory_bandwidth is not None):
+        raise SpeqError(
+            "profile is given with preset or memory_bandwidth; a profile says how fast the machine "
+            "computes: give one of them"
+        )
+    if settings.locality is not None and settings.routes is not None:
+        raise SpeqError("locality and routes are given together; give one of them")
+
+
+def subject_of(model: str, dtype: str) -> tuple[Subject, Opened | None]:
+    """The model to plan for, opened where its weights are at hand; they are not read."""
+    path = locate_config(model)
+    if not has_weights(path):
+        return Subject.of_config(model, path, dtype), None
+    opened = open_model(path)
+    try:
+        return Subject.of_model(model, opened, dtype), opened
+    except BaseException:
+        opened.close()
+        raise
+
+
+def machine_of(opened: Opened | None, settings: PlanSettings) -> Rates | Profile:
+    """What is given; or else what was tuned; or else this machine, measured; or else a preset.
+
+    This machine stands for itself only with the model's files on it, on whose disk it depends.
+    """
+    link, memory = settings.link, settings.memory_bandwidth
+    if settings.profile not in ("auto", "none"):
+        return profiles.read(Path(settings.profile))
+    if settings.preset is not None:
+        return presets.preset(settings.preset).but(link, memory)
+    device = "cpu" if settings.device == "auto" and opened is None else settings.device
+    here = "cpu" if resolve_device(device).type == "cpu" else "cuda"
+    if settings.profile == "auto" and opened is not None and link is None and memory is None:
+        kept = profiles.kept(profiles.key_of(opened, here, settings.memory_budget))
+        if kept is not None:
+            return kept
+    if link is not None and memory is not None:
+        return Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
+    if opened is not None and here == "cpu":
+        return measured(opened).but(link, memory)
+    return presets.preset(presets.DEFAULT_PRESET[here]).but(link, memory)
+
+
+def measured(opened: Opened) -> Rates:
+    """This machine's memory and the disk that the experts lie on, in a few seconds."""
+    device = torch.device("cpu")
+    read = MemoryRead(MEMORY_BYTES, device)
+    memory = read_gb_per_s(read, device, MEMORY_READS, time.perf_counter) * 1e9
+    return Rates(
+        "measured on this machine just now",
+        "cpu",
+        link_bytes_per_s(opened.store, DEFAULT_READER_THREADS),
+        MEMORY_SHARE * memory,
+    )
+
+
+def device_of(machine: Rates | Profile) -> str:
+    return machine.device if isinstance(machine, Rates) else machine.key.device
+
+
+def assumptions(subject: Subject, machine: Rates | Profile, settings: PlanSettings) -> Assumptions:
+    """What is taken for granted of the machine, the routes and the draft."""
+    experts, top_k = subject.shape.experts, subject.shape.top_k
+    curve, acceptance = CURVES[settings.locality or "published"], settings.acceptance
+    if settings.routes is not None:
+        recorded = RouteTrace.read(settings.routes)
+        curve = curve_of(recorded)
+        acceptance = acceptance_of(recorded) if acceptance is None else acceptance
+    if isinstance(machine, Profile):
+        if settings.routes is None and settings.locality is None:
+            curve = routes_of(machine, subject.shape) or curve
+        acceptance = machine.acceptance if acceptance is None else acceptance
+    return Assumptions(
+        machine,
+        Locality(experts.num_experts, top_k, curve),
+        DEFAULT_ACCEPTANCE if acceptance is None else acceptance,
+        settings.link,
+    )

@@ -1,0 +1,86 @@
+"""Options of what is measured. Nothing here needs torch: the command line reads it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from speq.config import ContextLength, Device, Dtype, MemoryBudget, Profile, RunConfig
+from speq.governor.locality import CURVES
+from speq.options.declared import Option, Options, Some
+from speq.options.kinds import Choice, File, Number, Rate, Text, Whole
+
+Prompts = Annotated[
+    Path | None,
+    Option("JSON Lines with a `prompt` in each row; default: our own.", File("a file of prompts")),
+]
+NumPrompts = Annotated[int, Option("How many of the prompts.", Whole(1))]
+MaxNewTokens = Annotated[int, Option("Tokens to generate for each prompt.", Whole(2))]
+# What `tune` sets itself: it measures every draft length, and there is no profile yet.
+CHOSEN = (
+    *("memory_budget", "draft_length", "drafter", "profile"),
+    *("tpot_slo_ms", "latency_slo_ms"),
+)
+Rounds = Annotated[int, Option("Times each setting is measured.", Whole(1))]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSettings(Options):
+    """Which texts the exact path is compared with plain transformers on."""
+
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TuneSettings(Options):
+    """What a profile is measured with, and where it goes. run: how, the draft length apart."""
+
+    memory_budget: MemoryBudget
+
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 2
+    max_new_tokens: MaxNewTokens = 192
+    out: Annotated[
+        Path | None,
+        Option("File for the profile; default: kept in the user's cache folder.", File()),
+    ] = None
+    run: Annotated[dict[str, Any], Some(RunConfig, without=CHOSEN)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings(Options):
+    """What is planned for, and what is known of the machine and of the routes."""
+
+    memory_budget: MemoryBudget
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    context_length: ContextLength = None
+    preset: Annotated[
+        str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))
+    ] = None
+    link: Annotated[
+        float | None, Option("What brings experts, such as 25GB/s: PCIe, or a disk.", Rate())
+    ] = None
+    memory_bandwidth: Annotated[
+        float | None, Option("Of the memory that weights lie in, such as 900GB/s.", Rate())
+    ] = None
+    profile: Profile = "auto"
+    routes: Annotated[
+        Path | None,
+        Option(
+            "Recorded routes (`speq bench hit-rate --routes`) to count experts by.",
+            File("a file of routes"),
+        ),
+    ] = None
+    locality: Annotated[
+        str | None,
+        Option(
+            "Whose routes to count experts by; default: those of --routes or of the profile, or "
+            "else published.",
+            Choice(tuple(CURVES)),
+        ),
+    ] = None
+    acceptance: Annotated[
+        float | None,
+        Option("Share of drafted tokens that stand; default: measured, or 0.9.", Number(1.0)),
+    ] = None

@@ -1,0 +1,352 @@
+"""Kinds of options: which values one takes, as Python gives them and as people type them."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from speq.errors import SpeqError, checked_choice, checked_int
+from speq.registries import Registry
+from speq.units import format_bytes, parse_bytes, parse_rate
+
+# Budgets beyond any machine: they are taken for a slip.
+MOST_BYTES = 1 << 50
+
+
+class Kind(Protocol):
+    """A kind of values."""
+
+    @property
+    def metavar(self) -> str:
+        """Stands for the value in help."""
+        return "TEXT"
+
+    @property
+    def accepts(self) -> str:
+        """The Python type of what callers may give."""
+        return "str"
+
+    @property
+    def typed(self) -> type:
+        """What the command line makes of a text before it is checked: str, int, float or bool."""
+        return str
+
+    @property
+    def limits(self) -> str:
+        """A sentence on what is taken, for help; empty where the metavar says it."""
+        return ""
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value as the option holds it. Raises SpeqError, naming the option, for others."""
+
+    def text(self, value: Any) -> Any:
+        """What one would type for a value."""
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Kind):
+    """A text.
+
+    wanted  what to give instead of an empty one; None: an empty one will do
+    path    a path may be given as one
+    """
+
+    wanted: str | None = "a text that is not empty"
+    path: bool = False
+
+    @property
+    def accepts(self) -> str:
+        return "str | Path" if self.path else "str"
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str | Path if self.path else str):
+            raise SpeqError(f"{name} is {value!r}; give {self.wanted or 'a text'}")
+        return str(value) if self.wanted is None else _sound(name, value, self.wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class File(Kind):
+    """A path.
+
+    readable  it must not be a folder, which has nothing to read
+    printed   `-` stands for the standard output
+    """
+
+    wanted: str = "a file"
+    readable: bool = False
+    printed: bool = False
+
+    @property
+    def metavar(self) -> str:
+        return "FOLDER" if "folder" in self.wanted else "FILE"
+
+    @property
+    def accepts(self) -> str:
+        return "str | Path"
+
+    def check(self, name: str, value: Any) -> Path:
+        wanted = f"{self.wanted}, or - to print" if self.printed else self.wanted
+        if not isinstance(value, str | Path):
+            raise SpeqError(f"{name} is {value!r}; give {wanted}")
+        path = Path(_sound(name, value, wanted))
+        if self.printed and str(path).startswith("-") and str(path) != "-":
+            raise SpeqError(f"{name} is {str(path)!r}; give {wanted}")
+        if self.readable and path.is_dir():
+            raise SpeqError(f"{name} is {str(path)!r}, a folder; give {wanted}")
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Kind):
+    """On or off; given without a value on the command line."""
+
+    @property
+    def accepts(self) -> str:
+        return "bool"
+
+    @property
+    def typed(self) -> type:
+        return bool
+
+    def check(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise SpeqError(f"{name} is {value!r}; it must be True or False")
+        return value
+
+    def text(self, value: Any) -> Any:
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of some names, and of those in a registry at the time."""
+
+    names: tuple[str, ...] = ()
+    registry: Registry | None = None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return (*self.names, *(self.registry.names if self.registry else ()))
+
+    @property
+    def metavar(self) -> str:
+        return "NAME"
+
+    @property
+    def limits(self) -> str:
+        return f"One of {', '.join(self.choices)}."
+
+    def check(self, name: str, value: Any) -> str:
+        return checked_choice(name, value, self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Kind):
+    """A whole number within bounds, or one of some.
+
+    word  what is typed, and may be given, for None
+    """
+
+    minimum: int = 0
+    maximum: int | None = None
+    word: str | None = None
+    among: tuple[int, ...] = ()
+
+    @property
+    def metavar(self) -> str:
+        return "N"
+
+    @property
+    def limits(self) -> str:
+        return f"One of {', '.join(map(str, self.among))}." if len(self.among) > 1 else ""
+
+    @property
+    def accepts(self) -> str:
+        return "int" if self.word is None else "int | str | None"
+
+    @property
+    def typed(self) -> type:
+        return int if self.word is None else str
+
+    def check(self, name: str, value: Any) -> int | None:
+        if self.word is not None:
+            if value is None or value == self.word:
+                return None
+            if isinstance(value, str):
+                if not re.fullmatch(r"[+-]?\d{1,18}", value):
+                    raise SpeqError(
+                        f"{name} is {value!r}; it must be {self.word} or a whole number"
+                    )
+                value = int(value)
+        if not self.among:
+            return checked_int(name, value, self.minimum, self.maximum)
+        if type(value) is not int or value not in self.among:
+            raise SpeqError(
+                f"{name} is {value!r}; it must be one of {', '.join(map(str, self.among))}"
+            )
+        return value
+
+    def text(self, value: Any) -> Any:
+        if value is None:
+            return self.word
+        return value if self.word is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Kind):
+    """A number from minimum, which may itself be left out, to maximum."""
+
+    maximum: float
+    minimum: float = 0.0
+    without_minimum: bool = False
+    unit: str = ""
+
+    @property
+    def metavar(self) -> str:
+        return {"milliseconds": "MS"}.get(self.unit, "X")
+
+    @property
+    def accepts(self) -> str:
+        return "float"
+
+    @property
+    def typed(self) -> type:
+        return float
+
+    def check(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SpeqError(f"{name} is {value!r}; it must be {self._wanted}")
+        above = value > self.minimum if self.without_minimum else value >= self.minimum
+        if not above or not value <= self.maximum:
+            raise SpeqError(f"{name} is {value}; it must be {self._bounds}")
+        return value
+
+    @property
+    def _wanted(self) -> str:
+        return f"a number of {self.unit}" if self.unit else "a number"
+
+    @property
+    def _bounds(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        if self.without_minimum:
+            return f"above {self.minimum:.12g} and at most {self.maximum:.12g}{unit}"
+        return f"from {self.minimum:.12g} to {self.maximum:.12g}{unit}"
+
+    def text(self, value: Any) -> Any:
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Size(Kind):
+    """Bytes, such as "8GiB". kept: the text is what the option holds, once it is understood."""
+
+    kept: bool = False
+
+    @property
+    def metavar(self) -> str:
+        return "SIZE"
+
+    @property
+    def accepts(self) -> str:
+        return "str | int"
+
+    def check(self, name: str, value: Any) -> Any:
+        size = parse_bytes(value)
+        if size > MOST_BYTES:
+            raise SpeqError(
+                f"{name} is {str(value)[:40]!r}; it must be at most {format_bytes(MOST_BYTES)}"
+            )
+        return str(value) if self.kept else size
+
+    def text(self, value: Any) -> Any:
+        return value if isinstance(value, str) else f"{value}B"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate(Kind):
+    """Bytes per second, such as "25GB/s"."""
+
+    @property
+    def metavar(self) -> str:
+        return "RATE"
+
+    @property
+    def accepts(self) -> str:
+        return "str | float"
+
+    def check(self, name: str, value: Any) -> float:
+        if isinstance(value, str):
+            value = parse_rate(name, value)
+        if not isinstance(value, int | float) or not 0 < value <= MOST_BYTES:
+            raise SpeqError(
+                f"{name} is {value!r}; it must be above 0 and at most "
+                f"{format_bytes(MOST_BYTES)}/s, such as 25GB/s"
+            )
+        return float(value)
+
+    def text(self, value: Any) -> Any:
+        return f"{value:.0f}B/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Several(Kind):
+    """Values of a kind: a sequence, or a text with commas between them.
+
+    wanted    what to give, in the error
+    repeated  typed one at a time, the option (or argument) as often as there are values; a single
+              value then stands for itself, commas and all
+    """
+
+    each: Kind
+    wanted: str = "values separated by commas"
+    repeated: bool = False
+
+    @property
+    def metavar(self) -> str:
+        return self.each.metavar if self.repeated else f"{self.each.metavar},..."
+
+    @property
+    def accepts(self) -> str:
+        many = f"str | Sequence[{self.each.accepts}]"
+        return f"{many} | None" if self.repeated else many
+
+    @property
+    def limits(self) -> str:
+        return "May be given several times." if self.repeated else ""
+
+    def check(self, name: str, value: Any) -> tuple[Any, ...]:
+        if value is None and self.repeated:
+            values: Iterable[Any] = ()
+        elif isinstance(value, str):
+            values = [value] if self.repeated else map(str.strip, value.split(","))
+        elif isinstance(value, list | tuple | set | frozenset):
+            values = value
+        else:
+            raise SpeqError(f"{name} is {value!r}; it must be {self.wanted}")
+        return tuple(self._one(name, each, value) for each in values)
+
+    def _one(self, name: str, each: Any, value: Any) -> Any:
+        if isinstance(each, str) and self.each.typed in (int, float):
+            try:
+                each = self.each.typed(each)
+            except ValueError:
+                raise SpeqError(f"{name} is {value!r}; it must be {self.wanted}") from None
+            if not math.isfinite(each):
+                raise SpeqError(f"{name} is {value!r}; it must be {self.wanted}")
+        return self.each.check(name, each)
+
+    def text(self, value: Any) -> Any:
+        return list(value) if self.repeated else ",".join(str(each) for each in value)
+
+
+def _sound(name: str, value: str | Path, wanted: str) -> str:
+    """A name as files have it. Raises SpeqError where no file could."""
+    text = str(value)
+    if text == "":
+        raise SpeqError(f"{name} is empty; give {wanted}")
+    if "\0" in text:
+        raise SpeqError(f"{name} is {text!r}, with a character 0 in it; give {wanted}")
+    return text

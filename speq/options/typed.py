@@ -1,0 +1,181 @@
+"""Options as keyword arguments, for type checkers and editors.
+
+Written by `python -m tools.options` from the dataclasses that declare them; a test compares.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+
+class RunOptions(TypedDict, total=False):
+    device: str
+    """Where to compute."""
+    dtype: str
+    """Compute dtype; auto is the checkpoint's."""
+    context_length: int | None
+    """Tokens that the KV cache holds; default: what each request needs."""
+    draft: str | Path
+    """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of one to round.
+    """
+    draft_length: int | str | None
+    """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
+    cache_policy: str
+    """Which expert leaves when its slot is needed."""
+    prefetch: str
+    """Which experts come before they are needed."""
+    drafter: str
+    """What proposes tokens; auto is the INT4 copy, where there is one."""
+    codec: str
+    """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
+    for.
+    """
+    profile: str | Path
+    """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
+    none, or a file.
+    """
+    verify_reads: bool
+    """Compare experts with the checksums of a pack at every read."""
+    reader_threads: int
+    """Experts read from disk at a time, on the device cpu."""
+    tpot_slo_ms: float | None
+    """With draft length auto: time per token, at most, in milliseconds."""
+    latency_slo_ms: float | None
+    """With draft length auto: time until the first tokens after the prompt's, and between bursts of
+    tokens, at most, in milliseconds.
+    """
+
+
+class SamplingOptions(TypedDict, total=False):
+    max_new_tokens: int
+    """Tokens to generate at most."""
+    temperature: float
+    """How freely tokens are drawn; 0 is greedy."""
+    top_p: float
+    """Draw from the likeliest tokens up to this mass."""
+    top_k: int
+    """Draw from this many likeliest tokens; 0: all."""
+    min_p: float
+    """Draw from tokens at least this likely, as a share of the likeliest; 0: all."""
+    repetition_penalty: float
+    """Divides positive logits of all earlier tokens, the prompt's too, and multiplies negative ones
+    (arXiv:1909.05858); 1: off.
+    """
+    presence_penalty: float
+    """Taken off the logit of each token that was generated before; 0: off."""
+    frequency_penalty: float
+    """Taken off for each time that a token was generated before; 0: off."""
+    seed: int | None
+    """Makes draws repeatable; default: another one each time."""
+    stop: str | Sequence[str] | None
+    """End before this text."""
+    ignore_eos: bool
+    """Go on past an end of text."""
+
+
+class PackOptions(TypedDict, total=False):
+    codec: str
+    """How experts are written: raw, their own words; lossless: smaller, bit for bit the same;
+    residual: smaller still, over a draft's codes and with that draft; auto is raw.
+    """
+    draft: str | Path
+    """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of one to round.
+    """
+
+
+class QuantizeOptions(TypedDict, total=False):
+    bits: int
+    """Bits of a code: 4, and no other."""
+    group_size: int
+    """Inputs that share a scale; -1: all of them."""
+    method: str
+    """gptq, or rtn: rounding to nearest, as the draft auto does."""
+    column_order: str
+    """In which order columns are quantised: static (the most active first, in groups of
+    neighbours), activation (groups follow the order too, desc_act, which loaders must undo) or
+    given.
+    """
+    codes: str
+    """free, or decodable: only those that tell all of the exact bfloat16 word but its low byte;
+    auto: decodable for a model in bfloat16, free for others.
+    """
+    damp: float
+    """Added to a Hessian's diagonal, as a share of its mean."""
+    samples: int
+    """Windows of text to calibrate on, at most."""
+    sequence_length: int
+    """Tokens of each window."""
+    seed: int
+    """Chooses windows of the text."""
+    out: str | Path | None
+    """Folder to write: a GPTQ checkpoint; default: .speq/gptq in the model's own, where the draft
+    auto finds it.
+    """
+    calibration: str | Path | None
+    """JSON Lines with a `prompt` or `text` in each row, or a text file; default: our own prompts,
+    which are few.
+    """
+    memory_budget: str | int | None
+    """Memory for all of it, such as 8GiB; default: 3/4 of what is free."""
+
+
+class PlanOptions(TypedDict, total=False):
+    device: str
+    """Where to compute."""
+    dtype: str
+    """Compute dtype; auto is the checkpoint's."""
+    context_length: int | None
+    """Tokens that the KV cache holds; default: what each request needs."""
+    preset: str | None
+    """A card or machine by name; `?` lists them."""
+    link: str | float | None
+    """What brings experts, such as 25GB/s: PCIe, or a disk."""
+    memory_bandwidth: str | float | None
+    """Of the memory that weights lie in, such as 900GB/s."""
+    profile: str | Path
+    """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
+    none, or a file.
+    """
+    routes: str | Path | None
+    """Recorded routes (`speq bench hit-rate --routes`) to count experts by."""
+    locality: str | None
+    """Whose routes to count experts by; default: those of --routes or of the profile, or else
+    published.
+    """
+    acceptance: float | None
+    """Share of drafted tokens that stand; default: measured, or 0.9."""
+
+
+class TuneOptions(TypedDict, total=False):
+    prompts: str | Path | None
+    """JSON Lines with a `prompt` in each row; default: our own."""
+    num_prompts: int
+    """How many of the prompts."""
+    max_new_tokens: int
+    """Tokens to generate for each prompt."""
+    out: str | Path | None
+    """File for the profile; default: kept in the user's cache folder."""
+    device: str
+    """Where to compute."""
+    dtype: str
+    """Compute dtype; auto is the checkpoint's."""
+    context_length: int | None
+    """Tokens that the KV cache holds; default: what each request needs."""
+    draft: str | Path
+    """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of one to round.
+    """
+    cache_policy: str
+    """Which expert leaves when its slot is needed."""
+    prefetch: str
+    """Which experts come before they are needed."""
+    codec: str
+    """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
+    for.
+    """
+    verify_reads: bool
+    """Compare experts with the checksums of a pack at every read."""
+    reader_threads: int
+    """Experts read from disk at a time, on the device cpu."""

@@ -1,0 +1,43 @@
+"""Whether the format, and the codes that were asked for, hold a model's experts."""
+
+import torch
+
+from speq.errors import SpeqError
+from speq.experts.int4 import whole_groups
+from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
+
+
+def codes_for(dtype: torch.dtype) -> str:
+    """The codes that auto stands for, for a checkpoint of experts in `dtype`."""
+    return "decodable" if dtype == torch.bfloat16 else "free"
+
+
+def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
+    """Raise SpeqError where codes are to tell words that the checkpoint does not hold."""
+    if settings.codes == "decodable" and dtype != torch.bfloat16:
+        found = str(dtype).removeprefix("torch.")
+        raise SpeqError(
+            f"codes decodable is for checkpoints in bfloat16 and this one is in {found}; quantise "
+            "with codes free"
+        )
+
+
+def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int) -> None:
+    """Raise SpeqError where the format cannot hold experts of these dimensions."""
+    for name, size in (("hidden size", hidden_size), ("expert width", expert_width)):
+        if size % 8:
+            raise SpeqError(
+                f"the model's {name} is {size}; a GPTQ checkpoint packs eight codes to a word and "
+                "needs a multiple of 8"
+            )
+    group = settings.group_size
+
+    def fits(group: int) -> bool:
+        return not any(size % whole_groups(group, size) for size in (hidden_size, expert_width))
+
+    if not fits(group):
+        fit = [size for size in GROUP_SIZES if fits(size)]
+        raise SpeqError(
+            f"group size {group} does not divide both the hidden size {hidden_size} and the expert "
+            f"width {expert_width}; give --group-size {' or '.join(map(str, fit))}"
+        )

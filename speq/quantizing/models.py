@@ -1,0 +1,151 @@
+"""`pack` and `quantize`: a model written anew, from its name to a folder."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Unpack
+
+from speq.drafts.draft_source import gptq_beside, open_draft
+from speq.errors import SpeqError
+from speq.experts.codec import codec_of
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.pack import pack as write_pack
+from speq.experts.packed_store import Manifest
+from speq.experts.record_writer import Packing
+from speq.machine import available_bytes
+from speq.models.opened import Opened, open_model
+from speq.options.declared import build, split
+from speq.options.typed import PackOptions, QuantizeOptions
+from speq.quantizing.calibration import calibration_of, read_texts, tokenised
+from speq.quantizing.quantizer import Source
+from speq.quantizing.quantizer import quantize as write_gptq
+from speq.quantizing.report import QuantizeReport
+from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
+from speq.text import load_tokenizer, tokens_of
+from speq.units import Progress, no_progress
+from speq.version import __version__
+
+# Of the machine's free memory, where no budget is given.
+DEFAULT_SHARE = 3 / 4
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The folder that was written, and how its experts compare with exact ones."""
+
+    folder: Path
+    report: QuantizeReport
+
+
+def pack(
+    model: str | Path,
+    out: str | Path,
+    *,
+    progress: Progress = no_progress,
+    **options: Unpack[PackOptions],
+) -> Manifest:
+    """Write a model to the folder `out`, each expert one contiguous record with a checksum.
+
+    options   codec and draft; see docs/options.md
+    progress  told (what, done, total)
+
+    Interrupted, it leaves a folder that no run opens; the same call goes on from there. Raises
+    SpeqError where the model, the draft, the folder or the disk forbids it.
+    """
+    return packed(model, build(PackSettings, {"out": out, **options}), progress)
+
+
+def packed(model: str | Path, settings: PackSettings, progress: Progress = no_progress) -> Manifest:
+    """As `pack`."""
+    with closing(open_model(model)) as opened:
+        store = opened.store
+        if not isinstance(store, SafetensorsExpertStore):
+            raise SpeqError(
+                f"model {str(model)!r} is packed already; give the one it was packed from"
+            )
+        packing = packing_of(opened, settings.codec, settings.draft)
+        try:
+            return write_pack(
+                opened.checkpoint,
+                store,
+                settings.out,
+                packing,
+                lambda done, total: progress("packing experts", done, total),
+            )
+        finally:
+            if packing.draft is not None:
+                packing.draft.close()
+
+
+def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
+    """What the options ask for. Raises SpeqError where the model or the draft forbids it."""
+    made = codec_of("raw" if codec == "auto" else codec, opened.store.codec.shape)
+    if not made.needs_draft:
+        if draft != "auto":
+            raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
+        return Packing(made)
+    if draft == "none":
+        raise SpeqError(f"codec {codec} codes what a draft does not say; give a draft, or auto")
+    return Packing(made, open_draft(draft, opened.checkpoint, opened.store, opened.shape.experts))
+
+
+def quantize(
+    model: str | Path, *, progress: Progress = no_progress, **options: Unpack[QuantizeOptions]
+) -> Quantized:
+    """Quantise a model's experts by GPTQ, calibrated on the tokens routed to each.
+
+    options   of QuantizeSettings and ConversionSettings; see docs/options.md
+    progress  told (what, done, total)
+
+    Experts are read one at a time, so the model may be several times the memory. Interrupted, it
+    leaves a folder that no run opens; the same call goes on from there. Raises SpeqError where the
+    model, the text, the budget, the folder or the disk forbids it.
+    """
+    settings, conversion = split(options, QuantizeSettings, ConversionSettings)
+    return quantized(model, settings, conversion, progress)
+
+
+def quantized(
+    model: str | Path,
+    settings: QuantizeSettings,
+    conversion: ConversionSettings,
+    progress: Progress = no_progress,
+) -> Quantized:
+    """As `quantize`."""
+    with closing(open_model(model)) as opened:
+        if opened.store.codec.needs_draft:
+            raise SpeqError(
+                f"model {str(model)!r} is packed as residuals of a draft; give the one it was "
+                "packed from"
+            )
+        tokenizer = load_tokenizer(opened.checkpoint.path)
+        given = conversion.calibration
+        tokens = tokenised(
+            [
+                text
+                for path in (own_texts() if given is None else [given])
+                for text in read_texts(path)
+            ],
+            lambda text: tokens_of(tokenizer, text),
+            opened.shape.vocab_size,
+            tokenizer.eos_token_id,
+        )
+        out = conversion.out or gptq_beside(opened.checkpoint.path)
+        budget = conversion.memory_budget or int(DEFAULT_SHARE * available_bytes())
+        report = write_gptq(
+            Source(opened.checkpoint, opened.family, opened.shape, opened.store),
+            calibration_of(tokens, settings),
+            settings,
+            out,
+            budget,
+            __version__,
+            lambda done, total: progress("quantising experts", done, total),
+        )
+    return Quantized(out, report)
+
+
+def own_texts() -> list[Path]:
+    """The prompts that measurements use."""
+    folder = Path(str(files("speq.measure"))) / "prompts"
+    return [folder / "mixed.jsonl", folder / "long.jsonl"]

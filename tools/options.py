@@ -1,0 +1,200 @@
+"""Writes what follows from the declarations of options: their types for editors, and their docs.
+
+python -m tools.options           write speq/options/typed.py and docs/options.md
+python -m tools.options --check   fail where one of them is not up to date
+"""
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from speq.cli import app
+from speq.cli.bench import bench_app
+from speq.cli.from_dataclass import Part
+from speq.cli.options import Output
+from speq.config import RunConfig, SamplingParams
+from speq.measure.settings import PlanSettings, TuneSettings
+from speq.options.declared import Declared, declared
+from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
+
+ROOT = Path(__file__).parent.parent
+# TypedDicts: what each is of, and what their functions take by itself.
+TYPED: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
+    "RunOptions": ((RunConfig,), ("memory_budget",)),
+    "SamplingOptions": ((SamplingParams,), ()),
+    "PackOptions": ((PackSettings,), ("out",)),
+    "QuantizeOptions": ((QuantizeSettings, ConversionSettings), ()),
+    "PlanOptions": ((PlanSettings,), ("memory_budget",)),
+    "TuneOptions": ((TuneSettings,), ("memory_budget",)),
+}
+# Options that several commands share, by where they are declared: title, and what to know.
+SHARED: dict[type, tuple[str, str]] = {
+    RunConfig: (
+        "Options of a run",
+        "How a model is held and run: `speq.RunConfig`, keyword arguments of "
+        "`Generator.from_pretrained`, and options of commands.",
+    ),
+    SamplingParams: (
+        "Options of sampling",
+        "How tokens are chosen and when generation ends: `speq.SamplingParams`, keyword "
+        "arguments of `Generator.generate` and `stream`, and options of commands.",
+    ),
+    Output: ("Options of output", "Where a command's result goes, beside what it shows."),
+}
+PAGE = """# Options
+
+Written by `python -m tools.options` from the dataclasses that declare each option once.
+
+In Python the names are the same, with `_` for `-`. Every command takes the model by its place;
+`--model MODEL` does as well. A model is a folder or a hub id. Sizes are such
+as `8GiB`, `512MiB` or `20GB`, rates such as `25GB/s`.
+
+Profiles of `speq tune` are kept in `~/.cache/speq/profiles`. Neither `XDG_CACHE_HOME` nor any other
+variable of the environment changes what speq does: `--out FILE` and `--profile FILE` name another
+place. (Libraries under speq read theirs, such as `HF_HOME`.)
+"""
+HEAD = '''"""Options as keyword arguments, for type checkers and editors.
+
+Written by `python -m tools.options` from the dataclasses that declare them; a test compares.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+'''
+
+
+def typed_module() -> str:
+    """Source of speq/options/typed.py."""
+    return HEAD + "\n".join(_typed_dict(name, *of) for name, of in TYPED.items())
+
+
+def _typed_dict(name: str, configs: tuple[type, ...], without: tuple[str, ...]) -> str:
+    lines = [f"\nclass {name}(TypedDict, total=False):\n"]
+    for config in configs:
+        for option in declared(config):
+            if option.name not in without:
+                lines.append(f"    {option.name}: {annotation(option)}\n")
+                lines.append(_docstring(option.option.help))
+    return "".join(lines)
+
+
+def _docstring(text: str) -> str:
+    """Editors show it beside the name."""
+    lines = textwrap.wrap(text, 93)
+    if len(lines) == 1 and len(text) <= 90:
+        return f'    """{text}"""\n'
+    return '    """' + "\n    ".join([*lines]) + '\n    """\n'
+
+
+def annotation(option: Declared) -> str:
+    """The type of what callers may give."""
+    accepts = option.option.kind.accepts
+    optional = option.default is None and not accepts.endswith("None")
+    return f"{accepts} | None" if optional else accepts
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    shared = "".join(
+        f"\n## {title}\n\n{text}\n\n{option_table(declared(config))}"
+        for config, (title, text) in SHARED.items()
+    )
+    return PAGE + shared + "\n## Commands\n" + "".join(_commands())
+
+
+def _commands() -> Iterator[str]:
+    for prefix, typer_app in (("speq", app), ("speq bench", bench_app)):
+        for each in typer_app.registered_commands:
+            callback: Any = each.callback
+            name = each.name or callback.__name__
+            yield _command(f"{prefix} {name}", callback.__doc__ or "", callback.parts)
+
+
+def _command(name: str, purpose: str, parts: tuple[Part, ...]) -> str:
+    shared = [(part.config, part.options) for part in parts if part.config in SHARED]
+    own = [o for part in parts if part.config not in SHARED for o in part.options]
+    arguments = [_argument(option) for option in own if option.option.argument]
+    rows = [option for option in own if option.inside is None]
+    text = f"\n### `{' '.join([name, *arguments])}`\n\n{inspect.cleandoc(purpose)}\n"
+    if rows:
+        text += "\n" + option_table(rows)
+    also = [_shared(config, options) for config, options in shared if config is not None]
+    inner = tuple(option for option in own if option.inside is not None)
+    also += [_shared(RunConfig, inner)] if inner else []
+    return text + (f"\nAnd {', '.join(also)}.\n" if also else "")
+
+
+def _shared(config: type, options: tuple[Declared, ...]) -> str:
+    """A shared part, with what a command leaves out of it or has otherwise."""
+    title = SHARED[config][0].lower()
+    text = f"[{title}](#{title.replace(' ', '-')})"
+    found = {option.name: option for option in options}
+    left_out = [_flag(each.name) for each in declared(config) if each.name not in found]
+    if left_out:
+        text += f" without {', '.join(left_out)}"
+    changed = [
+        f"{_flag(each.name)} {_default(found[each.name])}"
+        for each in declared(config)
+        if each.name in found and found[each.name].default != each.default
+    ]
+    return text + (f" (default {', '.join(changed)})" if changed else "")
+
+
+def option_table(options: Iterable[Declared]) -> str:
+    lines = ["| option | takes | default | |\n|---|---|---|---|\n"]
+    for option in options:
+        kind = option.option.kind
+        takes = "" if kind.typed is bool else f"`{kind.metavar}`"
+        name = _argument(option) if option.option.argument else _flag(option.name)
+        text = " ".join(filter(None, [option.option.help, kind.limits]))
+        lines.append(f"| {name} | {takes} | {_default(option)} | {text} |\n")
+    return "".join(lines)
+
+
+def _argument(option: Declared) -> str:
+    return option.name.upper() + ("..." if getattr(option.option.kind, "repeated", False) else "")
+
+
+def _flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def _default(option: Declared) -> str:
+    if option.required:
+        return "must be given"
+    # As many as the machine has cores for; the page is the same everywhere.
+    if option.name == "reader_threads":
+        return "2 to 4, by cores"
+    shown = option.shown(option.default)
+    return "" if shown in (None, False, []) else f"`{shown}`"
+
+
+def written() -> Iterator[tuple[Path, str]]:
+    """Files that follow from the declarations, and what should be in them."""
+    yield ROOT / "speq" / "options" / "typed.py", typed_module()
+    yield ROOT / "docs" / "options.md", options_page()
+
+
+def main() -> None:
+    stale = [
+        (path, text)
+        for path, text in written()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    for path, text in stale:
+        if "--check" not in sys.argv:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(path.relative_to(ROOT))
+    if stale and "--check" in sys.argv:
+        names = ", ".join(str(path.relative_to(ROOT)) for path, _ in stale)
+        sys.exit(f"{names}: not up to date; run python -m tools.options")
+
+
+if __name__ == "__main__":
+    main()
