@@ -585,7 +585,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         ),
         (["--temperature", "-1"], r"temperature is -1\.0; it must be from 0 to 10000"),
         (["--temperature", "nan"], "temperature is nan"),
-        (["--top-p", "0"], "top_p is 0\.0; it must be above 0 and at most 1"),
+        (["--top-p", "0"], r"top_p is 0\.0; it must be above 0 and at most 1"),
         (["--top-p", "1.5"], r"top_p is 1\.5; it must be above 0 and at most 1"),
         (["--top-k", "-1"], "top_k is -1; it must be at least 0"),
         (["--seed", "-1"], "seed is -1; it must be from 0"),
