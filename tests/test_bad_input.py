@@ -589,7 +589,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         (["--top-p", "1.5"], r"top_p is 1\.5; it must be above 0 and at most 1"),
         (["--top-k", "-1"], "top_k is -1; it must be at least 0"),
         (["--seed", "-1"], "seed is -1; it must be from 0"),
-        (["--stop", ""], "stop is empty; give a text that is not empty"),
+        (["--stop", ""], "stop is empty; give non-empty strings"),
         (["--device", "tpu"], "device is 'tpu'; it must be one of"),
         (["--dtype", "int8"], "dtype is 'int8'; it must be one of"),
         (["--draft-length", "99"], "draft_length is 99; it must be from 0 to 64"),
