@@ -178,7 +178,10 @@ class SamplingParams(Options):
     ] = None
     stop: Annotated[
         tuple[str, ...],
-        Option("End before this text.", Several(Text(), "a text or several", repeated=True)),
+        Option(
+            "End before this text.",
+            Several(Text("non-empty strings"), "non-empty strings", repeated=True),
+        ),
     ] = ()
     ignore_eos: Annotated[bool, Option("Go on past an end of text.", Switch())] = False
 

@@ -510,7 +510,7 @@ def test_quantising_out_of_a_pack(source: Path, residual: Path, tmp_path: Path) 
 def test_the_pack_command(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     for arguments, message in (
-        (["--codec", "magic"], "codec is 'magic'; it must be one of raw, lossless, residual"),
+        (["--codec", "magic"], "codec is 'magic'; it must be one of auto, raw, lossless, residual"),
         (["--codec", "lossless", "--draft", "x/y"], "draft 'x/y' is of no use to codec lossless"),
         (["--codec", "residual", "--draft", "none"], "codes what a draft does not say; give a"),
     ):

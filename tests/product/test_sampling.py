@@ -197,9 +197,9 @@ def test_noise_is_exponential_and_its_own_at_every_seed_and_position() -> None:
         ({"frequency_penalty": "1"}, r"frequency_penalty is '1'; it must be a number"),
         ({"temperature": 10**400}, r"temperature is 10{400}; it must be from 0 to 10000"),
         ({"temperature": 10**19}, r"temperature is 10000000000000000000; it must be from 0"),
-        ({"stop": ("",)}, r"stop is empty; give a text that is not empty"),
-        ({"stop": ("a", 3)}, r"stop is 3; give a text that is not empty"),
-        ({"stop": 3}, r"stop is 3; it must be a text or several"),
+        ({"stop": ("",)}, r"stop is empty; give non-empty strings"),
+        ({"stop": ("a", 3)}, r"stop is 3; give non-empty strings"),
+        ({"stop": 3}, r"stop is 3; it must be non-empty strings"),
         ({"ignore_eos": 1}, r"ignore_eos is 1; it must be True or False"),
     ],
 )
