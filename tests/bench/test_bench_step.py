@@ -102,9 +102,22 @@ def settings(**changes: object) -> Settings:
     return Settings(**(values | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("draft_length", ["0", "2"])
-def test_parts_of_the_bundled_model(bundled: Path, draft_length: str) -> None:
-    report = step.run(str(bundled), settings(draft_length=draft_length), None, False)
+@pytest.mark.parametrize(
+    ("draft_length", "kernel"), [("0", "fused"), ("2", "fused"), ("2", "unfused")]
+)
+def test_parts_of_the_bundled_model(
+    bundled: Path, draft_length: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, run = [0], step.DRAFT_KERNELS[kernel]
+
+    def counted(*arguments: object) -> torch.Tensor:
+        calls[0] += 1
+        return run(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(step.DRAFT_KERNELS, kernel, counted)
+    given = settings(draft_length=draft_length, draft_kernel=kernel)
+    report = step.run(str(bundled), given, None, False)
+    assert (calls[0] > 0) == (draft_length != "0")
     kinds = ["draft token", "verification"] if draft_length != "0" else ["verification"]
     assert list(dict.fromkeys(row["pass"] for row in report.rows)) == kinds
     for kind in kinds:
