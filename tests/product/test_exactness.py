@@ -220,8 +220,11 @@ def share(cells: list[Cell], family: str, families: int) -> list[Cell]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
-    """Every cell with two of the families: what options do does not depend on the family."""
-    check_family(family, share(pairwise_cells(), family, 2), folders, "float32")
+    """A good and a poor draft with every family, and every cell with one of the families: what
+    options do does not depend on the family.
+    """
+    drafts = [Cell(3, "half", "own"), Cell(3, "two slots", "poor")]
+    check_family(family, [*drafts, *share(pairwise_cells(), family, 1)], folders, "float32")
 
 
 @pytest.mark.wide
