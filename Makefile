@@ -1,6 +1,7 @@
 # make demo       set up, build, and generate text from the bundled model under a small budget
 # make test       set up, lint, and run the tests
-# make test-full  the long products as well
+# make wide       what CI runs besides: the kernels under sanitizers, and wider products
+# make test-full  all of that, and the long products as well
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
 # make gpu        on a machine with a GPU: build, test and measure there, JSON to $OUT
 PYTHON ?= python3
@@ -16,7 +17,7 @@ READY := $(VENV)/.ready
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo test test-full sanitize lint format gpu clean
+.PHONY: setup demo test wide test-full sanitize lint format gpu clean
 
 setup: $(READY)
 
@@ -41,11 +42,16 @@ demo: $(READY)
 	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
-test: lint sanitize
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not full and not gpu"
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
+
+test: lint
+	$(PYTEST) -m "not wide and not full and not gpu"
+
+wide: sanitize
+	$(PYTEST) -m "wide and not full and not gpu"
 
 test-full: lint sanitize
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # The kernels written for a GPU run here on the processor, which is slow and finds every stray access.
 sanitize: $(READY)

@@ -33,5 +33,4 @@ cd "$out/package"
 # Leaks are the interpreter's own business: it never gives back what it made at start.
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 \
   "$python" -m pytest -q -c "$root/pyproject.toml" --rootdir . -p no:cacheprovider -n "${JOBS:-auto}" \
-  --need-backend cuda_on_host -m "not gpu" \
-  tests/kernels "$@"
+  --dist worksteal --need-backend cuda_on_host -m "not full and not gpu" tests/kernels "$@"

@@ -232,20 +232,29 @@ def test_every_word_under_every_code(backend: Backend, codec: str) -> None:
     assert torch.equal(ours[1].view(torch.int16), down.view(torch.int16))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 16])
-@pytest.mark.parametrize(("hidden_size", "width", "groups"), SHAPES[3:])
+# Sixteen rows are slow on the host; `test_row_alone_and_in_company` has as many.
+@pytest.mark.parametrize("rows", [1, 2, 7, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
 def test_products_are_those_of_plain_words(
-    backend: Backend, hidden_size: int, width: int, groups: tuple[int, int], rows: int
+    backend: Backend, shape: tuple[int, int, tuple[int, int]], rows: int
 ) -> None:
-    given = problem(hidden_size, width, groups, rows)
+    given = problem(*shape, rows)
     wanted = given.raw(backend)
     assert wanted.isfinite().all()
     for codec in CODECS:
         assert same_bits(given.by(backend, codec), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [
+        *((dtype, "silu") for dtype in DTYPES),
+        (torch.bfloat16, "gelu_pytorch_tanh"),
+        pytest.param(torch.float32, "gelu_pytorch_tanh", marks=pytest.mark.full),
+        pytest.param(torch.float16, "gelu_pytorch_tanh", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_products_of_every_dtype(backend: Backend, dtype: torch.dtype, activation: str) -> None:
     """Rows longer than what a warp takes at a time; against double precision, too."""
     given = replace(problem(264, 72, (264, 72), 4, dtype), activation=activation)
