@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tests.fuzz.sound import Sound
 
 TRACEBACKS = ("Traceback (most recent call last)", "Exception ignored", "Fatal Python error")
+# How Python and torch say that an allocation failed.
+ALLOCATIONS = ("MemoryError", "DefaultCPUAllocator", "Cannot allocate memory")
 USAGE_EXIT = 2
 # What no command leaves behind, unless it was killed.
 LEFT_OVERS = ("*.partial", "*.activations", "*.tmp", "tmp/*")
@@ -107,7 +109,9 @@ def faults_of(ended: Ended, limits: Limits) -> list[str]:
     planned = ended.command.killed_at
     if ended.signal and (planned is None or ended.signal != planned[1]):
         faults.append(f"signal {ended.signal}")
-    if any(mark in ended.err or mark in ended.out for mark in TRACEBACKS):
+    if any(mark in ended.err for mark in ALLOCATIONS):
+        faults.append("memory: an allocation failed")
+    elif any(mark in ended.err or mark in ended.out for mark in TRACEBACKS):
         faults.append(f"traceback: {ended.err.strip().splitlines()[-1][:160]}")
     elif ended.code and planned is None and not refused_well(ended):
         faults.append(f"exit status {ended.code} without one sentence: {ended.err[-160:]!r}")

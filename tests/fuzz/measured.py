@@ -59,7 +59,7 @@ KNOWN_PROFILES: tuple[Make, ...] = (
     *(
         partial(wrong_figures, name=name, value=value)
         for name in ("verify", "distinct")
-        for value in ([[TINY, TINY], [1.0, TINY]], [[1.0, HUGE], [HUGE, HUGE]])
+        for value in ([[TINY, TINY], [2 * TINY, TINY]], [[TINY, 1e-3], [HUGE, 1.0]])
     ),
     deep_profile,
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +58,7 @@ class Sound:
         self.model = two_layers(root / "model")
         (self.model / "chat_template.jinja").write_text(TEMPLATE)
         target.warm(generate("model", "--draft-length", "2"), root)
+        shutil.rmtree(self.model / ".speq")
 
     @cached_property
     def half(self) -> Path:
