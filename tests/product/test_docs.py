@@ -9,6 +9,8 @@ import pytest
 import typer
 
 from speq import cli
+from speq.models.families import FAMILIES
+from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS, Registry
 from tools import pages, run_docs
 
 ROOT = Path(pages.__file__).parent.parent
@@ -150,6 +152,29 @@ def test_python_of_pages_compiles() -> None:
 def test_pages_made_from_the_code_are_current(name: str) -> None:
     path = ROOT / "docs" / name
     assert path.read_text(encoding="utf-8") == pages.pages()[name], "run python tools/pages.py"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/running.md"])
+def test_pages_name_every_family(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").split("Families", 1)[1]
+    named_families = set(
+        re.findall(r"`([a-z]+[0-9]*[a-z]*(?:_\w+)?)`", lines.partition(" by name")[0])
+    )
+    assert named_families == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("registry", "name"),
+    [
+        (CACHE_POLICIES, "running.md"),
+        (PREFETCHERS, "running.md"),
+        (CODECS, "codecs.md"),
+        (DRAFTERS, "drafts.md"),
+    ],
+)
+def test_pages_have_a_row_for_everything_that_is_plugged_in(registry: Registry, name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert set(registry.names) <= set(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE))
 
 
 def test_code_blocks_are_read_as_printed() -> None:
