@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_readme_is_one_page() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_parse(command: run_docs.Command) -> None:
     parse(command.words)
+
+
+def test_commands_of_the_makefile_parse() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    printed = re.findall(r"\$\(BIN\)/speq (.*)$", makefile, re.MULTILINE)
+    assert len(printed) >= 5
+    for line in printed:
+        # Lines that are shown, not run, stand in double quotes.
+        quoted = line.endswith('"') and line.count('"') == 1
+        parse(tuple(shlex.split(line.removesuffix('"') if quoted else line)))
 
 
 def test_commands_are_found() -> None:
