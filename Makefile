@@ -33,12 +33,13 @@ $(READY): $(SOURCES)
 
 demo: $(READY)
 	@echo "The bundled model takes 34 MiB; it runs here within 24 MiB, its exact experts read from disk."
-	@$(BIN)/speq generate --model models/tiny-moe --memory-budget 24MiB --max-new-tokens 128 \
+	@$(BIN)/speq generate models/tiny-moe --memory-budget 24MiB --max-new-tokens 128 \
+	  --temperature 0.7 --top-p 0.9 --seed 1 \
 	  --prompt "Once upon a time there was a little dog named"
 	@echo
 	@echo "Next:"
-	@echo "  $(BIN)/speq generate --model models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --json -"
-	@echo "  $(BIN)/speq chat --model models/tiny-moe --memory-budget 32MiB --stop '###'"
+	@echo "  $(BIN)/speq generate models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --stats"
+	@echo "  $(BIN)/speq chat models/tiny-moe --memory-budget 32MiB --stop '###'"
 	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 

@@ -31,7 +31,7 @@ STATISTICS = """# Statistics: the figures of a run
 
 <!-- Made from speq/stats.py by tools/pages.py: change the sentences there. -->
 
-`speq generate MODEL --json FILE` writes `{{"text", "token_ids", "finish_reason", "stats"}}`.
+`speq generate MODEL --json FILE` writes `{{"text", "token_ids", "finish_reason", "stats"}}`;
 `--json -` prints it. In Python `Generation.stats` is the same dictionary as `stats`. A figure that
 does not exist for a run is `null`: there is no acceptance rate without a draft, for example. Names
 end in their unit: `_ms`, `_s`, `_bytes`.

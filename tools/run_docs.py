@@ -21,14 +21,16 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SPEQ = ".venv/bin/speq"
 MODEL = "models/tiny-moe"
-# What a reader would bring, and what stands in for it here.
+PROMPTS = "speq/measure/prompts/mixed.jsonl"
+# What a reader would bring, and what stands in for it here. The scratch folder has no speq/ of its
+# own, which `python -m speq` would take for the package.
 STAND_INS = {
+    PROMPTS: str(ROOT / PROMPTS),
     "MODEL": MODEL,
     "FOLDER_OR_HUB_ID": MODEL,
     "Qwen/Qwen1.5-MoE-A2.7B": MODEL,
 }
-PROMPTS = "speq/measure/prompts/mixed.jsonl"
-TEXTS = (PROMPTS, "humaneval.jsonl", "text.jsonl")
+TEXTS = ("humaneval.jsonl", "text.jsonl")
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "paper-systems", "step")
 SLOW = ("bench", "quantize", "tune", "check")
@@ -109,7 +111,6 @@ def prepare(scratch: Path) -> None:
     shutil.copytree(ROOT / MODEL, scratch / MODEL, ignore=shutil.ignore_patterns(".speq"))
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")
     for name in TEXTS:
-        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / PROMPTS, scratch / name)
 
 

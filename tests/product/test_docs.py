@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import typer
 
 from speq import cli
+from speq.models.families import FAMILIES
+from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS, Registry
 from tools import pages, run_docs
 
 ROOT = Path(pages.__file__).parent.parent
@@ -61,6 +64,16 @@ def test_readme_is_one_page() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_commands_parse(command: run_docs.Command) -> None:
     parse(command.words)
+
+
+def test_commands_of_the_makefile_parse() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    printed = re.findall(r"\$\(BIN\)/speq (.*)$", makefile, re.MULTILINE)
+    assert len(printed) >= 5
+    for line in printed:
+        # Lines that are shown, not run, stand in double quotes.
+        quoted = line.endswith('"') and line.count('"') == 1
+        parse(tuple(shlex.split(line.removesuffix('"') if quoted else line)))
 
 
 def test_commands_are_found() -> None:
@@ -150,6 +163,29 @@ def test_python_of_pages_compiles() -> None:
 def test_pages_made_from_the_code_are_current(name: str) -> None:
     path = ROOT / "docs" / name
     assert path.read_text(encoding="utf-8") == pages.pages()[name], "run python tools/pages.py"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/running.md"])
+def test_pages_name_every_family(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").split("Families", 1)[1]
+    named_families = set(
+        re.findall(r"`([a-z]+[0-9]*[a-z]*(?:_\w+)?)`", lines.partition(" by name")[0])
+    )
+    assert named_families == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("registry", "name"),
+    [
+        (CACHE_POLICIES, "running.md"),
+        (PREFETCHERS, "running.md"),
+        (CODECS, "codecs.md"),
+        (DRAFTERS, "drafts.md"),
+    ],
+)
+def test_pages_have_a_row_for_everything_that_is_plugged_in(registry: Registry, name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert set(registry.names) <= set(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE))
 
 
 def test_code_blocks_are_read_as_printed() -> None:
