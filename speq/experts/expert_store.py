@@ -11,7 +11,7 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, RawCodec
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
-from speq.files.checkpoint import Checkpoint
+from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.files.range_file import ENDS_BYTES
 from speq.files.safetensors_file import SafetensorsFile
 
@@ -99,7 +99,8 @@ class SafetensorsExpertStore:
             if info.shape != wanted[projection] or info.dtype != shape.dtype:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
-                    f"and the other experts make it {shape.dtype} {list(wanted[projection])}"
+                    f"and the other experts make it {shape.dtype} {list(wanted[projection])}; "
+                    f"{OTHER_VERSION}"
                 )
             key = (order[int(match[1])], int(match[2]))
             found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
@@ -114,7 +115,8 @@ class SafetensorsExpertStore:
                 return ExpertShape(layout.hidden_size, layout.expert_width, info.dtype)
         raise SpeqError(
             f"{checkpoint.path} holds no expert tensors such as "
-            "model.layers.0.mlp.experts.0.gate_proj.weight"
+            "model.layers.0.mlp.experts.0.gate_proj.weight; download the model as its authors "
+            "published it"
         )
 
     def _complete(
@@ -132,7 +134,7 @@ class SafetensorsExpertStore:
                         raise SpeqError(
                             f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
                             f"{layout.layers[layer]}; config.json promises {self.num_experts} "
-                            "experts in each such layer"
+                            f"experts in each such layer; {OTHER_VERSION}"
                         )
                 records.append([parts[projection] for projection in RECORD_ORDER])
         return records

@@ -52,7 +52,7 @@ class QuantizeSettings:
 
     def __post_init__(self) -> None:
         if checked_int("bits", self.bits, 1) != BITS:
-            raise SpeqError(f"bits is {self.bits}; drafts have {BITS}")
+            raise SpeqError(f"bits is {self.bits}; drafts have {BITS}: give that or nothing")
         if self.group_size not in GROUP_SIZES:
             raise SpeqError(
                 f"group_size is {self.group_size!r}; it must be one of "
