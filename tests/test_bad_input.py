@@ -385,7 +385,8 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
 
 # What to do, behind what is wrong.
 REMEDY = re.compile(
-    r"[;:] (download|give|convert|put|correct|remove|one of them belongs)|must (be|hold)|supported are"
+    r"[;:] (download|give|convert|put|correct|remove|one of them belongs)|must (be|hold)|"
+    r"supported are"
 )
 
 
