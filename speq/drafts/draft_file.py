@@ -81,11 +81,11 @@ def read(arena: Int4Arena, path: Path) -> None:
     """Fill `arena` from a file. Raises SpeqError where the file is damaged or of another shape."""
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
-            raise SpeqError(f"{path} is not a draft of format {FORMAT}")
+            raise SpeqError(f"{path} is not a draft of format {FORMAT}; remove it")
         for name, part in arena.parts.items():
             info = file.tensors.get(name)
             if info is None or info.shape != tuple(part.shape) or info.dtype != part.dtype:
-                raise SpeqError(f"{path} holds no {name} of shape {list(part.shape)}")
+                raise SpeqError(f"{path} holds no {name} of shape {list(part.shape)}; remove it")
             nbytes = info.nbytes // len(part)
             for slot in range(len(part)):
                 buffer = torch.empty(nbytes, dtype=torch.uint8)

@@ -20,6 +20,8 @@ KEY = "quantization_config"
 # Two files, or two names of one setting, that disagree leave open how the words are to be read.
 SETTINGS = ("quant_method", "checkpoint_format", "bits", "group_size", "desc_act", "sym")
 ALIASES = {"method": "quant_method", "format": "checkpoint_format"}
+# Of a draft that is sound and another model's.
+OF_THIS_MODEL = "give a draft of this very checkpoint"
 REMEDY = "give a 4-bit, symmetric checkpoint of the format gptq or gptq_v2"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.drafts.gptq_config import GptqConfig
+from speq.drafts.gptq_config import OF_THIS_MODEL, GptqConfig
 from speq.drafts.gptq_format import CODES_PER_WORD
 from speq.errors import SpeqError
 from speq.experts.expert_names import ExpertNames
@@ -120,7 +120,7 @@ class ExpertFinder:
                 raise SpeqError(
                     f"draft {self._path} does not fit the model, which has no use for {extra.name} "
                     f"beside {self._experts.num_experts} experts in each of "
-                    f"{len(self._experts.layers)} layers"
+                    f"{len(self._experts.layers)} layers: {OF_THIS_MODEL}"
                 )
         return found
 
@@ -148,7 +148,7 @@ class ExpertFinder:
                 return module.of_expert(expert) if stacked else module
         raise SpeqError(
             f"draft {self._path} does not fit the model: it lacks {projection} of expert {expert} "
-            f"in layer {layer}; the model has {count} experts in each such layer"
+            f"in layer {layer}; the model has {count} experts in each such layer: {OF_THIS_MODEL}"
         )
 
     def _modules(self, shards: Shards) -> dict[ModuleKey, PackedModule]:
@@ -202,7 +202,8 @@ class ExpertFinder:
                 raise SpeqError(
                     f"draft {self._path} does not fit the model: {module.name}.{part} is "
                     f"{held.info.dtype} {list(held.info.shape)}; the model's sizes, bits 4 and "
-                    f"group_size {self._config.group_size} make it {dtypes} {list(shape)}"
+                    f"group_size {self._config.group_size} make it {dtypes} {list(shape)}: "
+                    f"{OF_THIS_MODEL}"
                 )
 
 
@@ -214,7 +215,7 @@ def file_names(path: Path) -> tuple[str, str]:
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
-        raise SpeqError(f"{path} cannot be read: {error.strerror}") from error
+        raise SpeqError(f"{path} cannot be read: {error.strerror}; {OF_THIS_MODEL}") from error
     if INDEX in names or SINGLE in names:
         return INDEX, SINGLE
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]

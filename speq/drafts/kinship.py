@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.drafts.gptq_config import OF_THIS_MODEL
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError
 from speq.experts.expert_names import ExpertNames
@@ -40,7 +41,8 @@ def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
         if given and wanted and config[given[0]] != model.config[wanted[0]]:
             raise SpeqError(
                 f"draft {path} does not fit the model: its config.json has {given[0]} "
-                f"{config[given[0]]!r} and the model's has {model.config[wanted[0]]!r}"
+                f"{config[given[0]]!r} and the model's has {model.config[wanted[0]]!r}; "
+                f"{OF_THIS_MODEL}"
             )
 
 
@@ -61,7 +63,7 @@ def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: Expert
             if info.shape != own.shape or not same(_sample(file, info), _sample(own_file, own)):
                 raise SpeqError(
                     f"draft {path} was made from another model: its {name}, which is not "
-                    "quantised, differs from the model's; give a draft of this very checkpoint"
+                    f"quantised, differs from the model's; {OF_THIS_MODEL}"
                 )
         if shared:
             return

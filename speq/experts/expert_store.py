@@ -12,7 +12,7 @@ from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, RawCodec
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
-from speq.files.checkpoint import Checkpoint
+from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.files.range_file import ENDS_BYTES
 from speq.files.safetensors_file import SafetensorsFile
 
@@ -108,7 +108,8 @@ class SafetensorsExpertStore:
             if info.shape != wanted[projection] or info.dtype != shape.dtype:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
-                    f"and the other experts make it {shape.dtype} {list(wanted[projection])}"
+                    f"and the other experts make it {shape.dtype} {list(wanted[projection])}; "
+                    f"{OTHER_VERSION}"
                 )
             key = (order[matrix.layer], matrix.expert)
             found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
@@ -123,7 +124,8 @@ class SafetensorsExpertStore:
                 return ExpertShape(layout.hidden_size, layout.expert_width, info.dtype)
         raise SpeqError(
             f"{checkpoint.path} holds no expert tensors such as "
-            f"{layout.names.module(layout.layers[0], 0, PROJECTIONS[0])}.weight"
+            f"{layout.names.module(layout.layers[0], 0, PROJECTIONS[0])}.weight; download the "
+            "model as its authors published it"
         )
 
     def _complete(
@@ -141,7 +143,7 @@ class SafetensorsExpertStore:
                         raise SpeqError(
                             f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
                             f"{layout.layers[layer]}; config.json promises {self.num_experts} "
-                            "experts in each such layer"
+                            f"experts in each such layer; {OTHER_VERSION}"
                         )
                 records.append([parts[projection] for projection in PROJECTIONS])
         return records

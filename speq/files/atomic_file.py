@@ -25,9 +25,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     file that nobody holds locked: it goes now. Raises OSError, and leaves nothing behind, where the
     file cannot be written, and SpeqError where anything but a regular file is in its place.
     """
-    path = Path(os.path.realpath(path))
-    if os.path.exists(path):
+    if os.path.exists(path):  # asked of the link itself: /dev/stdout leads to no path
         check_regular(path, "choose another name")
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent, path.name)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
@@ -102,11 +102,12 @@ def check_target(path: Path | None, force: bool) -> None:
     """
     if path is None:
         return
+    exists = os.path.exists(path)  # asked of the link itself: /dev/stdout leads to no path
+    if exists:
+        check_regular(path, "choose another name")
     target = Path(os.path.realpath(path))
     folder = next(parent for parent in target.parents if os.path.exists(parent))
     if os.path.isdir(target) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise SpeqError(f"{path} cannot be written; choose a file in a folder of yours")
-    if os.path.exists(target):
-        check_regular(target, "choose another name")
-        if not force:
-            raise SpeqError(f"{path} exists already; choose another name or add --force")
+    if exists and not force:
+        raise SpeqError(f"{path} exists already; choose another name or add --force")

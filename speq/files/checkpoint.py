@@ -16,6 +16,11 @@ EXPERTS_MANIFEST = "experts.json"
 EXPERTS_JOURNAL = "experts.journal"
 # Of a model that is being quantised, until it is one.
 QUANTIZE_JOURNAL = "quantize.journal"
+# Of files that are sound, and do not go with each other.
+OTHER_VERSION = "one of them belongs to another model or version: download the whole model again"
+FROM_THE_HUB = (
+    "check the name, the network and your access, or download it to a folder and give that"
+)
 WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What a run needs of a hub repository: no pickles, no code.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -54,7 +59,8 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
     except Exception as error:  # the hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SpeqError(
-            f"{what} {name!r} is neither a folder here nor to be had from the hub: {reason}"
+            f"{what} {name!r} is neither a folder here nor to be had from the hub: {reason}; "
+            f"{FROM_THE_HUB}"
         ) from error
 
 
@@ -74,7 +80,7 @@ def locate_config(model: str | Path) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SpeqError(
             f"model {name!r} is neither a folder here nor is its config.json to be had from the "
-            f"hub: {reason}"
+            f"hub: {reason}; {FROM_THE_HUB}"
         ) from error
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.files.checkpoint import Checkpoint
+from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 
 # Several times what any model has. Larger ones would take hours or all memory to lay out, and are
 # a damaged number.
@@ -52,7 +52,7 @@ def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
     if layers and isinstance(promised, int) and promised > len(layers):
         raise SpeqError(
             f"{where} has num_hidden_layers {promised} and {checkpoint.path} holds weights of "
-            f"{len(layers)} layers; download both again"
+            f"{len(layers)} layers; {OTHER_VERSION}"
         )
     vocab_size = config.get("vocab_size")
     for name, (file, info) in checkpoint.tensors.items():
@@ -61,6 +61,6 @@ def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
         if info.shape[0] != vocab_size:
             raise SpeqError(
                 f"{file.path}: tensor {name} has shape {list(info.shape)}; config.json makes it "
-                f"{[vocab_size, *info.shape[1:]]}: one of the two belongs to another model, "
-                "download both again"
+                f"{[vocab_size, *info.shape[1:]]}; "
+                f"{OTHER_VERSION}"
             )

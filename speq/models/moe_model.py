@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from speq.errors import SpeqError, checked_token_ids
-from speq.files.checkpoint import Checkpoint
+from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
@@ -201,13 +201,13 @@ def load(
     except Exception as error:  # transformers' loader has no error type of its own
         raise SpeqError(
             f"transformers cannot load {checkpoint.path}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"{' '.join(str(error).split())[:300]}; {OTHER_VERSION}"
         ) from error
     if info["mismatched_keys"]:
         name, given, wanted = sorted(info["mismatched_keys"], key=str)[0]
         raise SpeqError(
             f"{checkpoint.path}: tensor {name} has shape {list(given)}; config.json makes it "
-            f"{list(wanted)}"
+            f"{list(wanted)}; {OTHER_VERSION}"
         )
     missing = sorted(info["missing_keys"])
     if missing:

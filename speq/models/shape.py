@@ -132,7 +132,10 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
     model = skeleton(family, config, where)
     layers = tuple(family.moe_blocks(model))
     if not layers:
-        raise SpeqError(f"{where} describes a model without routed experts; nothing to offload")
+        raise SpeqError(
+            f"{where} describes a model without routed experts, and there is nothing to offload; "
+            "give a Mixture-of-Experts model"
+        )
     if config.hidden_act not in ACTIVATIONS:
         raise SpeqError(
             f"{where} asks for the activation {config.hidden_act!r}; supported are "

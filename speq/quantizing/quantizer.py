@@ -74,7 +74,7 @@ def quantize(
     if settings.sequence_length > source.shape.max_context:
         raise SpeqError(
             f"sequence_length is {settings.sequence_length}; the model's limit is "
-            f"{source.shape.max_context}"
+            f"{source.shape.max_context}: give a shorter --sequence-length"
         )
     if settings.method == "rtn":  # asks nothing of the text
         calibration = Calibration(calibration.calibration[:0], calibration.held_out)

@@ -204,7 +204,10 @@ BAD_NAMES = ("", "x", "[red]", "[/red]", "\udcff", "AUTO", "none ", "x" * 100_00
 OPTIONS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     *((QUICK, name, BAD_NUMBERS) for name in ("--max-new-tokens", "--top-k", "--temperature")),
     *((QUICK, name, BAD_NUMBERS) for name in ("--top-p", "--seed", "--context-length")),
-    *((QUICK, name, BAD_NUMBERS) for name in ("--draft-length", "--tpot-slo-ms", "--reader-threads")),
+    *(
+        (QUICK, name, BAD_NUMBERS)
+        for name in ("--draft-length", "--tpot-slo-ms", "--reader-threads")
+    ),
     *((QUICK, name, BAD_NAMES) for name in ("--device", "--dtype", "--cache-policy", "--prefetch")),
     *((QUICK, name, BAD_NAMES) for name in ("--codec", "--profile", "--no-such-option", "--draft")),
     *((command, "--memory-budget", BAD_SIZES) for command in (QUICK, PLAN, CALIBRATED)),

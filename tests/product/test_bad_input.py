@@ -365,17 +365,24 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     ),
     "layers without end": (
         config(num_hidden_layers=2**31, layer_types=None),
-        r"num_hidden_layers 2147483648 and .* holds weights of 3 layers; download both again",
+        r"num_hidden_layers 2147483648 and .* holds weights of 3 layers; one of them belongs",
     ),
     "a vocabulary without end": (
         config(vocab_size=16_000_000),
-        r"has shape \[264, 64\]; config\.json makes it \[16000000, 64\]: one of the two belongs",
+        r"has shape \[264, 64\]; config\.json makes it \[16000000, 64\]; one of them belongs to",
     ),
     "a width without end": (
         config(hidden_size=2**40),
         "has hidden_size 1099511627776; it must be at most 131072: download it again",
     ),
 }  # fmt: skip
+
+
+# What to do, behind what is wrong.
+REMEDY = re.compile(
+    r"[;:] (download|give|convert|put|correct|remove|one of them belongs)|must (be|hold)|"
+    r"supported are"
+)
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -388,6 +395,7 @@ def test_damaged_models_are_refused(
     sentence = refusal(command, model)
     assert re.search(message, sentence), sentence
     assert str(model) in sentence or "eos_token_id" in sentence
+    assert REMEDY.search(sentence), sentence
     assert not [*tmp_path.rglob("*.partial")]
 
 

@@ -151,6 +151,22 @@ def test_only_regular_files_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [*tmp_path.rglob("*.partial")]
 
 
+def test_standard_output_is_no_file_to_replace() -> None:
+    """A pipe at the end of a link that names no path."""
+    reading, writing_end = os.pipe()
+    try:
+        for force in (False, True):
+            with pytest.raises(
+                SpeqError, match=r"is a named pipe and must .*; choose another name$"
+            ):
+                check_target(Path(f"/dev/fd/{writing_end}"), force)
+        with pytest.raises(SpeqError, match=r"is a named pipe and must .*; choose another name$"):
+            write_whole(Path(f"/dev/fd/{writing_end}"), b"new")
+    finally:
+        os.close(reading)
+        os.close(writing_end)
+
+
 def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "file.json", tmp_path / "link.json"
