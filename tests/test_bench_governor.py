@@ -15,6 +15,7 @@ from speq.governor.profile import Profile
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.stats import StepStats
+from tests.told import Told
 
 Folder = Callable[[str], Path]
 
@@ -50,7 +51,9 @@ def test_every_setting_is_run_as_it_is_called(
         close(self)
 
     monkeypatch.setattr(Generator, "close", closed)
-    report = governor.run(str(model), settings(), tmp_path / "found.json", force=False)
+    told = Told()
+    report = governor.run(str(model), settings(), tmp_path / "found.json", False, told)
+    assert told.steps("measuring settings") == len(runs)
     assert [row["draft_length"] for row in report.rows] == ["0", "2", "0, held", "auto"]
     assert [run[:3] for run in runs] == [
         (0, "none", False),
@@ -120,7 +123,9 @@ def test_nonsense_is_refused(tiny: Folder, changes: dict[str, Any], message: str
 def test_simulated_machines_are_judged_and_summed_up(tmp_path: Path) -> None:
     target = tmp_path / "sim.json"
     given = governor_sim.Settings(ROUTES, settings=2, tokens=40, layers=1, seed=5, processes=1)
-    report, summary = governor_sim.run(given, target, force=False)
+    told = Told()
+    report, summary = governor_sim.run(given, target, False, told)
+    assert told.steps("simulating") == 2
     assert [row["seed"] for row in report.rows] == [5, 6]
     for row in report.rows:
         fixed = [time_s for time_s in row["fixed_s"].values() if time_s is not None]

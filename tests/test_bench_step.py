@@ -13,6 +13,7 @@ from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.models.opened import open_model
 from tests.tiny_models import FAMILIES
+from tests.told import Told
 
 
 class Ticks:
@@ -104,7 +105,10 @@ def settings(**changes: object) -> Settings:
 
 @pytest.mark.parametrize("draft_length", ["0", "2"])
 def test_parts_of_the_bundled_model(bundled: Path, draft_length: str) -> None:
-    report = step.run(str(bundled), settings(draft_length=draft_length), None, False)
+    told, given = Told(), settings(draft_length=draft_length)
+    report = step.run(str(bundled), given, None, False, told)
+    assert told.steps("timing texts") == given.num_prompts
+    assert not told.unfinished
     kinds = ["draft token", "verification"] if draft_length != "0" else ["verification"]
     assert list(dict.fromkeys(row["pass"] for row in report.rows)) == kinds
     for kind in kinds:

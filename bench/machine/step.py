@@ -21,6 +21,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.measure.report import Column, Report, read_prompts
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.runtime import Runtime
+from speq.units import Progress, tracked
 
 COLUMNS: dict[str, Column] = {
     "pass": ("pass", "{}"),
@@ -101,7 +102,13 @@ def watch(runtime: Runtime, clock: PartClock, settle: Callable[[], None]) -> Non
         module.register_forward_pre_hook(begin, prepend=True)
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Time the parts of every pass while texts are generated. Raises SpeqError for nonsense."""
     check_target(json_file, force)
     checked_int("max_new_tokens", settings.max_new_tokens, 2)
@@ -114,6 +121,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         draft_kernel=settings.draft_kernel,
         device=settings.device,
         dtype=settings.dtype,
+        progress=progress,
     )
     runtime, clock = generator.runtime, PartClock()
     settle = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
@@ -126,7 +134,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
             generator.generate(
                 prompt, max_new_tokens=settings.max_new_tokens, ignore_eos=True
             ).stats
-            for prompt in prompts
+            for prompt in tracked("timing texts", prompts, len(prompts), progress)
         ]
     finally:
         generator.close()

@@ -28,6 +28,7 @@ from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.stats import RunStats, StepStats
+from speq.units import Progress, tracked
 
 FIXED = (0, 1, 2, 4, 6, 8, 12)
 # What the prompt leaves in the slots: so many tokens are decoded before time is taken.
@@ -307,7 +308,12 @@ class Settings:
     processes: int
 
 
-def run(settings: Settings, json_file: Path | None, force: bool) -> tuple[Report, dict[str, Any]]:
+def run(
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> tuple[Report, dict[str, Any]]:
     """Judge all settings, and sum up. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     for name in ("settings", "tokens", "layers", "processes"):
@@ -319,7 +325,7 @@ def run(settings: Settings, json_file: Path | None, force: bool) -> tuple[Report
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, context) as pool:
-        rows = [row for row in pool.map(task, seeds)]
+        rows = list(tracked("simulating", pool.map(task, seeds), len(seeds), progress))
     report = Report(
         "governor-sim", trace.model, asdict(settings) | {"trace": str(settings.trace)}, rows
     )

@@ -22,7 +22,7 @@ from speq.measure.report import Column, Report, parse_shares, read_prompts
 from speq.models.opened import open_model
 from speq.stats import ratio
 from speq.text import load_tokenizer, tokens_of
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes, tracked
 
 # Name in the table: eviction, prefetching.
 SYSTEMS = {
@@ -107,7 +107,13 @@ class Sample:
         return hidden / link_s if link_s else 1.0
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Measure all systems at all shares. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     checked_int("rounds", settings.rounds, 1)
@@ -120,10 +126,13 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     context = longest + settings.max_new_tokens
     cells = [(ALL, "resident")] + [(f, s) for f in fractions for s in SYSTEMS if s != "resident"]
     samples: dict[tuple[float, str], list[Sample]] = {cell: [] for cell in cells}
-    for turn in range(settings.rounds):
-        at = turn % len(cells)
-        for cell in cells[at:] + cells[:at]:
-            samples[cell].append(measure(model, settings, *cell, prompts, context))
+    turns = [
+        cell
+        for turn in range(settings.rounds)
+        for cell in cells[turn % len(cells) :] + cells[: turn % len(cells)]
+    ]
+    for cell in tracked("measuring systems", turns, len(turns), progress):
+        samples[cell].append(measure(model, settings, *cell, prompts, context))
     rows = []
     for fraction, system in cells:
         lru = samples[fraction, "lru"] if system != "resident" else samples[ALL, "resident"]

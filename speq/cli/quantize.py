@@ -129,7 +129,7 @@ def quantize(
                 out,
                 budget,
                 __version__,
-                lambda done, total: progress("quantising experts", done, total),
+                progress,
             )
     finally:
         opened.close()

@@ -16,6 +16,7 @@ from speq.generator import Generator
 from speq.routing import Route
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import RunStats
+from speq.units import Progress, tracked
 
 FORMAT = "speq-routes-1"
 # Ids and weights of one token in one layer.
@@ -128,11 +129,17 @@ def record(
     draft_length: int,
     prompts: list[str],
     max_new_tokens: int,
+    progress: Progress | None = None,
     **options: Any,
 ) -> tuple[RouteTrace, RunStats]:
     """Generate from each prompt and keep every round's routes, and what was measured."""
     generator = Generator.from_pretrained(
-        model, memory_budget, draft_length=draft_length, profile="none", **options
+        model,
+        memory_budget,
+        draft_length=draft_length,
+        profile="none",
+        progress=progress,
+        **options,
     )
     try:
         runtime = generator.runtime
@@ -141,7 +148,7 @@ def record(
         engine = runtime.engine
         lookahead = engine.offload.prefetcher.lookahead
         steps, run = [], runtime.begin_stats(0.0)
-        for prompt in prompts:
+        for prompt in tracked("recording texts", prompts, len(prompts), progress):
             request = Sequence(
                 generator.encode(prompt),
                 SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),

@@ -7,7 +7,6 @@ published ones encoded, on random experts of the model's shape.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from speq.scheduler.expert_cache import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder, StepStats
-from speq.units import Clock, parse_bytes
+from speq.units import Clock, Progress, parse_bytes, tracked
 
 # Draft lengths that are measured; those between are interpolated.
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
@@ -69,7 +68,7 @@ class Settings:
 def tune(
     model: str,
     settings: Settings,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     clock: Clock = time.perf_counter,
 ) -> Profile:
     """Measure a profile. Raises SpeqError for nonsense settings and budgets that are too small."""
@@ -89,15 +88,17 @@ def tune(
     try:
         runtime = generator.runtime
         cycles, routes = measured_cycles(generator, prompts, settings.max_new_tokens, tell)
-        link, first_fetch_s = measured_link(runtime, clock)
+        link, first_fetch_s = measured_link(runtime, tell, clock)
         shape = runtime.opened.store.codec.shape
+        names = codecs_for(shape.dtype)
         codecs = {
             name: compute_speed(runtime, codec_of(name, shape), clock)
-            for name in codecs_for(shape.dtype)
+            for name in tracked("timing kernels of each codec", names, len(names), tell)
         }
+        others = encodable(runtime)
         encoders = {
             name: encode_speed(codec_of(name, shape), runtime.config.reader_threads, clock)
-            for name in encodable(runtime)
+            for name in tracked("timing what encodes", others, len(others), tell)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
@@ -123,7 +124,7 @@ def measured_cycles(
     generator: Generator,
     prompts: list[str],
     max_new_tokens: int,
-    tell: Callable[[str, int, int], None],
+    tell: Progress,
 ) -> tuple[dict[int, list[StepStats]], list[list[list[int]]]]:
     """Cycles by draft length, of as many lengths as the budget's draft allows; and expert ids by
     layer and token, of all tokens that were emitted.
@@ -139,6 +140,7 @@ def measured_cycles(
     lookahead = engine.offload.prefetcher.lookahead
     routes: list[list[list[int]]] = [[] for _ in range(lookahead.num_layers)]
     total, before = len(prompts) * max_new_tokens, engine.governor
+    tell("measuring drafts and verifications", 0, total)
     try:
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
@@ -212,19 +214,23 @@ def encodable(runtime: Runtime) -> list[str]:
     return [name for name in codecs_for(source.codec.shape.dtype) if name != source.codec.name]
 
 
-def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
+def measured_link(runtime: Runtime, tell: Progress, clock: Clock) -> tuple[Points, float]:
     """Bytes per second by size, experts last, and seconds until a first expert is there."""
     store, readers = source_of(runtime), runtime.config.reader_threads
     expert_bytes = mean_bytes(runtime)
     sizes = [size for size in READ_SIZES if size < expert_bytes]
     if runtime.device.type == "cuda":
-        speeds = {size: copy_speed(size, runtime.device, clock) for size in (*sizes, expert_bytes)}
+        every = (*sizes, expert_bytes)
+        speeds = {
+            size: copy_speed(size, runtime.device, clock)
+            for size in tracked("measuring the link", every, len(every), tell)
+        }
         points = tuple((float(size), speed) for size, speed in speeds.items())
         first_s = [copied_s(expert_bytes, 1, runtime.device, clock) for _ in range(FIRST_FETCHES)]
         return points, median(first_s)
     arena = arena_for(2 * readers, store.codec.slot_bytes)
     files, plain = expert_files(runtime.opened), []
-    for size in sizes:
+    for size in tracked("measuring plain reads", sizes, len(sizes), tell):
         sample = plain_reads(files, size, arena, readers, LINK_BYTES, 0, clock)
         plain.append((float(size), sample.payload_bytes / sample.seconds))
     engine = ReaderThreads(fetch_from(store), arena, moved_from(store), Recorder(clock), readers)
@@ -246,7 +252,10 @@ def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
     try:
         fetched_s(0, batch)  # wakes threads and files
         rounds = max(LINK_BYTES // (batch * expert_bytes), 4)
-        spent_s = [fetched_s(1 + turn * batch, batch) for turn in range(rounds)]
+        spent_s = [
+            fetched_s(1 + turn * batch, batch)
+            for turn in tracked("measuring reads of experts", range(rounds), rounds, tell)
+        ]
         first_s = [fetched_s(7 * turn, 1) for turn in range(FIRST_FETCHES)]
     finally:
         engine.close()
