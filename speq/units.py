@@ -1,7 +1,8 @@
 """Sizes, rates, clocks and progress: what is read from people and shown to them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from speq.errors import SpeqError
 
@@ -16,6 +17,8 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 # Seconds, from anywhere on.
 Clock = Callable[[], float]
+
+Item = TypeVar("Item")
 
 UNITS = {
     "": 1,
@@ -73,3 +76,15 @@ def format_bytes(size: int | float) -> str:
             # From 999.5 on, three digits would be written with an exponent.
             return f"{size / unit:{'.3g' if abs(size) < 999.5 * unit else '.0f'}} {name}"
     return f"{size:.0f} B"
+
+
+def tracked(
+    what: str, items: Iterable[Item], total: int, progress: Progress | None
+) -> Iterator[Item]:
+    """The items, of which there are `total`; progress is told of each that is done with."""
+    if progress is not None:
+        progress(what, 0, total)
+    for done, item in enumerate(items, start=1):
+        yield item
+        if progress is not None:
+            progress(what, done, total)

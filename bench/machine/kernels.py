@@ -43,7 +43,7 @@ from speq.kernels import compact_ops, library, ops
 from speq.machine import available_bytes, resolve_device
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
-from speq.units import format_bytes, parse_bytes
+from speq.units import Progress, format_bytes, parse_bytes, tracked
 
 # The op that each kernel runs on; torch's own has none of ours.
 KERNELS: dict[str, str | None] = {
@@ -97,6 +97,7 @@ def run(
     settings: Settings,
     json_file: Path | None,
     force: bool,
+    progress: Progress | None = None,
     clock: Clock = time.perf_counter,
 ) -> Report:
     """Measure every shape, rows and kernel. Raises SpeqError for nonsense settings."""
@@ -111,7 +112,8 @@ def run(
         read = MemoryRead(READ_BYTES[device.type], device)
         read()
         rows = []
-        for name in dict.fromkeys(settings.shapes):
+        names = list(dict.fromkeys(settings.shapes))
+        for name in tracked("measuring layers", names, len(names), progress):
             rows += measure_shape(SHAPES[name], held[name], settings, backends, read, clock)
     found = {
         "device": device.type,

@@ -20,7 +20,7 @@ from speq.machine import available_bytes
 from speq.measure.link import link_bytes_per_s
 from speq.measure.report import Column, Report, read_prompts
 from speq.runtime import Runtime
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes, tracked
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -55,15 +55,21 @@ class Sample:
         return max(self.link_s, self.resident_s or 0.0)
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Measure every budget. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     samples: dict[str, list[Sample]] = {budget: [] for budget in settings.budgets}
     resident = resident_generator(model, settings)
     try:
-        for _ in range(settings.rounds):
-            for budget in settings.budgets:
-                samples[budget].append(measure(model, settings, budget, resident))
+        turns = settings.budgets * settings.rounds
+        for budget in tracked("running prompts", turns, len(turns), progress):
+            samples[budget].append(measure(model, settings, budget, resident))
     finally:
         if resident is not None:
             resident.close()

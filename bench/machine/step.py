@@ -23,6 +23,7 @@ from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.runtime import Runtime
+from speq.units import Progress
 
 WARM_UP_TOKENS = 8
 # All experts of a route in one call; the baseline, a call for each expert and projection.
@@ -95,7 +96,13 @@ def watch(runtime: Runtime, clock: PartClock, settle: Callable[[], None]) -> Non
         module.register_forward_pre_hook(begin, prepend=True)
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Time the parts of every pass while texts are generated. Raises SpeqError for nonsense."""
     check_target(json_file, force)
     kernel = DRAFT_KERNELS[settings.draft_kernel]
@@ -107,6 +114,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         profile="none",
         device=settings.device,
         dtype=settings.dtype,
+        progress=progress,
     )
     runtime, clock = generator.runtime, PartClock()
     if runtime.draft_bank is not None:
@@ -115,7 +123,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     try:
         runs_of(generator, prompts[-1:], min(WARM_UP_TOKENS, settings.max_new_tokens))
         watch(runtime, clock, settle)
-        runs = runs_of(generator, prompts, settings.max_new_tokens)
+        runs = runs_of(generator, prompts, settings.max_new_tokens, progress=progress)
     finally:
         generator.close()
     outside = {"draft token": "draft_s", "verification": "verify_s"}

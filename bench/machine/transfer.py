@@ -21,7 +21,7 @@ from speq.files.atomic_file import check_target
 from speq.measure.link import Sample, arena_for, expert_reads, plain_reads
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model
-from speq.units import format_bytes, parse_bytes
+from speq.units import Progress, format_bytes, parse_bytes, tracked
 
 COLUMNS: dict[str, Column] = {
     "store": ("store", "{}"),
@@ -58,7 +58,13 @@ class Source:
         return sum(cached_bytes(path) for path in self.paths)
 
 
-def run(models: Sequence[str], settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    models: Sequence[str],
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Measure every model at every number of readers. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     volume = parse_bytes(settings.volume)
@@ -70,7 +76,7 @@ def run(models: Sequence[str], settings: Settings, json_file: Path | None, force
     try:
         for model in models:
             sources.append(Source.of(model))
-        rows = measure(sources, settings, sizes, volume)
+        rows = measure(sources, settings, sizes, volume, progress)
     finally:
         for source in sources:
             source.opened.close()
@@ -81,7 +87,11 @@ def run(models: Sequence[str], settings: Settings, json_file: Path | None, force
 
 
 def measure(
-    sources: list[Source], settings: Settings, sizes: list[int], volume: int
+    sources: list[Source],
+    settings: Settings,
+    sizes: list[int],
+    volume: int,
+    progress: Progress | None,
 ) -> list[dict[str, Any]]:
     """A row for each setting; `share` is of plain reads of the largest size, as many at a time."""
     kinds = (*sizes, None)  # None: experts
@@ -92,7 +102,7 @@ def measure(
     )
     samples: dict[int, list[Sample]] = {at: [] for at in range(len(cases))}
     cached = dict.fromkeys(samples, 0)
-    for turn in range(settings.rounds):
+    for turn in tracked("reading", range(settings.rounds), settings.rounds, progress):
         for group in range(len(groups)):
             # What is compared is measured within a second or so, each kind first in its turn.
             for kind in range(len(kinds)):

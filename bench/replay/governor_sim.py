@@ -29,6 +29,7 @@ from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.stats import StepStats
+from speq.units import Progress, tracked
 
 FIXED = (0, 1, 2, 4, 6, 8, 12)
 # What the prompt leaves in the slots: so many tokens are decoded before time is taken.
@@ -296,7 +297,12 @@ class GovernorSimReport(Report):
     verdicts: list[dict[str, Any]] = field(default_factory=list)
 
 
-def run(settings: Settings, json_file: Path | None, force: bool) -> GovernorSimReport:
+def run(
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> GovernorSimReport:
     """Judge all settings, and sum up. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     trace = RouteTrace.read(settings.routes)
@@ -306,7 +312,7 @@ def run(settings: Settings, json_file: Path | None, force: bool) -> GovernorSimR
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, context) as pool:
-        verdicts = list(pool.map(task, seeds))
+        verdicts = list(tracked("simulating", pool.map(task, seeds), len(seeds), progress))
     report = GovernorSimReport(
         "governor-sim",
         trace.model,

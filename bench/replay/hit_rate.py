@@ -22,7 +22,7 @@ from speq.measure.report import Column, Report, read_prompts
 from speq.measure.route_trace import RouteTrace, record
 from speq.models.opened import open_model
 from speq.stats import RunStats
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes, tracked
 
 # Of 64 experts a layer, so many slots: the paper's low, medium and high capacities.
 CAPACITIES = (6, 16, 32)
@@ -49,23 +49,29 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Record and replay. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     check_target(settings.routes, force)
     if (settings.beside is None) != (settings.beside_budget is None):
         raise SpeqError("beside and beside_budget are given together or not at all")
-    trace, times = recorded(model, settings.memory_budget, settings, settings.num_prompts)
+    trace, times = recorded(model, settings.memory_budget, settings, settings.num_prompts, progress)
     if settings.routes is not None:
         trace.write(settings.routes)
     beside = None
     if settings.beside is not None and settings.beside_budget is not None:
-        beside = recorded(settings.beside, settings.beside_budget, settings, 1)[1]
+        beside = recorded(settings.beside, settings.beside_budget, settings, 1, progress)[1]
     of_draft = draft_slots(model)
+    cells = [(policy, slots) for slots in capacities(trace) for policy in SYSTEMS]
     rows = [
         row(trace, times, beside, policy, slots, of_draft)
-        for slots in capacities(trace)
-        for policy in SYSTEMS
+        for policy, slots in tracked("replaying routes", cells, len(cells), progress)
     ]
     given = settings.as_json() | {
         "times": asdict(times),
@@ -96,11 +102,13 @@ def draft_slots(model: str) -> float:
 
 
 def recorded(
-    model: str, budget: str, settings: Settings, num_prompts: int
+    model: str, budget: str, settings: Settings, num_prompts: int, progress: Progress | None
 ) -> tuple[RouteTrace, Times]:
     """Routes of a generation with all experts in memory, and what it took."""
     prompts = read_prompts(settings.prompts, num_prompts)
-    trace, run = record(model, budget, settings.draft_length, prompts, settings.max_new_tokens)
+    trace, run = record(
+        model, budget, settings.draft_length, prompts, settings.max_new_tokens, progress
+    )
     return trace, measured(run, trace, *link_of(model))
 
 

@@ -4,6 +4,7 @@ Texts' accepted tokens are decoded anew in windows, through the real scheduler: 
 without a draft, longer ones as if every draft stood. `by_curve` is what `speq plan` counts with.
 """
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from speq.governor.locality import Locality
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.measure.routes import curve_of
+from speq.units import Progress, tracked
 
 # Eviction and prefetching.
 POLICIES = {"lru": ("lru", "none"), "lookahead": ("lookahead", "none")}
@@ -34,7 +36,13 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def run(trace_file: Path, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    trace_file: Path,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Misses of a layer and pass. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     trace = RouteTrace.read(trace_file)
@@ -46,6 +54,7 @@ def run(trace_file: Path, settings: Settings, json_file: Path | None, force: boo
         checked_int("slots", slots, trace.top_k, trace.num_experts)
     measured = Locality(trace.num_experts, trace.top_k, curve)
     independent = Locality(trace.num_experts, trace.top_k, None)
+    cells = list(product(settings.windows, settings.slots))
     rows = [
         {
             "tokens": window,
@@ -55,8 +64,7 @@ def run(trace_file: Path, settings: Settings, json_file: Path | None, force: boo
             "by_curve": measured.misses(slots, window),
             "independent": independent.misses(slots, window),
         }
-        for window in settings.windows
-        for slots in settings.slots
+        for window, slots in tracked("replaying routes", cells, len(cells), progress)
     ]
     given: dict[str, Any] = {"trace": str(trace_file), "tokens": tokens, "curve": curve.points}
     report = Report("locality", trace.model, given, rows)

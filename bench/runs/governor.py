@@ -26,7 +26,7 @@ from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.stats import ratio
-from speq.units import parse_bytes
+from speq.units import Progress, parse_bytes, tracked
 
 AUTO, TUNED, HELD = "auto", "tuned", "0, held"
 WARM_UP_TOKENS = 8
@@ -47,7 +47,13 @@ COLUMNS: dict[str, Column] = {
 
 
 @single_shot.offered()
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Measure every cell with every draft length. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     fixed = [*map(str, settings.draft_lengths), HELD]
@@ -57,13 +63,16 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     tuned = tuned_budgets(model, settings)
     cells = [(budget, kind) for budget in settings.budgets for kind in kinds]
     samples: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    turns = []
     for turn in range(settings.rounds):
         for budget, kind in cells:
             lengths = [*fixed, AUTO, *([TUNED] if budget in tuned else [])]
             at = turn % len(lengths)
-            for length in lengths[at:] + lengths[:at]:
-                measured = measure(model, settings, budget, length, kinds[kind])
-                samples.setdefault((budget, kind, length), []).append(measured)
+            turns += [(budget, kind, length) for length in lengths[at:] + lengths[:at]]
+    for cell in tracked("measuring settings", turns, len(turns), progress):
+        budget, kind, length = cell
+        measured = measure(model, settings, budget, length, kinds[kind])
+        samples.setdefault(cell, []).append(measured)
     rows = []
     for budget, kind in cells:
         found = {

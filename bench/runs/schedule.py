@@ -24,7 +24,7 @@ from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.stats import RunStats, ratio
 from speq.text import load_tokenizer, tokens_of
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes, tracked
 
 # Name in the table: eviction, prefetching.
 SYSTEMS = {
@@ -99,7 +99,13 @@ class Sample:
         return self.useful_bytes * self.link_s * 1e3
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Measure all systems at all shares. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     fractions = settings.fractions
@@ -109,10 +115,13 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     context = longest + settings.max_new_tokens
     cells = [(ALL, "resident")] + [(f, s) for f in fractions for s in SYSTEMS if s != "resident"]
     samples: dict[tuple[float, str], list[Sample]] = {cell: [] for cell in cells}
-    for turn in range(settings.rounds):
-        at = turn % len(cells)
-        for cell in cells[at:] + cells[:at]:
-            samples[cell].append(measure(model, settings, *cell, prompts, context))
+    turns = [
+        cell
+        for turn in range(settings.rounds)
+        for cell in cells[turn % len(cells) :] + cells[: turn % len(cells)]
+    ]
+    for cell in tracked("measuring systems", turns, len(turns), progress):
+        samples[cell].append(measure(model, settings, *cell, prompts, context))
     rows = []
     for fraction, system in cells:
         lru = samples[fraction, "lru"] if system != "resident" else samples[ALL, "resident"]

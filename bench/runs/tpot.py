@@ -16,7 +16,7 @@ from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
-from speq.units import format_bytes, parse_bytes
+from speq.units import Progress, format_bytes, parse_bytes, tracked
 
 MEDIANS = (
     "tpot_ms",
@@ -50,7 +50,13 @@ COLUMNS: dict[str, Column] = {
 
 
 @single_shot.offered()
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
     """Measure every budget with every draft length. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
@@ -59,10 +65,13 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         RunConfig.of(budget, length, **settings.run)
 
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
-    for turn in range(settings.rounds):
-        rotated = pairs[turn % len(pairs) :] + pairs[: turn % len(pairs)]
-        for pair in rotated:
-            samples[pair] += measure(model, settings, *pair, prompts)
+    turns = [
+        pair
+        for turn in range(settings.rounds)
+        for pair in pairs[turn % len(pairs) :] + pairs[: turn % len(pairs)]
+    ]
+    for pair in tracked("measuring settings", turns, len(turns), progress):
+        samples[pair] += measure(model, settings, *pair, prompts)
     rows = [summarise(budget, length, samples[budget, length]) for budget, length in pairs]
     report = Report(
         "tpot",

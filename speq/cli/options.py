@@ -61,6 +61,10 @@ class Output(Options):
                 file.write(json.dumps(result, indent=1).encode() + b"\n")
 
 
+# Time left is told by the pace of so long: layers and settings take a minute or more.
+SPEED_PERIOD_S = 600
+
+
 @contextlib.contextmanager
 def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
     """Shows long work (making a draft, running a long prompt) on stderr, with time left.
@@ -79,6 +83,8 @@ def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
         TimeLeft(),
         console=console,
         transient=True,
+        speed_estimate_period=SPEED_PERIOD_S,
+        refresh_per_second=4,  # beside what is measured
         # By default text for stdout comes out of the console, which is stderr here.
         redirect_stdout=False,
         disable=quiet or not console.is_terminal,

@@ -22,12 +22,11 @@ from speq.experts.expert_store import ExpertStore, mean_moved_bytes
 from speq.files.alignment import aligned_bytes
 from speq.files.range_file import RangeFile
 from speq.governor.roofline import Points
-from speq.models.opened import Opened
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.transfer import Priority, Ticket
 from speq.stats import Recorder
-from speq.units import Clock, format_bytes
+from speq.units import Clock, Progress, format_bytes, tracked
 
 # Read for one figure, unless a caller has reasons of its own.
 LINK_BYTES = 256 << 20
@@ -146,16 +145,22 @@ def link_bytes_per_s(
 
 
 def link_by_size(
-    opened: Opened, store: ExpertStore, readers: int, clock: Clock = time.perf_counter
+    store: ExpertStore,
+    readers: int,
+    progress: Progress | None = None,
+    clock: Clock = time.perf_counter,
 ) -> Points:
     """Bytes per second from the disk by size of a read: plain ones, and an expert's own last.
 
     store  of the model's experts as they are on the disk
     """
-    expert_bytes, files = round(mean_moved_bytes(store)), list(opened.store.source.files)
+    expert_bytes, files = round(mean_moved_bytes(store)), list(store.files)
     sizes = [size for size in READ_SIZES if size < expert_bytes]
     arena = arena_for(readers, *sizes, store.codec.slot_bytes)
-    plain = [plain_reads(files, size, arena, readers, LINK_BYTES, clock=clock) for size in sizes]
+    plain = [
+        plain_reads(files, size, arena, readers, LINK_BYTES, clock=clock)
+        for size in tracked("measuring the link", sizes, len(sizes), progress)
+    ]
     speeds = [sample.bytes_per_s for sample in plain]
     speeds.append(link_bytes_per_s(store, readers, clock=clock))
     return tuple(zip(map(float, (*sizes, expert_bytes)), speeds, strict=True))

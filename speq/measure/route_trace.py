@@ -16,6 +16,7 @@ from speq.measure.runs import steps_of
 from speq.routing import Route
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import RunStats
+from speq.units import Progress
 
 FORMAT = "speq-routes-1"
 RECORD_AGAIN = "record it again with `speq bench hit-rate --trace`"
@@ -134,16 +135,22 @@ def record(
     draft_length: int,
     prompts: list[str],
     max_new_tokens: int,
+    progress: Progress | None = None,
     **options: Any,
 ) -> tuple[RouteTrace, RunStats]:
     """Generate from each prompt and keep every round's routes, and what was measured."""
     generator = Generator.from_pretrained(
-        model, memory_budget, draft_length=draft_length, profile="none", **options
+        model,
+        memory_budget,
+        draft_length=draft_length,
+        profile="none",
+        progress=progress,
+        **options,
     )
     try:
         runtime = generator.runtime
         run, steps = runtime.begin_stats(0.0), []
-        for stats in steps_of(generator, prompts, max_new_tokens):
+        for stats in steps_of(generator, prompts, max_new_tokens, progress=progress):
             run.record(stats)
             lookahead = runtime.engine.lookahead
             # The tokens of a chain are accepted from the front.

@@ -6,6 +6,7 @@ from speq.config import SamplingParams
 from speq.decode.sequence import Sequence
 from speq.generator import Generator
 from speq.stats import RunStats, StepStats
+from speq.units import Progress, tracked
 
 
 def steps_of(
@@ -13,6 +14,7 @@ def steps_of(
     prompts: list[str],
     max_new_tokens: int,
     draft_length: Callable[[], int | None] = lambda: None,
+    progress: Progress | None = None,
 ) -> Iterator[StepStats]:
     """Yield the record of every step behind the prompts; each text goes on to its full length.
 
@@ -24,7 +26,7 @@ def steps_of(
     generator.reserve(max(map(len, encoded)) + max_new_tokens)
     engine = generator.runtime.engine
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    for prompt_ids in encoded:
+    for prompt_ids in tracked("running texts", encoded, len(encoded), progress):
         request = Sequence(prompt_ids, sampling)
         engine.start(request)
         while request.finish_reason is None:
@@ -33,7 +35,11 @@ def steps_of(
 
 
 def runs_of(
-    generator: Generator, prompts: list[str], max_new_tokens: int, warm_up: int = 0
+    generator: Generator,
+    prompts: list[str],
+    max_new_tokens: int,
+    warm_up: int = 0,
+    progress: Progress | None = None,
 ) -> list[RunStats]:
     """What was measured of each text, all of them under one layout of memory.
 
@@ -44,7 +50,7 @@ def runs_of(
     if warm_up:
         generator.generate(prompts[-1], max_new_tokens=min(warm_up, max_new_tokens))
     runs = []
-    for prompt in prompts:
+    for prompt in tracked("running texts", prompts, len(prompts), progress):
         generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
         assert generator.last_run is not None, "a run has ended"
         runs.append(generator.last_run)

@@ -7,7 +7,6 @@ published ones encoded, on random experts of the model's shape.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from speq.planning import profiles
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
 from speq.stats import StepStats
-from speq.units import Clock, Progress, no_progress
+from speq.units import Clock, Progress, no_progress, tracked
 
 # Draft lengths that are measured; those between are interpolated.
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
@@ -116,17 +115,19 @@ def measured(
     try:
         runtime = generator.runtime
         cycles, routes = measured_cycles(generator, prompts, settings.max_new_tokens, tell)
-        points, first_fetch_s = measured_link(runtime, clock)
+        points, first_fetch_s = measured_link(runtime, tell, clock)
         shape = runtime.opened.store.codec.shape
+        names = codecs_for(shape.dtype)
         codecs = {
             name: compute_bytes_per_s(
                 codec_of(name, shape), runtime.shape, runtime.device, runtime.dtype, clock
             )
-            for name in codecs_for(shape.dtype)
+            for name in tracked("timing kernels of each codec", names, len(names), tell)
         }
+        others = encodable(runtime)
         encoders = {
             name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
-            for name in encodable(runtime)
+            for name in tracked("timing what encodes", others, len(others), tell)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
@@ -152,7 +153,7 @@ def measured_cycles(
     generator: Generator,
     prompts: list[str],
     max_new_tokens: int,
-    tell: Callable[[str, int, int], None],
+    tell: Progress,
 ) -> tuple[dict[int, list[StepStats]], list[list[list[int]]]]:
     """Cycles by draft length, of as many lengths as the budget's draft allows; and expert ids by
     layer and token, of all tokens that were emitted.
@@ -226,12 +227,12 @@ def encodable(runtime: Runtime) -> list[str]:
     return [name for name in codecs_for(source.codec.shape.dtype) if name != source.codec.name]
 
 
-def measured_link(runtime: Runtime, clock: Clock) -> tuple[Points, float]:
+def measured_link(runtime: Runtime, tell: Progress, clock: Clock) -> tuple[Points, float]:
     """Bytes per second by size, experts last, and seconds until a first expert is there."""
     if runtime.device.type == "cuda":
         expert_bytes = mean_bytes(runtime)
         points = link.copies_by_size(expert_bytes, runtime.device, clock)
         return points, link.first_copy_s(expert_bytes, runtime.device, clock)
     store, readers = runtime.opened.store.source, runtime.config.reader_threads
-    points = link.link_by_size(runtime.opened, store, readers, clock)
+    points = link.link_by_size(store, readers, tell, clock)
     return points, link.first_fetch_s(store, readers, clock)

@@ -140,7 +140,7 @@ def quantized(
             out,
             budget,
             __version__,
-            lambda done, total: progress("quantising experts", done, total),
+            progress,
         )
     return Quantized(out, report)
 

@@ -38,9 +38,7 @@ from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, Te
 from speq.quantizing.residual import ResidualCount, residual_of
 from speq.quantizing.settings import QuantizeSettings
 from speq.quantizing.text_score import TextScore
-from speq.units import Done
-
-# Told (experts quantised, of all).
+from speq.units import Progress, tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,11 @@ def quantize(
     out: Path,
     memory_budget: int,
     version: str,
-    progress: Done | None = None,
+    progress: Progress | None = None,
 ) -> QuantizeReport:
     """Write a GPTQ checkpoint to `out`, or finish what an earlier run began there.
+
+    progress  told (what, done, total): experts of all, and within a layer the windows of the text
 
     Raises SpeqError where the budget, the disk, the folder or the model forbid it.
     """
@@ -133,7 +133,9 @@ class Quantizer:
         self._slot = expert_slot(source.store)
 
     @torch.inference_mode()
-    def run(self, calibration: Calibration, version: str, progress: Done | None) -> QuantizeReport:
+    def run(
+        self, calibration: Calibration, version: str, progress: Progress | None
+    ) -> QuantizeReport:
         folder = self._folder
         if folder.text is None:
             self._run_layers(calibration, progress)
@@ -148,13 +150,13 @@ class Quantizer:
         folder.finish(self._source.checkpoint, report.to_json(), version)
         return report
 
-    def _run_layers(self, calibration: Calibration, progress: Done | None) -> None:
+    def _run_layers(self, calibration: Calibration, progress: Progress | None) -> None:
         """All that are not done."""
         layout, folder = self._source.shape.experts, self._folder
         total = len(layout.layers) * layout.num_experts
         self._enter(calibration)
         for layer in range(len(folder.done), self._layers.num_layers):
-            self._run_layer(layer)
+            self._run_layer(layer, progress)
             if layer in layout.layers:
                 report = self._quantise_layer(layer, progress, total)
             else:
@@ -175,16 +177,18 @@ class Quantizer:
         for start, token_ids in zip(self._lanes.starts(), windows, strict=True):
             self._hidden.write(start, self._layers.entering(token_ids).float())
 
-    def _run_layer(self, layer: int) -> None:
+    def _run_layer(self, layer: int, progress: Progress | None) -> None:
         """A layer without its experts, in place."""
         bank: ExpertBank = self._bank
-        for start in self._lanes.starts():
+        starts = list(self._lanes.starts())
+        what = f"running layer {layer + 1} of {self._layers.num_layers}"
+        for start in tracked(what, starts, len(starts), progress):
             self._bank.begin(start)
             entering = self._hidden.read(start, self._lanes.length)
             leaving = self._layers.run(layer, bank, entering)
             self._hidden.write(start, leaving.float())
 
-    def _quantise_layer(self, layer: int, progress: Done | None, total: int) -> LayerReport:
+    def _quantise_layer(self, layer: int, progress: Progress | None, total: int) -> LayerReport:
         """All experts of a layer to its shard, their outputs to the rows."""
         layout = self._source.shape.experts
         moe_layer = layout.layers.index(layer)
@@ -197,7 +201,8 @@ class Quantizer:
                 for tensor in tensors_of(quantised):
                     write_tensor(tensor, file)
                 if progress is not None:
-                    progress(moe_layer * layout.num_experts + index + 1, total)
+                    done = moe_layer * layout.num_experts + index + 1
+                    progress("quantising experts", done, total)
         return LayerReport(layer, tuple(reports), *self._routes())
 
     def _read(self, moe_layer: int, index: int) -> FloatExpert:

@@ -17,6 +17,7 @@ from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.stats import StepStats
 from tests.helpers.paths import ROUTES
+from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
 
@@ -51,7 +52,9 @@ def test_every_setting_is_run_as_it_is_called(
         close(self)
 
     monkeypatch.setattr(Generator, "close", closed)
-    report = governor.run(str(model), settings(), tmp_path / "found.json", force=False)
+    told = Told()
+    report = governor.run(str(model), settings(), tmp_path / "found.json", False, told)
+    assert told.steps("measuring settings") == len(runs)
     assert [row["draft_length"] for row in report.rows] == ["0", "2", "0, held", "auto"]
     assert [run[:3] for run in runs] == [
         (0, "none", False),
@@ -121,7 +124,9 @@ def test_nonsense_is_refused(tiny: Folder, changes: dict[str, Any], message: str
 def test_simulated_machines_are_judged_and_summed_up(tmp_path: Path) -> None:
     target = tmp_path / "sim.json"
     given = governor_sim.Settings(ROUTES, 2, tokens=40, layers=1, seed=5, processes=1)
-    report = governor_sim.run(replace(given, verdicts=True), target, force=False)
+    told = Told()
+    report = governor_sim.run(replace(given, verdicts=True), target, False, told)
+    assert told.steps("simulating") == 2
     assert [verdict["seed"] for verdict in report.verdicts] == [5, 6]
     for verdict in report.verdicts:
         fixed = [time_s for time_s in verdict["fixed_s"].values() if time_s is not None]

@@ -17,6 +17,7 @@ from speq.kernels import library, ops
 from speq.measure import memory_read
 from speq.measure.memory_read import MemoryRead, step_times
 from tests.helpers.command import Command
+from tests.helpers.told import Told
 
 CPU = torch.device("cpu")
 TINY = LayerShape("tiny", hidden_size=64, expert_width=32, top_k=2, num_experts=8)
@@ -216,7 +217,9 @@ def test_calls_read_about_as_much_as_the_read() -> None:
 def test_little_memory_holds_fewer_experts() -> None:
     memory = 5 * (EXACT_BYTES + INT4_BYTES) + 1
     settings = replace(SETTINGS, memory=str(memory), rows=[1], kernels=["moe_int4"])
-    report = bench.run(settings, None, False)
+    told = Told()
+    report = bench.run(settings, None, False, told)
+    assert told.steps("measuring layers") == len(settings.shapes)
     assert [(row["experts_held"], row["E"]) for row in report.rows] == [(5, 8)]
     (note,) = (note for note in bench.notes(report) if note.startswith("tiny"))
     assert note == (

@@ -13,6 +13,7 @@ from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.models.opened import open_model
 from tests.helpers.tiny_models import FAMILIES
+from tests.helpers.told import Told
 
 
 class Ticks:
@@ -115,8 +116,10 @@ def test_parts_of_the_bundled_model(
         return run(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setitem(step.DRAFT_KERNELS, kernel, counted)
-    given = settings(draft_length=draft_length, draft_kernel=kernel)
-    report = step.run(str(bundled), given, None, False)
+    given, told = settings(draft_length=draft_length, draft_kernel=kernel), Told()
+    report = step.run(str(bundled), given, None, False, told)
+    assert told.steps("running texts") >= given.num_prompts
+    assert not told.unfinished
     assert (calls[0] > 0) == (draft_length != "0")
     kinds = ["draft token", "verification"] if draft_length != "0" else ["verification"]
     assert list(dict.fromkeys(row["pass"] for row in report.rows)) == kinds

@@ -17,8 +17,9 @@ from speq.experts.pack import pack
 from speq.files.alignment import ALIGNMENT
 from speq.measure import link
 from speq.models.opened import open_model
-from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Priority
+from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
 
@@ -139,7 +140,9 @@ def test_the_first_fetch_is_the_median_of_lone_ones(
 def test_transfer_rows(tiny: Folder, packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "transfer.json"
     settings = transfer.Settings(readers=[1, 2], sizes=["4KiB", "8KiB"], volume="64KiB", rounds=2)
-    report = transfer.run([str(tiny("olmoe")), str(packed)], settings, target, force=False)
+    told = Told()
+    report = transfer.run([str(tiny("olmoe")), str(packed)], settings, target, False, told)
+    assert told.steps("reading") == 2
     kinds = [
         (row["store"], row["readers"], row["kind"], row["request_bytes"]) for row in report.rows
     ]
@@ -204,7 +207,9 @@ def test_an_empty_file_is_not_cached(tmp_path: Path) -> None:
 def test_prefill_rows(packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "prefill.json"
     settings = prefill.Settings(["1200KiB", "8MiB"], 40, None, 1, "auto", reader_threads=2)
-    report = prefill.run(str(packed), settings, target, force=False)
+    told = Told()
+    report = prefill.run(str(packed), settings, target, False, told)
+    assert told.steps("running prompts") == 2
     assert [row["budget"] for row in report.rows] == ["1200KiB", "8MiB"]
     assert json.loads(target.read_text())["rows"] == report.rows
     generator = Generator.from_pretrained(packed, "8MiB", draft="none")

@@ -20,6 +20,7 @@ from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.stats import Event, RunStats, StepStats
 from tests.helpers.paths import ROUTES
+from tests.helpers.told import Told
 from tests.helpers.traces import DRAFTED
 
 Folder = Callable[[str], Path]
@@ -161,7 +162,10 @@ def test_hit_rate_of_a_model(
         two_prompts, routes=tmp_path / "trace.json", beside=str(packed), beside_budget="64MiB"
     )
     target = tmp_path / "hit-rate.json"
-    report = hit_rate.run(model, settings, target, force=False)
+    told = Told()
+    report = hit_rate.run(model, settings, target, False, told)
+    assert told.steps("replaying routes") == len(report.rows)
+    assert not told.unfinished
     written = json.loads(target.read_text())
     assert written["rows"] == report.rows
     assert written["bench"] == "hit-rate"
@@ -340,7 +344,9 @@ def test_schedule_of_a_model(
     # Small experts: what a pass needs beside them is more than their own share.
     settings = schedule_settings(two_prompts, fractions="8", rounds=1)
     monkeypatch.setattr(schedule, "ALL", 12.0)
-    report = schedule.run(str(tiny("qwen3_moe")), settings, target, force=False)
+    told = Told()
+    report = schedule.run(str(tiny("qwen3_moe")), settings, target, False, told)
+    assert told.steps("measuring systems") == 4
     assert json.loads(target.read_text())["rows"] == report.rows
     assert [(row["fraction"], row["system"]) for row in report.rows] == [
         (12.0, "resident"),

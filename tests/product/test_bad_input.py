@@ -611,7 +611,7 @@ def test_the_command_plans_for_its_prompt(tiny: Folder, command: Command) -> Non
     assert "memory budget 100 KiB is too small for a context of 100 tokens" in sentence
     match = re.search(r"the smallest workable budget is (\d+) bytes", sentence)
     assert match is not None
-    ended = command("generate", *given, "--memory-budget", match[1])
+    ended = command("generate", *given, "--memory-budget", match[1], "--echo")
     assert ended.code == 0
     assert ended.out.startswith("hello")
     short = command("generate", *given, "--memory-budget", int(match[1]) - 1)

@@ -35,7 +35,7 @@ from speq.quantizing.lanes import Lanes
 from speq.quantizing.quantizer import Source, quantize
 from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import QuantizeSettings
-from speq.units import parse_bytes
+from speq.units import Progress, parse_bytes
 from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
@@ -62,7 +62,7 @@ def quantise_to(
     settings: QuantizeSettings = SETTINGS,
     budget: int = AMPLE,
     tokens: Tensor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> QuantizeReport:
     opened = open_model(model)
     try:
@@ -240,9 +240,14 @@ def test_the_folder_is_a_gptq_checkpoint(
 ) -> None:
     settings = replace(SETTINGS, group_size=group_size, column_order=order)
     source, out = tiny("deepseek_v2"), tmp_path / "out"
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     quantise_to(out, source, settings, progress=lambda *so_far: told.append(so_far))
-    assert told == [(done, 16) for done in range(1, 17)]
+    experts = [so_far for so_far in told if so_far[0] == "quantising experts"]
+    assert experts == [("quantising experts", done, 16) for done in range(1, 17)]
+    for layer in (1, 2, 3):
+        windows = [so_far[1:] for so_far in told if so_far[0] == f"running layer {layer} of 3"]
+        assert windows == [(done, len(windows) - 1) for done in range(len(windows))]
+        assert len(windows) > 2
     config = json.loads((out / "config.json").read_text())
     quantization = config.pop("quantization_config")
     assert config == json.loads((source / "config.json").read_text())
@@ -578,8 +583,8 @@ def test_folders_that_are_taken(small: Path, tmp_path: Path) -> None:
 def interrupted(model: Path, out: Path, settings: QuantizeSettings = SETTINGS) -> None:
     """A run that ended before its second layer."""
 
-    def enough(done: int, total: int) -> None:
-        if done > total // 2:
+    def enough(what: str, done: int, total: int) -> None:
+        if what == "quantising experts" and done > total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -16,6 +16,7 @@ from speq.measure.routes import distinct_points
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.stats import StepStats
+from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
 KEY = ProfileKey("weights", "cpu: some", 1 << 20, "1")
@@ -97,6 +98,23 @@ def test_distinct_points_by_hand() -> None:
     # Windows of one token, and of two: {0, 1}, {2, 3, 4, 5} and {0, 1, 2}.
     assert distinct_points(routes, 8) == ((1.0, 2.0), (2.0, 3.0))
     assert distinct_points([[]], 8) == ()
+
+
+def test_every_phase_is_told_of(
+    tiny_bfloat16: Folder, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(tune, "LAYER_BYTES", 1 << 18)
+    told = Told()
+    settings = tune.Settings(BUDGET, prompts, 1, 40, {"device": "cpu"})
+    tune.tune(str(tiny_bfloat16("qwen2_moe")), settings, told)
+    assert told.steps("timing kernels of each codec") == 3
+    assert told.steps("timing what encodes") == 2
+    assert told.steps("measuring reads of experts") >= 4
+    cycles = [call[1:] for call in told.calls if call[0] == "measuring drafts and verifications"]
+    assert (cycles[0], cycles[-1]) == ((0, 40), (40, 40))
+    assert cycles == sorted(cycles)
+    assert not told.unfinished
 
 
 def test_a_profile_is_measured_kept_and_gone_by(
