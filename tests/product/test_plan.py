@@ -499,7 +499,9 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("the network is down\nand more")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(SpeqError, match=r"'some/model' .* the hub: the network is down$"):
+    with pytest.raises(
+        SpeqError, match=r"'some/model' .* the hub: the network is down; check the name, .*"
+    ):
         run("some/model", "--memory-budget", "16GiB")
 
 

@@ -297,7 +297,7 @@ def test_the_folder_is_a_gptq_checkpoint(
 
 
 def test_decodable_codes_tell_the_exact_words(
-    small: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     """All but their low bytes, of a model in bfloat16; a run that was interrupted comes to the same
     bytes, and codes that are free to other ones."""
@@ -328,7 +328,7 @@ def test_decodable_codes_tell_the_exact_words(
     residual = report.residuals["residual"]
     assert (residual.weights, residual.exceptions) == (count, 0)
     assert report.residuals["rounding_residual"].exceptions == 0
-    interrupted(small, again, monkeypatch, settings)
+    interrupted(small, again, settings)
     quantise_to(again, small, settings)
     assert contents(again) == contents(out)
     shards = [name for name in contents(out) if name.startswith("model-00001")]
