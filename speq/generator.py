@@ -19,10 +19,11 @@ from speq.load import check_context, load
 from speq.models.opened import open_model
 from speq.options.declared import build
 from speq.options.typed import RunOptions, SamplingOptions
-from speq.prompts import Prompt, PromptEncoder
 from speq.runtime import Runtime
 from speq.stats import RunStats
-from speq.text import TextStream, load_tokenizer
+from speq.text.prompts import Prompt, PromptEncoder
+from speq.text.stream import TextStream
+from speq.text.tokenizer import load_tokenizer
 from speq.units import Progress
 
 # Tokens as they come; at the end, the request and what was measured.

@@ -13,7 +13,7 @@ from speq.errors import SpeqError
 from speq.files.checkpoint import locate
 from speq.generator import Generator
 from speq.measure.runs import runs_of
-from speq.text import load_tokenizer, tokens_of
+from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress
 
 # Tokens that warm the slots before texts are measured.

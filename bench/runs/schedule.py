@@ -23,7 +23,7 @@ from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.stats import RunStats, ratio
-from speq.text import load_tokenizer, tokens_of
+from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress, format_bytes, tracked
 
 # Name in the table: eviction, prefetching.

@@ -15,7 +15,7 @@ from speq.options.kinds import File, Switch
 
 if TYPE_CHECKING:
     from speq.generator import Generator
-    from speq.prompts import Prompt
+    from speq.text.prompts import Prompt
     from speq.units import Progress
 
 PRINTED = Path("-")

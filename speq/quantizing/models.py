@@ -22,7 +22,7 @@ from speq.quantizing.quantizer import Source
 from speq.quantizing.quantizer import quantize as write_gptq
 from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
-from speq.text import load_tokenizer, tokens_of
+from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress, no_progress
 from speq.version import __version__
 

@@ -29,7 +29,7 @@ from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.scheduler.expert_cache import ExpertCache
 from speq.stats import RunStats
-from speq.text import tokens_of
+from speq.text.tokenizer import tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]
@@ -201,7 +201,7 @@ def test_a_first_prompt_is_tokenised_once(tiny: Folder, monkeypatch: pytest.Monk
         asked.append(text)
         return tokens_of(tokenizer, text, **options)
 
-    monkeypatch.setattr("speq.prompts.tokens_of", counted)
+    monkeypatch.setattr("speq.text.prompts.tokens_of", counted)
     generator = Generator.from_pretrained(tiny("qwen2_moe"), "2MiB", first_request=("hello", 4))
     first = generator.generate("hello", max_new_tokens=4).token_ids
     assert asked == ["hello"]

@@ -33,7 +33,7 @@ from speq.planning.settle import Settled, settle
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial
 from speq.planning.ways import ways_of
-from speq.text import load_tokenizer, tokens_of
+from speq.text.tokenizer import load_tokenizer, tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 BUDGET_BYTES = 5 << 19

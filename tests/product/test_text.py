@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speq.text import TextStream
+from speq.text.stream import TextStream
 from tests.helpers.paths import BUNDLED
 from tests.helpers.tiny_models import VOCAB, write_tokenizer
 

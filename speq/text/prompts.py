@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.text import tokens_of
+from speq.text.tokenizer import tokens_of
 
 Message = Mapping[str, str]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].

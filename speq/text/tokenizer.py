@@ -1,0 +1,82 @@
+"""A model's tokenizer, loaded from its checked files; and the token ids of a text."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from speq.errors import SpeqError
+from speq.files.json_file import read_json
+from speq.files.regular_file import check_folder
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Some times the largest in use; a template is a page of text.
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+MAX_BYTES = {
+    "*.json": 256 << 20,
+    "*.model": 256 << 20,
+    "*.txt": 256 << 20,
+    "*.jinja": MAX_TEMPLATE_CHARACTERS,
+    "chat_template.json": MAX_TEMPLATE_CHARACTERS,
+    TOKENIZER_CONFIG: 16 << 20,
+    "special_tokens_map.json": 16 << 20,
+    "added_tokens.json": 16 << 20,
+}
+TOKENIZER_AGAIN = "download its tokenizer files again, all of them"
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer in a model folder. Raises SpeqError where it is absent or of no use."""
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise SpeqError(
+            f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); {TOKENIZER_AGAIN}"
+        )
+    check_folder(path, MAX_BYTES)
+    if (path / TOKENIZER_CONFIG).exists():
+        check_tokenizer_config(path / TOKENIZER_CONFIG)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+        # Some damage shows only when it is used.
+        tokenizer.decode(tokens_of(tokenizer, "a b"), skip_special_tokens=True)
+    except Exception as error:  # tokenizers raise many kinds for a bad file
+        raise SpeqError(
+            f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}; "
+            f"{TOKENIZER_AGAIN}"
+        ) from error
+    return tokenizer
+
+
+def check_tokenizer_config(path: Path) -> None:
+    """Raise SpeqError for values that a tokenizer takes and stumbles over later."""
+    config = read_json(path)
+    length = config.get("model_max_length")
+    if isinstance(length, bool) or not (length is None or isinstance(length, int | float)):
+        raise SpeqError(
+            f"{path} has model_max_length {length!r:.40}; it must be a number: download it again"
+        )
+    templates = config.get("chat_template") or []
+    for named in templates if isinstance(templates, list) else [templates]:
+        template = named.get("template") if isinstance(named, dict) else named
+        if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARACTERS:
+            found = f"of {len(template)} characters" if isinstance(template, str) else "of no text"
+            raise SpeqError(
+                f"{path} has a chat_template {found}; it must be a text of at most "
+                f"{MAX_TEMPLATE_CHARACTERS}: download it again"
+            )
+
+
+def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. Raises SpeqError where it is none, such as bytes that were not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpeqError(
+            f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
+            "Unicode text; give text that was decoded from UTF-8"
+        ) from error
+    # Without its warning of texts beyond the model's context: these are refused in our own words.
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    return list(encoded["input_ids"])
