@@ -87,6 +87,10 @@ def writing(path: Path, remedy: str = ANOTHER_PLACE) -> Iterator[None]:
         yield
     except OSError as error:
         raise SpeqError(f"{path} cannot be written: {error.strerror}; {remedy}") from error
+    except ValueError as error:  # a path that no file can have
+        if isinstance(error, SpeqError):
+            raise
+        raise SpeqError(f"{path} cannot be written: {error}; {remedy}") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -105,7 +109,10 @@ def check_target(path: Path | None, force: bool) -> None:
     exists = os.path.exists(path)  # asked of the link itself: /dev/stdout leads to no path
     if exists:
         check_regular(path, "choose another name")
-    target = Path(os.path.realpath(path))
+    try:
+        target = Path(os.path.realpath(path))
+    except ValueError as error:  # a path that no file can have
+        raise SpeqError(f"{path} cannot be written: {error}; choose another name") from error
     folder = next(parent for parent in target.parents if os.path.exists(parent))
     if os.path.isdir(target) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise SpeqError(f"{path} cannot be written; choose a file in a folder of yours")

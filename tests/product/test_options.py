@@ -30,9 +30,8 @@ from speq.options.declared import Option, build, declared, split
 from speq.options.kinds import Choice, File, Number, Rate, Several, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
+from tests.helpers.paths import ROOT
 from tools.options import TYPED, annotation, option_table, typed_module, written
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True)
