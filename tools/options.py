@@ -171,7 +171,8 @@ def _default(option: Declared) -> str:
     if option.name == "reader_threads":
         return "2 to 4, by cores"
     shown = option.shown(option.default)
-    return "" if shown in (None, False, []) else f"`{shown}`"
+    # 0 is a default to be told, though it equals False.
+    return "" if shown is None or shown is False or shown == [] else f"`{shown}`"
 
 
 def written() -> Iterator[tuple[Path, str]]:
