@@ -32,6 +32,9 @@ class Registry:
             for name, (thing, summary) in entries.items()
         }
 
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r})"
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
