@@ -14,7 +14,7 @@ from speq.bench.paper import codec_costs
 from speq.bench.paper.candidates import candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
 from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, figure, rows_of
-from speq.bench.replay.recording import Recording
+from speq.bench.paper.recording import Recording
 from speq.bench.settings import EqualMemorySettings as Settings
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target

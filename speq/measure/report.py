@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from speq import __version__
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target, write_whole
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.machine import describe_machine
+from speq.version import __version__
 
 # Rows that stand side by side where a table is wider than the terminal.
 SIDE_BY_SIDE = 3

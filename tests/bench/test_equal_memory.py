@@ -18,7 +18,7 @@ from speq.bench.paper.candidates import (
     choose,
 )
 from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
-from speq.bench.replay.recording import COUNTED, TRIAL, Recording, first_step, outcome_of
+from speq.bench.paper.recording import COUNTED, TRIAL, Recording, first_step, outcome_of
 from speq.bench.replay.replay import Times
 from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.stats import RunStats, StepStats

@@ -14,7 +14,7 @@ from speq import SpeqError
 from speq.bench.paper import codec_costs
 from speq.bench.paper.candidates import Candidate, Outcome, candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
-from speq.bench.replay.recording import Recording
+from speq.bench.paper.recording import Recording
 from speq.bench.runs.schedule import budget_for
 from speq.experts.pack import pack
 from speq.models.opened import open_model
