@@ -240,9 +240,15 @@ class Generator:
     def with_draft_length(self, draft_length: int) -> Iterator[None]:
         """Draft so many tokens in every step of this block, whatever the governor would choose.
 
-        0 decodes plainly and keeps the draft in memory. Raises SpeqError for nonsense.
+        0 decodes plainly and keeps the draft in memory. Raises SpeqError for nonsense, and where
+        nobody drafts.
         """
         checked_int("draft_length", draft_length, 0, MAX_DRAFT_LENGTH)
+        if draft_length and not self._runtime.holding.drafts:
+            raise SpeqError(
+                f"draft_length is {draft_length} and this run has no draft; load the model with a "
+                "budget that holds one, or give draft_length 0"
+            )
         before, self._draft_length = self._draft_length, draft_length
         try:
             yield

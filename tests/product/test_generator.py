@@ -380,6 +380,12 @@ def test_a_draft_length_for_a_while(tiny: Folder, plain_small: Any) -> None:
             pytest.fail("nonsense was accepted")
     finally:
         generator.close()
+    plain = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY, draft="none")
+    try:
+        with pytest.raises(SpeqError, match="this run has no draft"), plain.with_draft_length(1):
+            pytest.fail("there is nobody to draft")
+    finally:
+        plain.close()
 
 
 def test_an_end_of_text_ends(small: Subject) -> None:
