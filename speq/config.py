@@ -19,7 +19,12 @@ MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
 
 # Options that commands have without the rest of a run's.
 Model = Annotated[
-    str, Option("Model folder or hub id.", Text("a folder or a hub id", path=True), argument=True)
+    str,
+    Option(
+        "Model folder, or hub id, with @REVISION behind it for a certain one.",
+        Text("a folder or a hub id", path=True),
+        argument=True,
+    ),
 ]
 MemoryBudget = Annotated[int, Option("Memory for everything on the device, such as 8GiB.", Size())]
 Device = Annotated[str, Option("Where to compute.", Choice(DEVICES))]

@@ -1,6 +1,8 @@
 """A model folder: config.json and safetensors shards, checked before a model is built from it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
     """
     name = str(model)
     path = Path(os.path.expanduser(name))
-    if name and os.path.isdir(path):
+    if not name:
+        raise SpeqError(f"{what} is empty; give {instead}a folder or a hub id")
+    if os.path.isdir(path):
         if os.path.exists(path / EXPERTS_JOURNAL):
             raise SpeqError(
                 f"{what} {name!r} was not packed to the end; run the same `speq pack` again, which "
@@ -45,7 +49,7 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
                 "which goes on from there"
             )
         return path
-    if name and os.path.exists(path):
+    if os.path.exists(path):
         raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise SpeqError(
@@ -54,14 +58,9 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except Exception as error:  # the hub client's errors have no common base
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SpeqError(
-            f"{what} {name!r} is neither a folder here nor to be had from the hub: {reason}; "
-            f"{FROM_THE_HUB}"
-        ) from error
+    repository, revision = _of_hub(name)
+    with _hub(f"{what} {name!r} is neither a folder here nor to be had from the hub"):
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_PATTERNS))
 
 
 def locate_config(model: str | Path) -> Path:
@@ -70,18 +69,31 @@ def locate_config(model: str | Path) -> Path:
     """
     name = str(model)
     path = Path(os.path.expanduser(name))
-    if name and (os.path.exists(path) or name.startswith(("/", ".", "~")) or name.count("/") != 1):
+    if os.path.exists(path) or name.startswith(("/", ".", "~")) or name.count("/") != 1:
         return locate(model)
     from huggingface_hub import hf_hub_download
 
+    repository, revision = _of_hub(name)
+    with _hub(
+        f"model {name!r} is neither a folder here nor is its config.json to be had from the hub"
+    ):
+        return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+
+
+def _of_hub(name: str) -> tuple[str, str | None]:
+    """A hub id, and the branch, tag or commit that may stand behind an `@`."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
+@contextmanager
+def _hub(failed: str) -> Iterator[None]:
+    """Errors of a download as one sentence: `failed`, the reason, and what to do."""
     try:
-        return Path(hf_hub_download(name, "config.json")).parent
+        yield
     except Exception as error:  # the hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SpeqError(
-            f"model {name!r} is neither a folder here nor is its config.json to be had from the "
-            f"hub: {reason}; {FROM_THE_HUB}"
-        ) from error
+        raise SpeqError(f"{failed}: {reason}; {FROM_THE_HUB}") from error
 
 
 def has_weights(path: Path) -> bool:

@@ -170,6 +170,7 @@ def measured_cycles(
         lengths = DRAFT_LENGTHS if runtime.draft_bank is not None else DRAFT_LENGTHS[:1]
         return min(lengths, key=lambda k: (len(cycles[k]), k))
 
+    tell("measuring drafts and verifications", done, total)
     for step in steps_of(generator, prompts, max_new_tokens, fewest_cycles):
         cycles[step.draft_length].append(step)
         used = runtime.engine.lookahead.used

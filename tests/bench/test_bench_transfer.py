@@ -103,7 +103,7 @@ def test_the_link_by_size_ends_with_an_experts_own(
     monkeypatch.setattr(
         link, "expert_reads", lambda store, _, readers, volume, **__: link.Sample(volume, 1, 0.5)
     )
-    points = link.link_by_size(opened, opened.store, 2)
+    points = link.link_by_size(opened.store, 2)
     expert = (float(record_bytes), 2.0 * link.LINK_BYTES)
     assert points == ((4096.0, 8192.0), (8192.0, 16384.0), expert)
     assert link.link_bytes_per_s(opened.store, 2, volume=500) == 1000.0

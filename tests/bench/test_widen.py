@@ -122,10 +122,10 @@ class Usage(NamedTuple):
         ({"hidden_size": 500}, "hidden_size is 500; it must be a multiple of the source's 256"),
         ({"hidden_size": 128}, "hidden_size is 128; it must be at least 256"),
         ({"expert_width": 100}, "expert_width is 100; it must be a multiple of the source's 64"),
-        ({"noise": -1.0}, "noise is -1.0; it must be 0 or more"),
-        ({"noise": float("nan")}, "noise is nan; it must be 0 or more"),
+        ({"noise": -1.0}, "noise is -1.0; it must be from 0 to"),
+        ({"noise": float("nan")}, "noise is nan; it must be from 0 to"),
         ({"heads": "drop"}, "heads is 'drop'; it must be one of copy, keep"),
-        ({"seed": -1}, "seed is -1; it must be at least 0"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to"),
     ],
 )
 def test_nonsense_is_refused(

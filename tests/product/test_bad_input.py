@@ -534,7 +534,7 @@ def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
         (file, "model '.*/file' is a file; give the folder that holds config.json"),
         (file / "below", "does not exist"),
         (tmp_path, r"config\.json cannot be read: No such file or directory; give the folder of"),
-        ("", "model folder '' does not exist"),
+        ("", "model is empty; give a folder or a hub id"),
         ("nope", "model folder 'nope' does not exist"),
         ("~nobody-at-all/model", "does not exist"),
         ("x" * 5000, "does not exist"),

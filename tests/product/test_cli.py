@@ -173,10 +173,10 @@ def test_generate_echoes_the_prompt_where_asked_and_is_quiet(
     def told(*args: Any, **kwargs: Any) -> Any:
         logging.getLogger("speq").info("something")
         logging.getLogger("speq").error("something worse")
-        return from_pretrained(*args, **kwargs)
+        return load(*args, **kwargs)
 
-    from_pretrained = Generator.from_pretrained
-    monkeypatch.setattr(Generator, "from_pretrained", told)
+    load = Generator.load
+    monkeypatch.setattr(Generator, "load", told)
     written = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
@@ -219,7 +219,8 @@ def test_generate_takes_a_prompt_from_a_file_or_standard_input(
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("hello\n")
-    model, rest = tiny("qwen2_moe"), ("--memory-budget", "2MiB", "--max-new-tokens", 6, "--json")
+    model = tiny("qwen2_moe")
+    rest = ("--memory-budget", "2MiB", "--max-new-tokens", 6, "--json", "-")
     ids = []
     for given in (("--prompt", "hello"), ("--prompt-file", file), ("--prompt", "-")):
         ended = command("generate", "--model", model, *given, *rest, stdin="hello\n")
@@ -233,7 +234,7 @@ def test_generate_takes_a_prompt_from_a_file_or_standard_input(
         ((), "give one of --prompt and --prompt-file; neither was given"),
         (("--prompt", "a", "--prompt-file", "b"), "give one of --prompt and --prompt-file; both"),
         (("--prompt-file", "{tmp}/none"), "none cannot be read: No such file or directory; give"),
-        (("--prompt-file", "{tmp}"), "cannot be read: Is a directory; give a text file"),
+        (("--prompt-file", "{tmp}"), "a folder; give a text file"),
         (("--prompt-file", "{tmp}/latin"), "latin is not in UTF-8 (byte 1); convert it"),
         (("--prompt-file", "{tmp}/empty"), "the prompt is empty; give at least one token"),
         (("--prompt", "-"), "the prompt is empty; give at least one token"),
@@ -278,7 +279,7 @@ def test_generate_penalises_and_leaves_out_the_unlikely(command: Command, tiny: 
     ]
     ended = command(
         "generate", "--model", model, "--prompt", "hello", "--memory-budget", "2MiB",
-        "--max-new-tokens", 12, "--ignore-eos", "--json", *given,
+        "--max-new-tokens", 12, "--ignore-eos", "--json", "-", *given,
     )  # fmt: skip
     assert ended.code == 0, ended.err
     wanted = drawn_tokens(load_plain(model), ids_of(model, "hello"), 12, SamplingParams(**options))
@@ -399,7 +400,7 @@ def test_chat_ends_with_its_input(bundled: Path, oracle: Oracle) -> None:
     assert ended.returncode == 0, ended.stderr.decode()
     assert ended.stdout.decode() == f"{first}\n{second}\n"
     opening, commands, *figures = ended.stderr.decode().splitlines()[-4:]
-    assert opening == f"{bundled} within 40MiB, context 2048 tokens"
+    assert opening == f"{bundled} within 40 MiB, context 2048 tokens"
     assert commands == "/help lists commands; Ctrl-C ends an answer; Ctrl-D or /quit leaves"
     assert all(re.match(r"\[\d+ tokens, [\d.]+ ms each", line) for line in figures)
     assert b"Traceback" not in ended.stderr

@@ -23,7 +23,7 @@ from speq import Generator, SpeqError, Token
 from speq.config import SamplingParams
 from speq.decode.sequence import Sequence
 from speq.experts.expert_store import SafetensorsExpertStore
-from speq.kernels import ops
+from speq.experts.slots import SlotExperts
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -498,7 +498,7 @@ def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) 
     [
         (MoEModel, "forward", {"prefill", "draft", "verify"}),
         (SafetensorsExpertStore, "read", {"prefill", "decode"}),
-        (ops, "moe_grouped", {"prefill", "decode"}),
+        (SlotExperts, "run", {"prefill", "decode"}),
         (DraftExperts, "__call__", {"decode"}),
         (ExpertCache, "claim", {"prefill", "decode"}),
         (ExpertCache, "publish", {"prefill", "decode"}),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speq import Generator, SpeqError
+from speq import load as loading
 from speq.config import RunConfig
 from speq.drafts import draft_source
 from speq.drafts.gptq_folder import GptqFolder
@@ -328,7 +329,7 @@ def test_the_plan_knows_what_the_draft_takes(small: Path, tmp_path: Path) -> Non
     }.items():
         write_gptq(tmp_path / name, small, packing)
         config = RunConfig.of(BUDGET, draft=tmp_path / name)
-        runtime = Runtime(open_model(small), config)
+        runtime = Runtime(loading.load(open_model(small), config))
         assert runtime.draft_bank is not None
         taken[name] = runtime.plan.items["draft"]
         runtime.close()
@@ -379,14 +380,15 @@ def test_a_draft_from_the_hub(
     write_gptq(tmp_path / "snapshot", tiny("olmoe"), Packing())
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(name)
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
         assert {"*.json", "*.safetensors"} <= set(allow_patterns)
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    tokens, _ = generated(tiny("olmoe"), "somebody/olmoe-gptq")
-    assert asked == ["somebody/olmoe-gptq"]
+    generated(tiny("olmoe"), "somebody/olmoe-gptq")
+    tokens, _ = generated(tiny("olmoe"), "somebody/olmoe-gptq@v1.2")
+    assert asked == [("somebody/olmoe-gptq", None), ("somebody/olmoe-gptq", "v1.2")]
     assert tokens == greedy_tokens(load_plain(tiny("olmoe")), PROMPT_IDS, 24)
 
 
@@ -668,7 +670,7 @@ def test_refused_before_weights_are_loaded_and_without_room(
     for budget in (BUDGET, "600KiB"):
         config = RunConfig.of(budget, draft=draft)
         with pytest.raises(SpeqError, match=REFUSALS[damage][1]):
-            Runtime(open_model(tiny("qwen3_moe")), config)
+            Runtime(loading.load(open_model(tiny("qwen3_moe")), config))
 
 
 def test_up_before_gate(small: Path, tmp_path: Path) -> None:

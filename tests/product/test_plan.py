@@ -495,7 +495,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
 def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def refuse(*_: object) -> str:
+    def refuse(*_: object, **__: object) -> str:
         raise OSError("the network is down\nand more")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
@@ -508,16 +508,17 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_a_config_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str, str | None]] = []
 
-    def download(name: str, file: str) -> str:
-        asked.append((name, file))
+    def download(name: str, file: str, revision: str | None) -> str:
+        asked.append((name, file, revision))
         return str(QWEN / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", *JSON))
     assert found["model"] == "Qwen/x"
-    assert asked == [("Qwen/x", "config.json")]
+    run("Qwen/x@main", "--memory-budget", "16GiB", "--preset", "rtx-4090")
+    assert asked == [("Qwen/x", "config.json", None), ("Qwen/x", "config.json", "main")]
 
 
 def test_rates() -> None:

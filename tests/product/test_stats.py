@@ -350,7 +350,6 @@ def test_summary_of_a_run() -> None:
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []
     assert figures.pop("codec") == "raw"
-    assert figures.pop("representations") == []
     assert figures.pop("planned") is None
     assert figures == pytest.approx(expected)
 

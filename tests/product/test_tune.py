@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 from speq import SpeqError, __version__
 from speq.cli import app
 from speq.governor.profile import Profile, ProfileKey
-from speq.measure import tune
+from speq.measure import codec_speed, link, tune
 from speq.measure.routes import distinct_points
+from speq.measure.settings import TuneSettings
 from speq.models.opened import open_model
+from speq.options.declared import build
 from speq.planning import profiles
 from speq.stats import StepStats
 from tests.helpers.told import Told
@@ -103,16 +105,18 @@ def test_distinct_points_by_hand() -> None:
 def test_every_phase_is_told_of(
     tiny_bfloat16: Folder, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "LINK_BYTES", 1 << 20)
-    monkeypatch.setattr(tune, "LAYER_BYTES", 1 << 18)
+    monkeypatch.setattr(link, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(link, "READ_SIZES", (4096, 8192, 1 << 30))
+    monkeypatch.setattr(codec_speed, "LAYER_BYTES", 1 << 18)
     told = Told()
-    settings = tune.Settings(BUDGET, prompts, 1, 40, {"device": "cpu"})
-    tune.tune(str(tiny_bfloat16("qwen2_moe")), settings, told)
+    given = {"memory_budget": BUDGET, "prompts": prompts, "num_prompts": 1, "max_new_tokens": 40}
+    settings = build(TuneSettings, given | {"device": "cpu"})
+    tune.measured(tiny_bfloat16("qwen2_moe"), settings, told)
     assert told.steps("timing kernels of each codec") == 3
     assert told.steps("timing what encodes") == 2
-    assert told.steps("measuring reads of experts") >= 4
+    assert told.steps("measuring the link") == 2
     cycles = [call[1:] for call in told.calls if call[0] == "measuring drafts and verifications"]
-    assert (cycles[0], cycles[-1]) == ((0, 40), (40, 40))
+    assert (cycles[0], cycles[-1]) == ((0, 39), (39, 39))
     assert cycles == sorted(cycles)
     assert not told.unfinished
 
