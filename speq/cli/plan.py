@@ -73,7 +73,7 @@ def findings(made: "BudgetPlan") -> list[str]:
     """What the tables do not say."""
     assumed = made.assumptions
     lines = [f"best: {made.reason}"]
-    lines += [f"{name} is left out: {reason}" for name, reason in made.left_out.items()]
+    lines += [f"left out: {name}, {reason}" for name, reason in made.left_out.items()]
     lines.append(
         f"were routes independent, the worst there can be: {made.worst.partition(' (')[0]}"
     )

@@ -15,6 +15,7 @@ from speq.planning.fitting import fitted, least_refusal
 from speq.planning.memory import MemoryPlan
 from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
+from speq.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,9 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
     words_bytes = subject.codec.shape.nbytes
     ways = [assumptions.priced(way, words_bytes, budget.on_cpu) for way in ways]
     fitting, refused = fitted(subject, ways, budget)
-    left_out |= {way.name: str(error) for way, error in refused}
+    left_out |= {
+        way.name: f"takes {format_bytes(error.needed_bytes)} at the least" for way, error in refused
+    }
     if not fitting:
         raise least_refusal(refused)
     holdings = [holding for holding, _ in fitting]

@@ -3,21 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from speq.errors import SpeqError
 from speq.experts.codec import codec_of
 from speq.files.alignment import aligned
 from speq.governor.holding import Holding
 from speq.planning import memory
 from speq.planning.demand import Budget, demand_of
-from speq.planning.memory import MemoryPlan
+from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.subject import Subject
 
 Fitting = tuple[Holding, MemoryPlan]
-Refusal = tuple[Holding, SpeqError]
+Refusal = tuple[Holding, BudgetTooSmall]
 
 
 def fit(subject: Subject, way: Holding, budget: Budget) -> Fitting:
-    """A way with its slots and memory. Raises SpeqError, item by item, where it does not fit."""
+    """A way with its slots and memory. Raises BudgetTooSmall, item by item."""
     made = memory.plan(demand_of(subject, way, budget), budget.budget_bytes, budget.context)
     return replace(way, slots=made.slots), made
 
@@ -31,14 +30,14 @@ def fitted(
     for way in ways:
         try:
             fitting.append(fit(subject, way, budget))
-        except SpeqError as error:
+        except BudgetTooSmall as error:
             refused.append((way, error))
     return fitting, refused
 
 
-def least_refusal(refused: Sequence[Refusal]) -> SpeqError:
+def least_refusal(refused: Sequence[Refusal]) -> BudgetTooSmall:
     """The refusal of the way that asks for least."""
-    return min(refused, key=lambda entry: entry[0].slot_bytes + entry[0].draft_bytes)[1]
+    return min((error for _, error in refused), key=lambda error: error.needed_bytes)
 
 
 def smallest(subject: Subject, way: Holding) -> Holding:

@@ -35,6 +35,14 @@ class Demand:
     workspace: Callable[[int, int], int]
 
 
+class BudgetTooSmall(SpeqError):
+    """needed_bytes: the smallest budget that would do for that context."""
+
+    def __init__(self, sentence: str, needed_bytes: int) -> None:
+        super().__init__(sentence)
+        self.needed_bytes = needed_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How a budget is spent. chunk: tokens of a prompt run at a time; context: tokens of KV."""
@@ -61,7 +69,7 @@ class MemoryPlan:
 def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     """Spend `budget` bytes on a context of so many tokens.
 
-    Raises SpeqError, item by item, where it leaves fewer than two slots.
+    Raises BudgetTooSmall, item by item, where it leaves fewer than two slots.
     """
     fewest = min(MIN_SLOTS, demand.num_experts)
     loading = demand.non_expert_bytes + demand.loading_bytes
@@ -86,10 +94,11 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     )
     if needed > sum(items.values()):
         listed += f", and loading in another dtype than the checkpoint's {format_bytes(loading)}"
-    raise SpeqError(
+    raise BudgetTooSmall(
         f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
         f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "
-        f"({format_bytes(needed)}), or less with a shorter context"
+        f"({format_bytes(needed)}), or less with a shorter context",
+        needed,
     )
 
 

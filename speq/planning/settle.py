@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
@@ -22,7 +21,7 @@ from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
 from speq.planning.fitting import Fitting, fit, fitted, least_refusal, smallest
-from speq.planning.memory import MemoryPlan
+from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial
 from speq.planning.ways import drafter_of, open_ways
@@ -218,7 +217,7 @@ def replan(subject: Subject, holding: Holding, budget: Budget) -> Fitting:
     """
     try:
         return fit(subject, holding, budget)
-    except SpeqError:
+    except BudgetTooSmall:
         if not holding.can_drop_draft:
             raise
         return fit(subject, replace(holding, drafter="none", draft_bytes=0), budget)

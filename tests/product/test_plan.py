@@ -442,6 +442,16 @@ def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
     assert found["assumptions"]["acceptance"] == pytest.approx(stood / tried)
 
 
+def test_a_way_that_does_not_fit_says_in_a_few_words_what_it_takes() -> None:
+    made = planned(QWEN, "8GiB")
+    assert {way.drafts for way in made.candidates} == {False}
+    assert made.left_out["raw with a draft"] == made.left_out["lossless with a draft"]
+    for name, reason in made.left_out.items():
+        [gib] = re.fullmatch(r"takes ([\d.]+) GiB at the least", reason).groups()  # type: ignore[union-attr]
+        roomy = planned(QWEN, f"{float(gib) + 0.1}GiB")
+        assert name in {way.name for way in roomy.candidates}
+
+
 def test_drafts_that_were_not_timed_are_left_out(tmp_path: Path) -> None:
     made = tmp_path / "profile.json"
     made.write_text(profile(draft_token_s=0.0).to_json())
