@@ -139,8 +139,9 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     wanted = wants_int4(config, store.codec)
     if config.draft == "none" and wanted:
         drafter_of(config)  # refuses one that has nothing to draft with
+        codec = store.codec.name if config.codec == "auto" else config.codec
         raise SpeqError(
-            "draft is none, and experts of codec residual are read over a draft's codes; leave "
+            f"draft is none, and experts of codec {codec} are read over a draft's codes; leave "
             "draft to be auto"
         )
     if config.draft in ("auto", "none") and not wanted:
