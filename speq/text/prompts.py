@@ -52,6 +52,8 @@ class PromptEncoder:
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not self.tokenizer.chat_template:
             raise SpeqError("the model has no chat template; give the prompt as text")
+        for message in messages:
+            check_message(message)
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
@@ -61,6 +63,19 @@ class PromptEncoder:
                 f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
             ) from error
         return tokens_of(self.tokenizer, text, add_special_tokens=False)
+
+
+def check_message(message: Message) -> None:
+    """Raise SpeqError for a message that templates would write as Python's own text, such as None.
+
+    Content that is absent or None stands beside tool calls; a list holds its parts.
+    """
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise SpeqError(f"a message has the role {shown(role)}; give a text such as 'user'")
+    parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+    if not isinstance(content, str) and not parts and not message.get("tool_calls"):
+        raise SpeqError(f"a message has the content {shown(content)}; give a text")
 
 
 def shown(value: Any) -> str:

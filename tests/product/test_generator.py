@@ -29,6 +29,7 @@ from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.scheduler.expert_cache import ExpertCache
 from speq.stats import RunStats
+from speq.text.prompts import check_message
 from speq.text.tokenizer import tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -173,6 +174,28 @@ def test_bad_prompts_are_refused(small: Subject, prompt: Any, message: str) -> N
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "user", "content": None}, "a message has the content None; give a text"),
+        ({"role": "user"}, "a message has the content None; give a text"),
+        ({"role": "user", "content": {}}, r"a message has the content \{\}; give a text"),
+        ({"role": "user", "content": ["hi"]}, r"a message has the content \['hi'\]; give a text"),
+        ({"role": [], "content": "hi"}, r"a message has the role \[\]; give a text such as 'user'"),
+        ({"role": "", "content": "hi"}, "a message has the role ''; give a text such as 'user'"),
+        ({"content": "hi"}, "a message has the role None; give a text such as 'user'"),
+    ],
+)
+def test_messages_that_say_nothing_are_refused(message: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpeqError, match=sentence):
+        check_message(message)
+
+
+def test_messages_may_have_parts_or_tool_calls() -> None:
+    check_message({"role": "user", "content": [{"type": "text", "text": "hi"}]})
+    check_message({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]})
+
+
 def test_a_first_request_is_checked_before_weights_are_loaded(
     tiny: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,11 +238,7 @@ def test_a_first_prompt_is_tokenised_once(tiny: Folder, monkeypatch: pytest.Monk
     "messages",
     [
         [{"role": "robot", "content": "hello"}],
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
-        [{"content": "hello"}],
         [{"role": "user", "content": "hello"}, {"role": "system", "content": "late"}],
-        [{}],
     ],
     ids=repr,
 )
