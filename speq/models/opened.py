@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_store import open_experts
 from speq.files.checkpoint import Checkpoint, locate
@@ -20,6 +22,13 @@ class Opened:
     family: Family
     shape: ModelShape
     store: ExpertStore
+
+    def loading_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that loading takes beside the weights it leaves: those stored in another dtype."""
+        names = self.family.names
+        tensors = self.checkpoint.tensors.items()
+        stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
+        return sum(info.nbytes for info in stored if info.dtype != dtype)
 
     def close(self) -> None:
         self.store.close()

@@ -9,10 +9,9 @@ import torch
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, RawCodec
-from speq.experts.expert_names import ExpertNames
 from speq.experts.int4 import Int4Layout
 from speq.files.alignment import ALIGNMENT
-from speq.files.checkpoint import Checkpoint, is_quantised
+from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
@@ -95,7 +94,7 @@ class Subject:
             published=store.published,
             draft=None if draft is None else _packable(draft),
             reading_bytes=store.reading_bytes,
-            loading_bytes=loading_bytes_of(opened.checkpoint, opened.family.names, computed),
+            loading_bytes=opened.loading_bytes(computed),
         )
 
     @property
@@ -121,13 +120,6 @@ class Subject:
             - shape.embedding_weights * self.dtype.itemsize,
             draft_token_bytes=self.num_layers * shape.top_k * self.draft_bytes // self.count,
         )
-
-
-def loading_bytes_of(checkpoint: Checkpoint, names: ExpertNames, dtype: torch.dtype) -> int:
-    """Memory that loading takes beside the weights it leaves: those stored in another dtype."""
-    tensors = checkpoint.tensors.items()
-    stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
-    return sum(info.nbytes for info in stored if info.dtype != dtype)
 
 
 def _packable(draft: Int4Layout) -> Int4Layout | None:

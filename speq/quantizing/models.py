@@ -18,7 +18,6 @@ from speq.models.opened import Opened, open_model
 from speq.options.declared import build, split
 from speq.options.typed import PackOptions, QuantizeOptions
 from speq.quantizing.calibration import calibration_of, read_texts, tokenised
-from speq.quantizing.quantizer import Source
 from speq.quantizing.quantizer import quantize as write_gptq
 from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
@@ -134,7 +133,7 @@ def quantized(
         out = conversion.out or gptq_beside(opened.checkpoint.path)
         budget = conversion.memory_budget or int(DEFAULT_SHARE * available_bytes())
         report = write_gptq(
-            Source(opened.checkpoint, opened.family, opened.shape, opened.store),
+            opened,
             calibration_of(tokens, settings),
             settings,
             out,

@@ -6,26 +6,22 @@ then each expert is read, quantised by the tokens that came to it, and its exact
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import (
-    ExpertStore,
     expert_slot,
     read_matrices,
 )
 from speq.files.atomic_file import writing
-from speq.files.checkpoint import Checkpoint
 from speq.layers.offloaded_experts import ExpertBank
 from speq.models import moe_model
-from speq.models.families import Family
 from speq.models.layerwise import LayerwiseModel
-from speq.models.shape import ModelShape
+from speq.models.opened import Opened
 from speq.quantizing import activations, expert
 from speq.quantizing.activations import FileRows, MemoryRows, Rows
 from speq.quantizing.calibration import Calibration
@@ -41,18 +37,8 @@ from speq.quantizing.text_score import TextScore
 from speq.units import Progress, tracked
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The exact model: its files, family, sizes and experts."""
-
-    checkpoint: Checkpoint
-    family: Family
-    shape: ModelShape
-    store: ExpertStore
-
-
 def quantize(
-    source: Source,
+    source: Opened,
     calibration: Calibration,
     settings: QuantizeSettings,
     out: Path,
@@ -80,7 +66,7 @@ def quantize(
         calibration = Calibration(calibration.calibration[:0], calibration.held_out)
     lanes = Lanes.of(calibration, rounds_too=settings.method != "rtn")
     dtype = source.store.codec.shape.dtype
-    loading = loading_bytes(source.checkpoint, layout.names, dtype)
+    loading = source.loading_bytes(dtype)
     plan = plan_of(source.shape, source.store, dtype, lanes, loading, memory_budget)
     with writing(out, "layers that are done are kept, the same command goes on from there"):
         folder = QuantizeFolder(
@@ -105,19 +91,13 @@ def quantize(
             return work.run(calibration, version, progress)
 
 
-def loading_bytes(checkpoint: Checkpoint, names: ExpertNames, dtype: torch.dtype) -> int:
-    """What loading holds beside the weights it leaves: those stored in another dtype."""
-    infos = [info for name, (_, info) in checkpoint.tensors.items() if not names.is_expert(name)]
-    return sum(info.nbytes for info in infos if info.dtype != dtype)
-
-
 class Quantizer:
     """One run. hidden: [R, H] float32, what enters the layer at hand; asked: what its experts are
     given, in the model's dtype."""
 
     def __init__(
         self,
-        source: Source,
+        source: Opened,
         settings: QuantizeSettings,
         lanes: Lanes,
         model: moe_model.MoEModel,

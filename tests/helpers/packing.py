@@ -1,7 +1,9 @@
 """Models packed by tests."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
@@ -29,3 +31,11 @@ def pack_to(
     finally:
         opened.close()
     return open_model(out)
+
+
+def without_checksums(packed: Path, **changes: Any) -> None:
+    """The manifest as an earlier version wrote it, with changes."""
+    path = packed / "experts.json"
+    entries = json.loads(path.read_text())
+    del entries["crc32"], entries["checksums"]
+    path.write_text(json.dumps(entries | changes))

@@ -36,7 +36,8 @@ from speq.planning.subject import Subject
 from speq.planning.trial import Trial
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.killed import killed_at
-from tests.helpers.packing import pack_to
+from tests.helpers.packing import pack_to, without_checksums
+from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import (
     FAMILIES,
     greedy_tokens,
@@ -44,8 +45,6 @@ from tests.helpers.tiny_models import (
     write_model,
     write_perturbed,
 )
-from tests.product.test_pack import without_checksums
-from tests.product.test_quantize import SETTINGS, quantise_to
 
 Folder = Callable[[str], Path]
 Matrices = tuple[Tensor, Tensor]

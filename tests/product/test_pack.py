@@ -27,7 +27,7 @@ from speq.models import moe_model
 from speq.models.opened import open_model
 from tests.helpers.damage import flip, last, line_of, lines, resized
 from tests.helpers.killed import killed_at
-from tests.helpers.packing import pack_to
+from tests.helpers.packing import pack_to, without_checksums
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -344,14 +344,6 @@ def test_every_tensor_is_compared(half_packed: Unfinished, tmp_path: Path) -> No
             checked(out)
         file.path.write_bytes(sound)
     checked(out)
-
-
-def without_checksums(packed: Path, **changes: Any) -> None:
-    """The manifest as an earlier version wrote it, with changes."""
-    path = packed / "experts.json"
-    entries = json.loads(path.read_text())
-    del entries["crc32"], entries["checksums"]
-    path.write_text(json.dumps(entries | changes))
 
 
 def test_a_pack_of_an_earlier_version_opens_and_says_so(

@@ -32,45 +32,17 @@ from speq.quantizing.activations import FileRows, MemoryRows
 from speq.quantizing.calibration import Calibration, calibration_of, read_texts, tokenised
 from speq.quantizing.fits import check_sizes, codes_for
 from speq.quantizing.lanes import Lanes
-from speq.quantizing.quantizer import Source, quantize
-from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import QuantizeSettings
-from speq.units import Progress, parse_bytes
+from speq.units import parse_bytes
 from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
+from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
 from tests.helpers.tiny_models import FAMILIES, load_plain, write_model
 from tests.helpers.window_words import told
 
 Folder = Callable[[str], Path]
-LENGTH = 48  # longer than the smallest sliding window
-# One group for all columns: it fits every family's odd widths.
-SETTINGS = QuantizeSettings(codes="free", group_size=-1, samples=8, sequence_length=LENGTH)
-AMPLE = 1 << 30
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-def text(windows: int = 11, seed: int = 0) -> Tensor:
-    """Tokens that every small model knows."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 250, (windows * LENGTH,), generator=generator)
-
-
-def quantise_to(
-    out: Path,
-    model: Path,
-    settings: QuantizeSettings = SETTINGS,
-    budget: int = AMPLE,
-    tokens: Tensor | None = None,
-    progress: Progress | None = None,
-) -> QuantizeReport:
-    opened = open_model(model)
-    try:
-        source = Source(opened.checkpoint, opened.family, opened.shape, opened.store)
-        calibration = calibration_of(text() if tokens is None else tokens, settings)
-        return quantize(source, calibration, settings, out, budget, "0", progress)
-    finally:
-        opened.close()
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -844,7 +816,7 @@ import re, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from tests.product.test_quantize import quantise_to
+from tests.helpers.quantising import quantise_to
 from speq.quantizing.settings import QuantizeSettings
 model, out, budget = sys.argv[1:]
 # Few tokens for most experts, which are then rounded: what they take is less, and sooner done.
