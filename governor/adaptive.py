@@ -95,7 +95,7 @@ class Credit:
 
     def saved(self, plain_s: float) -> float:
         """How full the credit is, from 0 to 1."""
-        return max(self.left_s, 0.0) / (self.most * plain_s)
+        return max(self.left_s, 0.0) / (self.most * plain_s) if plain_s else 0.0
 
 
 @dataclass(slots=True)
@@ -192,7 +192,8 @@ class AdaptiveDraftLength:
         if self._cold:
             # Slots held what the prompt left in them. Only the first cycle is like that.
             self._cold = False
-            self._first_plain = max(self._first_plain - 1, 0)
+            # One plain cycle at least is learnt, however short requests are: all else is relative.
+            self._first_plain = max(self._first_plain - 1, min(self._first_plain, 1))
             return
         self.model.observe(step)
         length, like_s = step.draft_length, cycle_s

@@ -2,7 +2,7 @@
 weighed and settled on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speq.governor.roofline import Cycle
 
@@ -46,6 +46,11 @@ class Holding:
     def can_drop_draft(self) -> bool:
         """Whether the INT4 copy only drafts, so that a run goes on without it."""
         return self.draft_bytes > 0 and not self.needs_draft
+
+    @property
+    def without_draft(self) -> "Holding":
+        """The same without the INT4 copy: nobody drafts."""
+        return replace(self, drafter="none", draft_bytes=0)
 
     @property
     def name(self) -> str:

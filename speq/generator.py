@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from transformers import GenerationConfig
 
-from speq.config import MAX_DRAFT_LENGTH, RunConfig, SamplingParams
+from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
 from speq.decode.sequence import Sequence as Request
 from speq.errors import SpeqError, checked_int
@@ -240,10 +240,10 @@ class Generator:
     def with_draft_length(self, draft_length: int) -> Iterator[None]:
         """Draft so many tokens in every step of this block, whatever the governor would choose.
 
-        0 decodes plainly and keeps the draft in memory. Raises SpeqError for nonsense, and where
-        nobody drafts.
+        0 decodes plainly and keeps the draft in memory. Raises SpeqError where nobody drafts, and
+        for more tokens than memory is planned for.
         """
-        checked_int("draft_length", draft_length, 0, MAX_DRAFT_LENGTH)
+        checked_int("draft_length", draft_length, 0, self._runtime.longest_draft)
         if draft_length and not self._runtime.holding.drafts:
             raise SpeqError(
                 f"draft_length is {draft_length} and this run has no draft; load the model with a "

@@ -35,7 +35,7 @@ from speq.planning.memory import MemoryPlan
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial
-from speq.planning.ways import drafter_of, wants_int4
+from speq.planning.ways import agree, drafter_of, wants_int4
 from speq.units import Done, Progress, format_bytes
 
 logger = logging.getLogger("speq")
@@ -81,6 +81,7 @@ def load(
     # A model's modules refer to each other in circles: one that was closed may still be there.
     gc.collect()
     device = resolve_device(config.device)
+    agree(opened.store, config)
     profile = profiles.wanted(config.profile, opened, device.type, config.memory_budget)
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
@@ -212,7 +213,8 @@ def measured(
     progress: Progress | None,
 ) -> Settled:
     """The same holding with slots that are known to hold the largest expert."""
-    store.measure(arena, budget.readers, labelled(progress, "measuring encoded experts"))
+    base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
+    store.measure(base, budget.readers, labelled(progress, "measuring encoded experts"))
     slot_bytes = store.codec.slot_bytes
     known = replace(settled.holding, slot_bytes=slot_bytes, estimated=False)
     holding, memory = replan(subject, known, budget)

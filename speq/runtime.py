@@ -26,7 +26,7 @@ from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
 from speq.planning.demand import demand_of
-from speq.planning.fitting import Fitting
+from speq.planning.fitting import Fitting, fit
 from speq.planning.memory import Demand, MemoryPlan
 from speq.planning.settle import replan
 from speq.planning.ways import drafter_of
@@ -91,6 +91,11 @@ class Runtime:
         return demand_of(loaded.subject, self.holding, loaded.budget(self.plan.context))
 
     @property
+    def longest_draft(self) -> int:
+        """Tokens of a draft that memory is planned for, at most."""
+        return self._loaded.budget(self.plan.context).longest_draft
+
+    @property
     def planned(self) -> str | None:
         """Why the planner chose the holding, where a profile let it."""
         return self._loaded.settled.reason
@@ -107,8 +112,10 @@ class Runtime:
         limit = check_context(context, self.config.context_length, self.shape.max_context)
         if context > self.plan.context:
             holding, plan = self._roomy(context, limit)
-            self._drop_draft(holding, plan)
             before = self.holding, self.plan
+            if self._drop_draft(holding, plan):  # for good, also where what follows fails
+                loaded, plain = self._loaded, self.holding.without_draft
+                before = fit(loaded.subject, plain, loaded.budget(self.plan.context))
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
             try:
@@ -131,16 +138,17 @@ class Runtime:
                 return roomy
         return needed
 
-    def _drop_draft(self, holding: Holding, plan: MemoryPlan) -> None:
-        """Give the INT4 copy up where a longer context leaves no room for it."""
+    def _drop_draft(self, holding: Holding, plan: MemoryPlan) -> bool:
+        """Give the INT4 copy up where a longer context leaves no room for it; whether it was."""
         if self._loaded.arena is None or holding.draft_bytes:
-            return
+            return False
         logger.warning(
             "the draft leaves no room for a context of %d tokens and is dropped for good; a "
             "context_length given from the start would have planned for it",
             plan.context,
         )
         self._loaded = replace(self._loaded, arena=None, draft_bank=None)
+        return True
 
     def _lay_out(self) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from speq.decode.accept import accept
-from speq.decode.drafter import Drafter
+from speq.decode.drafter import Drafter, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
@@ -126,6 +126,7 @@ class Engine:
     def close(self) -> None:
         """Give back slots and KV cache, even where a traceback still holds this engine."""
         self.offload.supply.close()
+        self.drafter = PlainDecoding()  # the other one may hold an INT4 copy that is given up
         for tensor in (self.offload.slots, *self.cache.tensors()):
             tensor.untyped_storage().resize_(0)
 

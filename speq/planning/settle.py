@@ -59,15 +59,15 @@ def settle(
     """
     ways = open_ways(subject, config, budget.on_cpu)
     fitting, refused = fitted(subject, ways, budget)
+    # Records may turn out smaller than they usually are; the planner does not count on it.
     more, _ = fitted(subject, [smallest(subject, way) for way, _ in refused], budget)
-    fitting += more
-    if not fitting:
+    if not fitting and not more:
         raise least_refusal(refused)
     settled = None
     if profile is not None:
         settled = by_profile(subject, budget, config, profile, fitting)
     if settled is None:
-        settled = by_rule(subject, budget, config, fitting, trial)
+        settled = by_rule(subject, budget, config, fitting + more, trial)
     holding = smallest(subject, settled.holding)
     if holding.slot_bytes != settled.holding.slot_bytes:
         holding, made = fit(subject, holding, budget)
@@ -151,10 +151,10 @@ def by_profile(
         for way, made in fitting
         if way.codec in computed and (assumptions.timed(way, budget.on_cpu) or not budget.on_cpu)
     ]
-    drafting = [entry for entry in weighed if entry[0].drafter == "int4"]
-    if not profile.drafted and drafting:
+    if not profile.drafted and any(way.drafter == "int4" for way, _ in weighed):
         logger.info("nothing is planned: a draft fits, and the profile was measured without one")
         return None
+    drafting = [entry for entry in weighed if entry[0].drafts]
     if must_draft(config) and drafting:  # as far as there is room
         weighed = drafting
     if not weighed:
@@ -164,6 +164,8 @@ def by_profile(
     outlook = replace(outlook, ahead=config.prefetch != "none")
     if len(weighed) == 1:
         [(holding, made)] = weighed
+        if any(way.codec != holding.codec for way, _ in fitting):
+            return None  # other codecs were not measured: the rule tries one
         return Settled(holding, made, longest=longest_for(config, outlook, holding))
     if config.draft_length:
         outlook = replace(outlook, lengths=(config.draft_length,))
@@ -192,7 +194,8 @@ def longest_for(config: RunConfig, outlook: Outlook, holding: Holding) -> int:
     to tell.
     """
     objectives = objectives_of(config)
-    if config.draft_length is not None or objectives == Objectives():
+    timed = holding.drafter == "int4"  # profiles time no other drafts
+    if not timed or config.draft_length is not None or objectives == Objectives():
         return LONGEST
     longest = longest_within(
         objectives, (outlook.cycle(holding, length) for length in range(LONGEST + 1))
@@ -220,4 +223,4 @@ def replan(subject: Subject, holding: Holding, budget: Budget) -> Fitting:
     except BudgetTooSmall:
         if not holding.can_drop_draft:
             raise
-        return fit(subject, replace(holding, drafter="none", draft_bytes=0), budget)
+        return fit(subject, holding.without_draft, budget)

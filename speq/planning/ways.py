@@ -5,6 +5,7 @@ from dataclasses import replace
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
+from speq.experts.expert_store import ExpertStore
 from speq.governor.holding import Holding
 from speq.planning.subject import Subject
 from speq.registries import DRAFTERS
@@ -34,11 +35,6 @@ def ways_of(subject: Subject, on_cpu: bool) -> list[Holding]:
 def open_ways(subject: Subject, config: RunConfig, on_cpu: bool) -> list[Holding]:
     """The ways that a run's options and files allow. Raises SpeqError where options exclude all."""
     given = subject.codec.name
-    if not subject.published and config.codec not in ("auto", given):
-        raise SpeqError(
-            f"codec {config.codec} was asked for and the model is packed with codec {given}; leave "
-            f"it to be auto, or pack the published model with --codec {config.codec}"
-        )
     if config.codec != "auto":
         codec_of(config.codec, subject.codec.shape)  # refuses words that it does not code
     drafter = drafter_of(config)
@@ -54,6 +50,16 @@ def open_ways(subject: Subject, config: RunConfig, on_cpu: bool) -> list[Holding
         elif not way.drafts or (way.needs_draft and way.codec in (given, config.codec)):
             found.append(replace(way, drafter=drafter))
     return found
+
+
+def agree(store: ExpertStore, config: RunConfig) -> None:
+    """Raise SpeqError where a packed model is wanted in another codec than it is packed with."""
+    given = store.codec.name
+    if not store.published and config.codec not in ("auto", given):
+        raise SpeqError(
+            f"codec {config.codec} was asked for and the model is packed with codec {given}; leave "
+            f"it to be auto, or pack the published model with --codec {config.codec}"
+        )
 
 
 def drafter_of(config: RunConfig) -> str:

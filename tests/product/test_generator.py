@@ -3,9 +3,11 @@
 Tokens are compared with those of plain transformers.
 """
 
+import gc
 import logging
 import re
 import threading
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -807,6 +809,38 @@ def test_a_draft_that_a_longer_context_drives_out(
     assert "the draft leaves no room for a context of 256 tokens" in caplog.text
     assert generator.runtime.plan.items["draft"] == 0
     subject.check_ready()
+    generator.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_growth_that_fails_behind_a_dropped_draft(
+    codec: str, tiny_bfloat16: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's memory is given back before slots are laid out, and plain decoding goes on."""
+    model = tiny_bfloat16("qwen2_moe")
+    with pytest.raises(SpeqError) as refused:
+        Generator.from_pretrained(model, 1, context_length=256, codec=codec, dtype="float32")
+    budget = smallest_budget(refused.value)
+    generator = Generator.from_pretrained(model, budget, codec=codec, dtype="float32")
+    wanted = generator.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True).token_ids
+    assert generator.runtime.plan.has_draft
+    bank = weakref.ref(generator.runtime.draft_bank)
+    arenas = []
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        monkeypatch.undo()
+        gc.collect()
+        arenas.append(bank())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KVCache, "__init__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generator.reserve(256)
+    assert arenas == [None]
+    assert generator.runtime.holding.drafter == "none"
+    for _ in range(2):
+        again = generator.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True)
+        assert again.token_ids == wanted
     generator.close()
 
 

@@ -475,3 +475,21 @@ def test_twenty_simulated_machines() -> None:
     assert max(verdict.of_best for verdict in verdicts) <= 1.10
     # Neither plain decoding nor any one length is best everywhere.
     assert len({verdict.best for verdict in verdicts}) >= 3
+
+
+@pytest.mark.parametrize("short", range(1, 9))
+def test_requests_of_one_cycle_still_calibrate(short: int) -> None:
+    """The first cycle behind a prompt is not learnt from, and short requests have no other."""
+    governor, machine = AdaptiveDraftLength(), Machine(0.1, 0.05, 0.9)
+    for _ in range(short):
+        governor.begin()
+        governor.observe(machine.step(governor.decide()))
+    governor.begin()
+    steps = [machine.step(governor.decide()) for _ in range(1)]
+    governor.observe(steps[0])
+    for _ in range(60):
+        step = machine.step(governor.decide())
+        governor.observe(step)
+        steps.append(step)
+    assert 0 in {step.draft_length for step in steps}
+    assert max(step.draft_length for step in steps) > 1

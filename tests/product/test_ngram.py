@@ -29,7 +29,8 @@ def searched(tokens: list[int], draft_length: int) -> list[int]:
     for length in (4, 3, 2):
         for at in range(len(tokens) - 1, length - 1, -1):
             if len(tokens) > length and tokens[at - length : at] == tokens[-length:]:
-                return tokens[at : at + draft_length]
+                again = tokens[at:] * draft_length
+                return again[:draft_length]
     return []
 
 
@@ -50,7 +51,8 @@ def test_drafts_are_those_of_a_search(alphabet: int) -> None:
 def test_a_text_that_repeats_is_gone_on_with() -> None:
     text = sequence([1, 2, 3, 4, 5, 1, 2, 3])
     assert propose(drafter(), text, 2) == [4, 5]
-    assert propose(drafter(), text, 9) == [4, 5, 1, 2, 3]
+    assert propose(drafter(), text, 9) == [4, 5, 1, 2, 3, 4, 5, 1, 2]
+    assert propose(drafter(), sequence([7, 7, 7]), 4) == [7, 7, 7, 7]
     assert propose(drafter(), text, 0) == []
 
 

@@ -32,7 +32,10 @@ class NgramDrafter:
         for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
             at = self._followed.get(tuple(self._tokens[-length:]))
             if at is not None:
-                return self._chain(sequence, self._tokens[at : at + draft_length])
+                # A text that repeats itself up to its end is taken to go on so.
+                period = len(self._tokens) - at
+                tokens = [self._tokens[at + i % period] for i in range(draft_length)]
+                return self._chain(sequence, tokens)
         return Draft()
 
     @staticmethod
