@@ -36,6 +36,7 @@ from speq.bench.machine.expert_layer import (
     LayerShape,
     torch_experts,
 )
+from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
 from speq.errors import SpeqError, checked_choice
 from speq.files.atomic_file import check_target
@@ -370,8 +371,7 @@ def measure(
         works[kernel] = Calls(kernel, layer, routes[kernel][0], dtype, captured)
     found: dict[str, list[Round]] = {kernel: [] for kernel in kernels}
     for turn in range(settings.rounds):
-        start = turn % len(kernels)
-        for kernel in kernels[start:] + kernels[:start]:
+        for kernel in rotated(kernels, turn):
             work, ids = works[kernel], routes[kernel][turn]
             work.routes.copy_(ids)
             read_s, work_s = step_times([read, work.run], device, clock)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from speq.bench.paper.candidates import Candidate, Outcome, Standing, choose
+from speq.bench.rotation import rotated
 from speq.bench.runs.schedule import budget_for
 from speq.errors import SpeqError
 from speq.files.checkpoint import locate
@@ -66,8 +67,7 @@ class EngineRuns:
         names = list(systems)
         outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
         for turn in range(self.rounds):
-            at = turn % len(names)
-            for name in names[at:] + names[:at]:
+            for name in rotated(names, turn):
                 outcomes[name].append(measured(chosen[name], self.texts, warm_up=True))
         return {name: Standing(chosen[name], outcomes[name]) for name in names}
 

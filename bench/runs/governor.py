@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from speq.bench.replay import single_shot
+from speq.bench.rotation import rotated
 from speq.bench.settings import GovernorSettings as Settings
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
@@ -67,8 +68,7 @@ def run(
     for turn in range(settings.rounds):
         for budget, kind in cells:
             lengths = [*fixed, AUTO, *([TUNED] if budget in tuned else [])]
-            at = turn % len(lengths)
-            turns += [(budget, kind, length) for length in lengths[at:] + lengths[:at]]
+            turns += [(budget, kind, length) for length in rotated(lengths, turn)]
     for cell in tracked("measuring settings", turns, len(turns), progress):
         budget, kind, length = cell
         measured = measure(model, settings, budget, length, kinds[kind])

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.rotation import rotated
 from speq.bench.settings import ScheduleSettings as Settings
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.atomic_file import check_target
@@ -115,11 +116,7 @@ def run(
     context = longest + settings.max_new_tokens
     cells = [(ALL, "resident")] + [(f, s) for f in fractions for s in SYSTEMS if s != "resident"]
     samples: dict[tuple[float, str], list[Sample]] = {cell: [] for cell in cells}
-    turns = [
-        cell
-        for turn in range(settings.rounds)
-        for cell in cells[turn % len(cells) :] + cells[: turn % len(cells)]
-    ]
+    turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
     for cell in tracked("measuring systems", turns, len(turns), progress):
         samples[cell].append(measure(model, settings, *cell, prompts, context))
     rows = []

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from speq.bench.replay import single_shot
+from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
 from speq.config import RunConfig
 from speq.errors import SpeqError
@@ -65,11 +66,7 @@ def run(
         RunConfig.of(budget, length, **settings.run)
 
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
-    turns = [
-        pair
-        for turn in range(settings.rounds)
-        for pair in pairs[turn % len(pairs) :] + pairs[: turn % len(pairs)]
-    ]
+    turns = [pair for turn in range(settings.rounds) for pair in rotated(pairs, turn)]
     for pair in tracked("measuring settings", turns, len(turns), progress):
         samples[pair] += measure(model, settings, *pair, prompts)
     rows = [summarise(budget, length, samples[budget, length]) for budget, length in pairs]
