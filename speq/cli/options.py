@@ -52,13 +52,12 @@ class Output(Options):
 
     def write(self, result: dict[str, Any]) -> None:
         """The result, whole or not at all, if it was asked for."""
-        from speq.files.atomic_file import replacing
+        from speq.files.atomic_file import write_whole
 
         if self.printed:
             print(json.dumps(result))
         elif self.json is not None:
-            with replacing(self.json) as file:
-                file.write(json.dumps(result, indent=1).encode() + b"\n")
+            write_whole(self.json, json.dumps(result, indent=1).encode() + b"\n")
 
 
 # Time left is told by the pace of so long: layers and settings take a minute or more.
