@@ -193,7 +193,8 @@ class AdaptiveDraftLength:
             # Slots held what the prompt left in them. Only the first cycle is like that.
             self._cold = False
             # One plain cycle at least is learnt, however short requests are: all else is relative.
-            self._first_plain = max(self._first_plain - 1, min(self._first_plain, 1))
+            if self._first_plain > 1:
+                self._first_plain -= 1
             return
         self.model.observe(step)
         length, like_s = step.draft_length, cycle_s

@@ -485,11 +485,9 @@ def test_requests_of_one_cycle_still_calibrate(short: int) -> None:
         governor.begin()
         governor.observe(machine.step(governor.decide()))
     governor.begin()
-    steps = [machine.step(governor.decide()) for _ in range(1)]
-    governor.observe(steps[0])
-    for _ in range(60):
-        step = machine.step(governor.decide())
-        governor.observe(step)
-        steps.append(step)
+    steps = []
+    for _ in range(61):
+        steps.append(machine.step(governor.decide()))
+        governor.observe(steps[-1])
     assert 0 in {step.draft_length for step in steps}
     assert max(step.draft_length for step in steps) > 1
