@@ -156,11 +156,6 @@ class Checkpoint:
         checksums.check_files(self.path)
         return checksums
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether this is a pack whose weights outside the experts have checksums too."""
-        return self._checksums is not None
-
     def tensor_check(self) -> TensorCheck:
         """Compares tensors with a pack's checksums; where there are none, with nothing."""
         return TensorCheck(self.tensors, self._checksums or Checksums())
