@@ -13,6 +13,8 @@ from functools import partial
 import torch
 
 from speq.config import RunConfig
+from speq.devices.device import Device, Processor
+from speq.devices.named import device_named
 from speq.drafts.draft_source import RoundedDraft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of
@@ -25,7 +27,6 @@ from speq.governor.draft_length import Governor
 from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
-from speq.machine import available_bytes, resolve_device
 from speq.models import moe_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
@@ -57,7 +58,7 @@ class Loaded:
 
     config: RunConfig
     opened: Opened
-    device: torch.device
+    device: Device
     subject: Subject
     settled: Settled
     model: MoEModel
@@ -80,9 +81,9 @@ def load(
     """
     # A model's modules refer to each other in circles: one that was closed may still be there.
     gc.collect()
-    device = resolve_device(config.device)
+    device = device_named(config.device)
     agree(opened.store, config)
-    profile = profiles.wanted(config.profile, opened, device.type, config.memory_budget)
+    profile = profiles.wanted(config.profile, opened, device.torch.type, config.memory_budget)
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(draft_source(opened, config)) as draft:
@@ -92,11 +93,11 @@ def load(
         check_room(settled.memory, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
-        library.report_backends(device.type)
-        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
+        library.report_backends(device.torch.type)
+        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device.torch)
         arena = None
         if settled.holding.draft_bytes:
-            arena = int4_copy(draft, opened, settled, device, progress)
+            arena = int4_copy(draft, opened, settled, device.torch, progress)
     if encoding is not None:
         settled = measured(encoding, arena, subject, settled, budget, progress)
     bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
@@ -127,8 +128,8 @@ def check_context(context: int, fixed: int | None, longest: int) -> int:
     return limit
 
 
-def budget_of(config: RunConfig, context: int, device: torch.device) -> Budget:
-    on_cpu = device.type == "cpu"
+def budget_of(config: RunConfig, context: int, device: Device) -> Budget:
+    on_cpu = isinstance(device, Processor)
     if config.draft_length is None:
         return Budget(config.memory_budget, context, on_cpu, config.reader_threads)
     return Budget(config.memory_budget, context, on_cpu, config.reader_threads, config.draft_length)
@@ -163,22 +164,22 @@ def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
     return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
 
 
-def check_room(memory: MemoryPlan, device: torch.device) -> None:
+def check_room(memory: MemoryPlan, device: Device) -> None:
     """The budget is a promise about memory that must exist."""
     planned = sum(memory.items.values())
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        if planned > free:
-            raise SpeqError(
-                f"the run would take {format_bytes(planned)} of the memory budget and "
-                f"{format_bytes(free)} are free on the GPU; give a smaller budget"
-            )
-    elif planned > available_bytes():
-        logger.warning(
-            "the run would take %s and the machine has %s of memory left",
-            format_bytes(planned),
-            format_bytes(available_bytes()),
+    free = device.free_bytes()
+    if planned <= free:
+        return
+    if not isinstance(device, Processor):
+        raise SpeqError(
+            f"the run would take {format_bytes(planned)} of the memory budget and "
+            f"{format_bytes(free)} are free on the GPU; give a smaller budget"
         )
+    logger.warning(
+        "the run would take %s and the machine has %s of memory left",
+        format_bytes(planned),
+        format_bytes(free),
+    )
 
 
 def int4_copy(

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
-
 
 def device_name(device: str) -> str:
     """Of the device "cpu" or "cuda": its kind, and the processor or card that it is."""
@@ -62,14 +60,3 @@ def available_bytes() -> int:
     except (OSError, ValueError):
         pass  # not Linux, or no such limit
     return free
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SpeqError(
-            "device cuda was asked for, but torch sees no CUDA device; use --device cpu, or "
-            "install a CUDA build of torch"
-        )
-    return torch.device(name)

@@ -69,7 +69,7 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        return self._loaded.device
+        return self._loaded.device.torch
 
     @property
     def dtype(self) -> torch.dtype:

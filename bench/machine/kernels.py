@@ -38,10 +38,10 @@ from speq.bench.machine.expert_layer import (
 )
 from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
+from speq.devices.named import device_named
 from speq.errors import SpeqError, checked_choice
 from speq.files.atomic_file import check_target
 from speq.kernels import compact_ops, library, ops
-from speq.machine import available_bytes, resolve_device
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
 from speq.units import Progress, format_bytes, parse_bytes, tracked
@@ -105,7 +105,7 @@ def run(
     check_target(json_file, force)
     settings = spelt_out(settings)
     held = check(settings)
-    device = resolve_device(settings.device)
+    device = device_named(settings.device).torch
     backends = backends_of(settings, device)
     check_memory(settings, held, device)
     with limited_isa(settings.isa, device):
@@ -207,7 +207,7 @@ def backends_of(settings: Settings, device: torch.device) -> dict[str, str]:
 
 def check_memory(settings: Settings, held: dict[str, int], device: torch.device) -> None:
     """Raise SpeqError where a layer does not fit beside the buffer that is read."""
-    free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info()[0]
+    free = device_named(device.type).free_bytes()
     needed_forms = forms(settings.kernels)
     for name, count in held.items():
         shape = SHAPES[name]
@@ -328,7 +328,7 @@ def measure_shape(
     clock: Clock,
 ) -> list[dict[str, Any]]:
     """Rows of the report for one shape; its experts are gone on return."""
-    device = resolve_device(settings.device)
+    device = device_named(settings.device).torch
     layer = Layer(shape, held, forms(settings.kernels), settings.group_size, device)
     rows = []
     for count in dict.fromkeys(settings.rows):

@@ -17,11 +17,11 @@ from typing import Any
 from speq.bench.replay import single_shot
 from speq.bench.rotation import rotated
 from speq.bench.settings import GovernorSettings as Settings
+from speq.devices.named import device_named
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.governor.explanation import explain
-from speq.machine import resolve_device
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.models.opened import open_model
@@ -96,7 +96,7 @@ def run(
 def tuned_budgets(model: str, settings: Settings) -> set[str]:
     """Those that a profile is there for. Raises SpeqError where a budget is no size."""
     opened, option = open_model(model), settings.run["profile"]
-    device = resolve_device(settings.run["device"]).type
+    device = device_named(settings.run["device"]).torch.type
     try:
         return {
             budget

@@ -13,8 +13,7 @@ from speq.options.declared import Options
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
+    from speq.devices.device import Accelerator, Processor
     from speq.measure.report import Column, Report
 
 # Read to measure the memory; less where a quarter of what is free is less.
@@ -41,10 +40,10 @@ class DoctorSettings(Options):
 
 def doctor(settings: DoctorSettings, output: opt.Output) -> None:
     """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
-    from speq.machine import resolve_device
+    from speq.devices.named import device_named
 
     output.check()
-    report = examine(resolve_device(settings.device), time.perf_counter)
+    report = examine(device_named(settings.device), time.perf_counter)
     output.write(asdict(report))
     if output.printed:
         return
@@ -53,12 +52,13 @@ def doctor(settings: DoctorSettings, output: opt.Output) -> None:
         typer.echo(line)
 
 
-def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
-    """What runs each op on `device`, with the speed of its memory among the settings."""
+def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Report":
+    """What runs each op on a device, with the speed of its memory among the settings."""
     from speq.kernels import library
     from speq.measure.memory_read import MemoryRead, read_gb_per_s
     from speq.measure.report import Report
 
+    device = on.torch
     backends = {op: library.backend_of(op, device.type) for op in library.ops_of(device.type)}
     rows = [
         {
@@ -69,7 +69,7 @@ def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
         for op, backend in backends.items()
     ]
     built = library.MISSING["cpu"] is None
-    read = MemoryRead(min(READ_BYTES, free_bytes(device) // 4) // 8 * 8, device)
+    read = MemoryRead(min(READ_BYTES, on.free_bytes() // 4) // 8 * 8, device)
     settings = {
         "device": device.type,
         "isa": library.isa() if built else None,
@@ -79,15 +79,6 @@ def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
     }
     return Report("doctor", device.type, settings, rows)
-
-
-def free_bytes(device: "torch.device") -> int:
-    """Memory that is left where `device` has its tensors."""
-    import torch
-
-    from speq.machine import available_bytes
-
-    return available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 def findings(report: "Report") -> list[str]:

@@ -8,6 +8,7 @@ from typing import Unpack
 import torch
 
 from speq.config import DEFAULT_READER_THREADS, SamplingParams
+from speq.devices.named import device_named
 from speq.errors import SpeqError
 from speq.files.checkpoint import has_weights, locate_config
 from speq.governor import presets
@@ -15,7 +16,6 @@ from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.load import CONTEXT_STEP
-from speq.machine import resolve_device
 from speq.measure.link import link_bytes_per_s
 from speq.measure.memory_read import MemoryRead, read_gb_per_s
 from speq.measure.route_trace import RouteTrace
@@ -103,7 +103,7 @@ def machine_of(opened: Opened | None, settings: PlanSettings) -> Rates | Profile
     if settings.preset is not None:
         return presets.preset(settings.preset).but(link, memory)
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
-    here = "cpu" if resolve_device(device).type == "cpu" else "cuda"
+    here = "cpu" if device_named(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
         kept = profiles.kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Unpack
 
+from speq.devices.named import device_named
 from speq.errors import SpeqError, checked_int
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.expert_store import mean_moved_bytes
@@ -21,7 +22,6 @@ from speq.generator import Generator
 from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
-from speq.machine import resolve_device
 from speq.measure import link
 from speq.measure.codec_speed import compute_bytes_per_s, encode_bytes_per_s
 from speq.measure.report import read_prompts
@@ -86,7 +86,7 @@ def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
         check_target(settings.out, force)
         return settings.out
     with closing(open_model(model)) as opened:
-        device = resolve_device(settings.run.get("device", "auto")).type
+        device = device_named(settings.run.get("device", "auto")).torch.type
         path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
         raise SpeqError("this user has no home to keep the profile in; name a file with --out")

@@ -301,10 +301,10 @@ def test_isa_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_than_is_left_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     compact = sum(TINY.most_bytes(form, GROUP_SIZE) for form in ("lossless", "residual"))
     needed = READ_BYTES + 8 * (EXACT_BYTES + INT4_BYTES + compact)
-    monkeypatch.setattr(bench, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr("speq.devices.device.available_bytes", lambda: needed - 1)
     with pytest.raises(SpeqError, match=r"tiny needs .* are left; give less --memory than 6GiB"):
         run(SETTINGS)
-    monkeypatch.setattr(bench, "available_bytes", lambda: needed)
+    monkeypatch.setattr("speq.devices.device.available_bytes", lambda: needed)
     assert run(replace(SETTINGS, rows=[1]))
 
 

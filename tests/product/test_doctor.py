@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from speq.devices.device import Processor
 from speq.kernels import library, reference
 from tests.helpers.command import Command
 
@@ -106,7 +107,7 @@ def test_an_op_that_a_library_lacks(command: Command, monkeypatch: pytest.Monkey
 def test_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(library.MISSING, "cuda", None)
     monkeypatch.setattr(doctor, "READ_BYTES", READ_BYTES)
-    report = doctor.examine(torch.device("cpu"), clock=iter(range(100)).__next__)
+    report = doctor.examine(Processor(), clock=iter(range(100)).__next__)
     assert "CUDA library:  built, and loads" in doctor.findings(report)
 
 
@@ -114,14 +115,14 @@ def test_memory_speed_is_the_median_of_five(monkeypatch: pytest.MonkeyPatch) -> 
     """Of reads that take 4, 1, 8, 2 and 16 s."""
     marks = iter([0, 4, 10, 11, 20, 28, 30, 32, 40, 56])
     monkeypatch.setattr(doctor, "READ_BYTES", READ_BYTES)
-    report = doctor.examine(torch.device("cpu"), clock=marks.__next__)
+    report = doctor.examine(Processor(), clock=marks.__next__)
     assert report.settings["read_gb_per_s"] == pytest.approx(READ_BYTES / 4 / 1e9)
     assert list(marks) == []
 
 
 def test_little_memory_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speq.machine.available_bytes", lambda: 400_004)
-    report = doctor.examine(torch.device("cpu"), clock=iter(range(100)).__next__)
+    monkeypatch.setattr("speq.devices.device.available_bytes", lambda: 400_004)
+    report = doctor.examine(Processor(), clock=iter(range(100)).__next__)
     assert report.settings["read_bytes"] == 100_000
 
 

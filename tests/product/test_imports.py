@@ -34,7 +34,7 @@ LEAVES = (
     "speq.units",
     "speq.version",
 )
-BELOW_MODELS = ("leaves", "reference", "kernels", "files", "experts", "layers")
+BELOW_MODELS = ("leaves", "devices", "reference", "kernels", "files", "experts", "layers")
 BELOW_DECODE = (*BELOW_MODELS, "models", "scheduler", "governor")
 BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
 TABLE = {
@@ -47,9 +47,12 @@ TABLE = {
     "kernels": Layer(
         ("speq.kernels",), ("leaves", "reference", "kernels"), never=("transformers",)
     ),
+    "devices": Layer(("speq.devices",), ("leaves", "devices"), never=("transformers",)),
     "files": Layer(("speq.files",), ("leaves", "files"), never=("transformers",)),
     "experts": Layer(
-        ("speq.experts",), ("leaves", "kernels", "files", "experts"), never=("transformers",)
+        ("speq.experts",),
+        ("leaves", "devices", "kernels", "files", "experts"),
+        never=("transformers",),
     ),
     "drafts": Layer(
         ("speq.drafts",),
@@ -57,10 +60,14 @@ TABLE = {
         never=("transformers",),
     ),
     "layers": Layer(
-        ("speq.layers",), ("leaves", "kernels", "experts", "layers"), never=("transformers",)
+        ("speq.layers",),
+        ("leaves", "devices", "kernels", "experts", "layers"),
+        never=("transformers",),
     ),
     "models": Layer(("speq.models",), (*BELOW_MODELS, "models")),
-    "scheduler": Layer(("speq.scheduler",), ("leaves", "scheduler"), never=("transformers",)),
+    "scheduler": Layer(
+        ("speq.scheduler",), ("leaves", "devices", "scheduler"), never=("transformers",)
+    ),
     "governor": Layer(
         ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
     ),

@@ -1,0 +1,1 @@
+"""What computes: the processor, or a device with memory and streams of its own."""

@@ -1,0 +1,91 @@
+"""A GPU, by way of torch.cuda."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speq.devices.device import Event, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEvent:
+    event: torch.cuda.Event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStream:
+    stream: torch.cuda.Stream
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return CudaEvent(event)
+
+    def after(self, event: Event) -> None:
+        self.stream.wait_event(own(event).event)
+
+
+def own(event: Event) -> CudaEvent:
+    assert isinstance(event, CudaEvent), "an event of another device"
+    return event
+
+
+class CudaDevice:
+    """The GPU that torch calls `cuda:INDEX`. Streams belong to it, memory to torch's allocator."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch = torch.device("cuda", index)
+
+    @property
+    def compute(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self.torch))
+
+    def stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self.torch))
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch)
+        # What torch's allocator holds and no tensor uses is free to us as well.
+        idle = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+        return free + idle
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch)
+
+    def elapsed_s(self, start: Event, end: Event) -> float:
+        return own(start).event.elapsed_time(own(end).event) / 1e3
+
+    def pin(self, memory: Tensor) -> bool:
+        # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
+        registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        return int(registered) == 0
+
+    def unpin(self, memory: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def staging(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        # Kernels are set up, and libraries opened, at their first call: no part of a graph.
+        beside = torch.cuda.Stream(self.torch)
+        beside.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(beside):
+            run()
+        torch.cuda.current_stream(self.torch).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph

@@ -1,0 +1,107 @@
+"""What a run asks of the device that it computes on, and the processor's answers.
+
+A device with memory of its own works through streams beside the host, which only gives it work. All
+that the runtime knows of streams goes through these protocols. `speq.devices.cuda` has those of a
+GPU; tests have a device on the host whose streams run in any order that events allow.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speq.machine import available_bytes
+
+
+class Event(Protocol):
+    """A place in the work of a stream."""
+
+    def done(self) -> bool:
+        """Whether the stream has got there. Nobody waits."""
+
+    def wait(self) -> None:
+        """Return when the stream has got there: the host waits."""
+
+
+class Stream(Protocol):
+    """Work that the device does in the order in which it was given."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy between the device and pinned memory, of one shape and dtype.
+
+        Neither may be touched, nor given back, until the stream has got behind it.
+        """
+
+    def record(self) -> Event:
+        """An event behind all that was queued."""
+
+    def after(self, event: Event) -> None:
+        """Whatever is queued from now on begins when `event` is done. The host goes on."""
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Queue all of it on the compute stream, over the memory that it was recorded with."""
+
+
+class Device(Protocol):
+    """torch: as torch names it, and the only name that tensors are made with."""
+
+    @property
+    def torch(self) -> torch.device: ...
+
+    def free_bytes(self) -> int:
+        """Memory that is left for tensors."""
+
+    def synchronize(self) -> None:
+        """Return when all that was asked of the device is done."""
+
+
+class Accelerator(Device, Protocol):
+    """A device with memory of its own.
+
+    compute  torch's own stream, which the kernels of passes are queued on
+    """
+
+    @property
+    def compute(self) -> Stream: ...
+
+    def stream(self) -> Stream:
+        """A further one, beside the others."""
+
+    def elapsed_s(self, start: Event, end: Event) -> float:
+        """Seconds between two events that are done."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Lock host memory, so that copies run beside the host; whether the system let us.
+
+        Copies of memory that is not locked are right, but the host waits for them.
+        """
+
+    def unpin(self, memory: Tensor) -> None:
+        """Take one `pin` back, before the memory is given back."""
+
+    def staging(self, size: int, dtype: torch.dtype) -> Tensor:
+        """[size] of pinned memory for small copies, given back as tensors are."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Record what `run` queues on the compute stream.
+
+        It neither reads the device nor copies from memory that is not pinned. Tensors that it makes
+        keep their places as long as the graph is kept.
+        """
+
+
+class Processor:
+    """The device cpu: memory and work are the host's own."""
+
+    torch = torch.device("cpu")
+
+    def free_bytes(self) -> int:
+        return available_bytes()
+
+    def synchronize(self) -> None:
+        pass
