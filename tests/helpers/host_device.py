@@ -185,6 +185,7 @@ class HostDevice(Machine):
         if self._may_pin():
             self.pinned[memory.data_ptr()] = memory.nbytes
             return True
+        self._staged.append(memory)  # copied all the same, while the host waits
         return False
 
     def unpin(self, memory: Tensor) -> None:
