@@ -92,8 +92,8 @@ class ModelShape:
         A fused kernel holds the positions of a block: rows and what is between projections in
         float32 and, for INT4, who shares an expert. Experts one at a time take an expert decoded,
         an expert converted to the compute dtype, the places of the routes, and an expert's rows:
-        gathered, in the order of its codes, and its results. The rest of them is in
-        `activation_bytes`.
+        gathered, and then in the order of its codes or its results. What is between projections is
+        in `activation_bytes`.
         """
         experts, kernels = self.experts, library.KERNELS["cuda"]
         hidden, width = experts.hidden_size, experts.expert_width
@@ -104,7 +104,7 @@ class ModelShape:
             return fused
         converted = 0 if dtype == words else self._expert_weights * dtype.itemsize
         index_bytes = 2 * 8 * rows * self.top_k
-        gathered = 3 * rows * hidden * dtype.itemsize
+        gathered = 2 * rows * hidden * dtype.itemsize
         return max(fused, plain_bytes + converted + index_bytes + gathered)
 
     @property

@@ -4,14 +4,16 @@ Ops and experts in slots are called as the engine calls them, with the CUDA kern
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +24,7 @@ from speq.files.alignment import aligned_bytes
 from speq.kernels import library, ops, reference, reference_compact
 from speq.kernels.grouping import MAX_BLOCKS, Grouping, most_fused_rows
 from speq.layers.exact_experts import ExactExperts, SlotTable
+from speq.models.opened import open_model
 from speq.routing import Route
 from speq.stats import Recorder
 from tests.helpers.backends import (
@@ -258,6 +261,56 @@ def test_no_device_is_asked_for_anything(
         experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
     monkeypatch.undo()
     check_close(out.cpu(), routed.wanted())
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside took at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in given:
+                storage = result.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {at: each for at, each in self._live.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_what_is_planned(
+    device: torch.device, tiny: Callable[[str], Path], form: str, dtype: torch.dtype
+) -> None:
+    """At worst all rows want one expert. Two are run: neither stays while the other is."""
+    rows = 200
+    ids = torch.full((rows, 2), 3)
+    ids[:, 1] = 5
+    routed = Routed(Routed.of(rows, 2, dtype).hidden_states, ids)
+    experts = experts_in_slots(form, device)
+    hidden_states, topk_ids = routed.on(device)
+    slots = {expert: slot_of(expert) for expert in (3, 5)}
+    table, out = SlotTable(E, device).of(slots), hidden_states.new_empty(rows, 2, H)
+    with LiveBytes() as live:
+        grouping = Grouping.of(topk_ids, ids)
+        experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
+    check_close(out.cpu(), routed.wanted())
+    shape = open_model(tiny("olmoe")).shape
+    layout = replace(shape.experts, hidden_size=H, expert_width=F)
+    shape = replace(shape, experts=layout, top_k=2)
+    codec = codec_of(form.partition(" ")[0], SHAPE)
+    planned = shape.gpu_kernel_bytes(rows, dtype, SHAPE.dtype, codec.plain_bytes)
+    # What `activation_bytes` has of the experts' rows.
+    planned += 4 * F * rows * dtype.itemsize
+    # On the host nothing is copied: the index is numpy's.
+    peak = live.peak + (2 * 8 * rows * 2 if device.type == "cpu" else 0)
+    assert 0.75 * planned < peak <= planned
 
 
 class Waves:
