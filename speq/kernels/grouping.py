@@ -16,8 +16,8 @@ from speq.kernels.library import Kernels
 # A kernel that takes few rows is called for so many blocks of them at most, and then reads an
 # expert as often. More rows go through experts one at a time. Raw experts are then read once.
 # Compact ones are read, written as plain words and read again: as much as four times their record.
-# That path also launches seven kernels for an expert instead of two for a block. No codec has a
-# limit of its own, or the codec would choose the order of sums, and so the output.
+# That way also launches some seven kernels for an expert, not two for a block. No codec has a limit
+# of its own, or the codec would choose the order of sums, and so the output.
 MAX_BLOCKS = 4
 
 
@@ -48,14 +48,14 @@ class Grouping:
         """host_ids  [T, K] int64: a copy of topk_ids in host memory"""
         rows, top_k = topk_ids.shape
         ids = host_ids.numpy().reshape(-1)
-        if rows <= most_fused_rows(library.kernels_for(topk_ids.device), top_k):
+        if rows <= most_fused_rows(library.kernels_for(topk_ids), top_k):
             return cls(topk_ids, np.unique(ids).tolist(), {}, None)
         places = ids.argsort(kind="stable")
         experts, starts = np.unique(ids[places], return_index=True)
         ends = [*starts[1:].tolist(), len(ids)]
         spans = zip(starts.tolist(), ends, strict=True)
         index = torch.from_numpy(np.stack([places // top_k, places]))
-        if topk_ids.device.type == "cuda":
+        if topk_ids.is_cuda:
             # A copy from other memory would wait for all that the device was given before.
             index = index.pin_memory()
         return cls(

@@ -129,9 +129,9 @@ class Kernels:
 KERNELS = {"cpu": Kernels(_OVERLOADS), "cuda": Kernels(_OVERLOADS, max_rows=16, max_positions=256)}
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """The kernels that run for tensors on a device."""
-    return KERNELS[device.type]
+def kernels_for(tensor: Tensor) -> Kernels:
+    """The kernels that run for tensors on the device of this one."""
+    return KERNELS["cuda" if tensor.is_cuda else "cpu"]
 
 
 def load(path: Path) -> str | None:
@@ -220,4 +220,4 @@ def _cpu_library() -> ctypes.CDLL:
 
 def call(op: str, tensor: Tensor, *arguments: Tensor | int | None) -> None:
     """Run an op by name, on the device of its first argument."""
-    kernels_for(tensor.device).overloads[op](tensor, *arguments)
+    kernels_for(tensor).overloads[op](tensor, *arguments)

@@ -110,7 +110,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     do not depend on one another. torch runs more rows, other devices and float64.
     """
     rows = inputs.numel() // max(inputs.shape[-1], 1)
-    few = 0 < rows <= MAX_LINEAR_ROWS and inputs.device.type == "cpu"
+    few = 0 < rows <= MAX_LINEAR_ROWS and inputs.is_cpu
     if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
         return functional.linear(inputs, weight, bias)
     out = inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
@@ -295,7 +295,7 @@ def read_sum(words: Tensor) -> int:
 
 def row_blocks(top_k: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The tensors in blocks of as many rows as a kernel takes, each row with top_k places."""
-    rows = max(library.kernels_for(tensors[0].device).call_rows(top_k), 1)
+    rows = max(library.kernels_for(tensors[0]).call_rows(top_k), 1)
     if tensors[0].shape[0] <= rows:
         return [tensors]
     return list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))

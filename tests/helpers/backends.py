@@ -94,13 +94,15 @@ def cuda_kernels_on_host() -> Iterator[None]:
 def poisoned_memory() -> Iterator[None]:
     """Inside, memory that nobody wrote to is NaN, or the largest whole number."""
     settings = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    # torch fills memory only where it is asked for deterministic algorithms. It may only warn of
+    # others: without their workspace in the environment, products on a GPU are among them.
+    torch.set_deterministic_debug_mode("warn")
     settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         settings.fill_uninitialized_memory = before[1]
 
 
