@@ -304,8 +304,8 @@ FIGURES = {
     "layers": "figures of each MoE layer while decoding, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
     "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`",
-    "card": "figures of the GPU that its driver gave during the run (NVML), where it gave any: bytes "
-    "received over PCIe per second, on average and at most, clocks, and the most memory in use",
+    "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
+    "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",
     "planned": "the planner's reason for codec and draft, if a profile let it choose",
 }
