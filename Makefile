@@ -28,7 +28,8 @@ $(READY): $(SOURCES)
 	@echo "installing (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check \
 	  "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,plots]"
+	@CMAKE_ARGS="-DSPEQ_WERROR=ON $(CMAKE_ARGS)" \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,plots]"
 	@touch $@
 
 demo: $(READY)
@@ -49,7 +50,7 @@ test: lint
 	$(PYTEST) -m "not wide and not full and not gpu"
 
 wide: sanitize
-	$(PYTEST) -m "wide and not full and not gpu"
+	$(PYTEST) --need torch-headers -m "wide and not full and not gpu"
 
 test-full: lint sanitize
 	$(PYTEST) -m "not gpu"

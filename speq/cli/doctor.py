@@ -74,7 +74,7 @@ def examine(device: "torch.device", clock: Callable[[], float]) -> "Report":
         "device": device.type,
         "isa": library.isa() if built else None,
         "supported_isas": list(library.supported_isas()) if built else [],
-        "missing": dict(library.MISSING),
+        "missing": {name: library.MISSING[name] for name in ("cpu", "cuda")},
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
     }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library
+from tests.helpers.needed import absent
 
 # The shim binds the ops of a GPU under a name of their own, beside the processor's.
 ON_HOST = library.FOLDER / "libspeq_cuda_on_host.so"
@@ -39,11 +40,9 @@ CUDA_BACKENDS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.gpu)]
 def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The backend that a fixture's parameter names, while the test runs."""
     kind, _, isa = request.param.partition("-")
-    absent = reason_absent(kind, isa)
-    if absent is not None:
-        if kind in request.config.getoption("need_backend"):
-            pytest.fail(absent)
-        pytest.skip(absent)
+    reason = reason_absent(kind, isa)
+    if reason is not None:
+        absent(request.config, kind, reason)
     if kind == "cpu":
         before = library.isa()
         library.limit_isa(isa)
