@@ -25,7 +25,7 @@ from tests.helpers.paths import FOLDERS, ROOT
 from tools.gpu_steps import SANITIZER, SANITIZER_S, SHARES, Step, steps
 
 BUILD_S = 240
-TAIL = 2000
+TAIL = 6000
 # Installed from build/wheels/*.whl where they cannot be imported.
 WHEELS = ROOT / "build" / "wheels"
 NEEDED = ("pytest", "typer", "rich", "jinja2")
@@ -52,15 +52,17 @@ print(json.dumps({
 class Run:
     """A run of all steps.
 
-    work      folder for what steps write for each other; the package and tests lie in it
-    deadline  by the monotonic clock
-    rehearse  whether the GPU is a pretence, and steps end at their first call of it
+    work        folder for what steps write for each other; the package and tests lie in it
+    deadline    by the monotonic clock
+    reserved_s  what other steps leave to the sanitizer's, which are last
+    rehearse    whether the GPU is a pretence, and steps end at their first call of it
     """
 
     work: Path
     out: Path
     deadline: float
     rehearse: bool
+    reserved_s: float = 0.0
     machine: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
 
@@ -98,28 +100,30 @@ class Run:
         """Load both libraries, built anew if need be. Exits where a step would be timed on the
         reference."""
         self.machine |= self.ask(MACHINE)
+        torch_folder = self.machine.pop("torch_folder")
         missing = {} if build else self.ask(LIBRARIES)
         if build or (any(missing.values()) and not self.rehearse):
-            self.build()
+            self.build(torch_folder)
             missing = self.ask(LIBRARIES)
         self.machine["missing"] = missing
         if any(missing.values()) and not self.rehearse:
             self.write()
             sys.exit(f"tools/gpu.sh: nothing is timed on reference kernels: {missing}")
 
-    def build(self) -> None:
-        """Compile for this card alone."""
+    def build(self, torch_folder: str) -> None:
+        """Compile for this card alone; cmake may lie beside the interpreter."""
         architecture = self.machine["capability"].replace(".", "") + "-real"
         target = self.work / "build"
         configure = [
             *("cmake", f"-S{ROOT}", f"-B{target}", "-DCMAKE_BUILD_TYPE=Release"),
-            f"-DTORCH_PREFIX={self.machine.pop('torch_folder')}",
+            f"-DTORCH_PREFIX={torch_folder}",
             f"-DSPEQ_CUDA_ARCHITECTURES={architecture}",
         ]
         compiled = ["cmake", "--build", str(target), "-j", "--target", "speq_cpu", "speq_cuda"]
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         start = time.monotonic()
         for command in (configure, compiled):
-            made = ended(command, BUILD_S, ROOT)
+            made = ended(command, BUILD_S, ROOT, path)
             if made.code:
                 self.note("build", "failed", time.monotonic() - start, made.output)
                 sys.exit(f"tools/gpu.sh: the libraries cannot be built: {made.output[-TAIL:]}")
@@ -131,8 +135,8 @@ class Run:
         """Run a step and keep what came of it, whatever that is."""
         missing = None if not step.under or shutil.which(step.under[0]) else step.under[0]
         left_s = self.deadline - time.monotonic()
-        if step.under[:1] != (SANITIZER,):
-            left_s -= 2 * SANITIZER_S if shutil.which(SANITIZER) else 0
+        if not step.under:
+            left_s -= self.reserved_s
         reason = step.skipped
         if missing and not self.rehearse:
             reason = f"{missing} is not on the PATH"
@@ -225,7 +229,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + given.total_s
     work = ROOT / "build" / ("rehearsed-run" if given.rehearse else "gpu-run")
-    run = Run(work, out, deadline, given.rehearse)
+    reserved_s = 2 * SANITIZER_S if shutil.which(SANITIZER) and not given.steps else 0
+    run = Run(work, out, deadline, given.rehearse, reserved_s)
     run.lay_out()
     run.load(given.build)
     names = tuple(given.steps.split(","))

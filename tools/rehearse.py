@@ -25,7 +25,7 @@ from tools.gpu_steps import Step, steps
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "rehearsal"
-WITH_TORCH = ("jinja2", "typer", "rich", "pytest>=8", "setuptools>=77", "wheel")
+WITH_TORCH = ("jinja2", "typer", "rich", "pytest>=8", "cmake>=3.26", "ninja")
 # What torch says at the first call of a device that is not there.
 AT_THE_DEVICE = re.compile(
     "not compiled with CUDA|built without CUDA|no NVIDIA driver|without CUDA support|"
@@ -146,8 +146,10 @@ def main() -> None:
     for record in made["steps"]:
         lines.append(f"{record['step']}: {verdict(by_name[record['step']], record)}")
     if given.torch is not None:
-        (built,) = rehearse(python, "--build", "--steps", "none")["steps"]
-        lines.append(f"{built['step']}: {built['state']}, {built['output']}")
+        built = rehearse(python, "--build", "--steps", "none")
+        if any(built["machine"].get("missing", {"": "not built"}).values()):
+            sys.exit(f"rehearsal: what was built here does not load: {built}")
+        lines.append(f"build: {built['steps'][0]['output']}, and what was built loads")
     given.log.parent.mkdir(parents=True, exist_ok=True)
     given.log.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

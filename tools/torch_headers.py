@@ -8,9 +8,9 @@ import argparse
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -97,17 +97,19 @@ def fetch(version: str, cache: Path = CACHE) -> Path:
     target = cache / version
     if target.exists():
         return target
-    partial = cache / f"{version}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        remote = io.BufferedReader(RemoteFile(wheel_url(version)), READ_BYTES)
-        with zipfile.ZipFile(remote) as wheel:
-            members = [each for each in wheel.infolist() if each.filename.startswith(WANTED)]
-            for member in sorted(members, key=lambda each: each.header_offset):
-                wheel.extract(member, partial)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise Unreachable(f"the headers of torch {version} cannot be fetched: {error}") from error
-    partial.rename(target)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as partial:
+        whole = Path(partial) / version
+        try:
+            remote = io.BufferedReader(RemoteFile(wheel_url(version)), READ_BYTES)
+            with zipfile.ZipFile(remote) as wheel:
+                members = [each for each in wheel.infolist() if each.filename.startswith(WANTED)]
+                for member in sorted(members, key=lambda each: each.header_offset):
+                    wheel.extract(member, whole)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise Unreachable(f"headers of torch {version} cannot be fetched: {error}") from error
+        if not target.exists():  # as it may where tests run beside each other
+            whole.rename(target)
     return target
 
 

@@ -87,7 +87,7 @@ def test_what_a_step_reports_is_kept(run: Run) -> None:
 def test_a_step_that_cannot_run_says_why(run: Run) -> None:
     run.step(Step("later", (), 0, skipped="nobody wrote it yet"))
     run.step(Step("checked", ("-c", ""), 60, under=("no-such-program", "--it")))
-    run.deadline = time.monotonic() + 1
+    run.reserved_s = 97
     run.step(HELLO)
     assert [(step["state"], step["output"]) for step in kept(run)] == [
         ("skipped", "nobody wrote it yet"),
@@ -99,23 +99,23 @@ def test_a_step_that_cannot_run_says_why(run: Run) -> None:
 def test_nothing_is_timed_on_the_reference(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not built, and cannot be: the run ends, and says so in its JSON too."""
     lost = {"cpu": None, "cuda": "lost"}
-    answers = iter([{"torch": "2.11"}, lost, lost])
+    answers = iter([{"torch_folder": "here"}, lost, lost])
     monkeypatch.setattr(Run, "ask", lambda self, program: next(answers))
-    built: list[Run] = []
-    monkeypatch.setattr(Run, "build", lambda self: built.append(self))
+    built: list[str] = []
+    monkeypatch.setattr(Run, "build", lambda self, torch_folder: built.append(torch_folder))
     with pytest.raises(SystemExit, match=r"nothing is timed on reference kernels: .*lost"):
         run.load(build=False)
-    assert built == [run]
+    assert built == ["here"]
     made = json.loads((run.out / "gpu.json").read_text())
     assert made["machine"]["missing"] == lost
 
 
 def test_libraries_that_load_are_not_built(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([{}, {"cpu": None, "cuda": None}])
+    answers = iter([{"torch_folder": "here"}, {"cpu": None, "cuda": None}])
     monkeypatch.setattr(Run, "ask", lambda self, program: next(answers))
     monkeypatch.setattr(Run, "build", None)
     run.load(build=False)
-    assert run.machine["missing"] == {"cpu": None, "cuda": None}
+    assert run.machine == {"missing": {"cpu": None, "cuda": None}}
 
 
 def record(state: str, output: str) -> dict[str, str]:
