@@ -1,6 +1,6 @@
 """On a machine with a GPU, without network: load or build our libraries, test, measure.
 
-    python -m tools.gpu --out FOLDER [--steps NAME,...] [--build]
+    python -m tools.gpu --out FOLDER [--steps NAME,...] [--build] [--commit ID]
 
 Writes one JSON, anew after each step, so that a run that is cut short leaves what it found. Takes
 the interpreter's own torch and transformers. Libraries that were built before (speq/lib*.so) are
@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json")
     parser.add_argument("--steps", default="", help="only those, by how their names begin")
     parser.add_argument("--total-s", type=int, default=460, help="for all steps")
+    parser.add_argument("--commit", help="for gpu.json, where no .git came along")
     parser.add_argument("--build", action="store_true", help="build, whatever is there")
     parser.add_argument("--rehearse", action="store_true", help="the GPU is a pretence")
     given = parser.parse_args()
@@ -231,6 +232,7 @@ def main() -> None:
     work = ROOT / "build" / ("rehearsed-run" if given.rehearse else "gpu-run")
     reserved_s = 2 * SANITIZER_S if shutil.which(SANITIZER) and not given.steps else 0
     run = Run(work, out, deadline, given.rehearse, reserved_s)
+    run.machine["commit"] = given.commit
     run.lay_out()
     run.load(given.build)
     names = tuple(given.steps.split(","))

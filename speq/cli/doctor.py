@@ -28,7 +28,8 @@ COLUMNS: "dict[str, Column]" = {
 }
 ADVICE = {
     "cpu": "install a C++ compiler and run `make setup`, which builds them",
-    "cuda": "install nvcc and a CUDA build of torch, and run `make setup`, which builds them",
+    "cuda": "install nvcc and a CUDA build of torch, and run `make setup`, which builds them for "
+    "cards of compute capability 8.0 and later",
 }
 
 
