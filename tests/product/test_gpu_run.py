@@ -127,7 +127,9 @@ def record(state: str, output: str) -> dict[str, str]:
     [
         (HELLO, record("failed", "Torch not compiled with CUDA enabled"), "came to the device"),
         (HELLO, record("failed", "Found no NVIDIA driver on your system"), "came to the device"),
-        (HELLO, record("skipped", "not yet"), "skipped: not yet"),
+        (Step("l", (), 0, skipped="not yet"), record("skipped", "not yet"), "skipped: not yet"),
+        (HELLO, record("skipped", "no time was left, no NVIDIA driver"), None),
+        (HELLO, record("failed", "ERROR collecting; no NVIDIA driver"), None),
         (HELLO, record("passed", "1 passed"), None),
         (HELLO, record("out of time", "no NVIDIA driver"), None),
         (HELLO, record("failed", "ModuleNotFoundError: scipy; no NVIDIA driver"), None),
