@@ -46,12 +46,11 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "lacki
 """
 
 
-def environment(torch: str | None, transformers: str | None) -> Path:
-    """The interpreter of a fresh environment."""
-    folder = FOLDER / "venv"
+def make_environment(python: Path, torch: str | None, transformers: str | None) -> None:
+    """A fresh environment, whose interpreter is `python`."""
+    folder = python.parent.parent
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=torch is not None, symlinks=True)
-    python = folder / "bin" / "python"
     packages = Path(
         sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
     )
@@ -67,7 +66,6 @@ def environment(torch: str | None, transformers: str | None) -> Path:
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, *wanted], check=True)
     shutil.copy(ROOT / "tools" / "pretence.py", packages / "sitecustomize.py")
-    return python
 
 
 def named_symbols(library: Path) -> list[str]:
@@ -130,11 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Rehearse a run on a GPU without one.")
     parser.add_argument("--torch", help="version, such as 2.11.0; default: as installed")
     parser.add_argument("--transformers", help="version, with --torch")
+    parser.add_argument("--again", action="store_true", help="in the last one's environment")
     parser.add_argument("--log", type=Path, default=FOLDER / "rehearsal.txt")
     given = parser.parse_args()
     if (given.torch is None) != (given.transformers is None):
         parser.error("give both --torch and --transformers, or neither")
-    python = environment(given.torch, given.transformers)
+    python = FOLDER / "venv" / "bin" / "python"
+    if not given.again:
+        make_environment(python, given.torch, given.transformers)
     lines = list(check_symbols(python))
     made = rehearse(python)
     machine = made["machine"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.command import parse
 from tests.helpers.paths import ROOT
-from tools import rehearse
+from tools import gpu, rehearse
 from tools.gpu import Run, ended
 from tools.gpu_steps import GPU_TESTS, SHARES, Step, steps
 
@@ -108,6 +108,17 @@ def test_nothing_is_timed_on_the_reference(run: Run, monkeypatch: pytest.MonkeyP
     assert built == ["here"]
     made = json.loads((run.out / "gpu.json").read_text())
     assert made["machine"]["missing"] == lost
+
+
+@pytest.mark.parametrize("code", [1, None])
+def test_a_build_that_fails_or_does_not_end_is_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    monkeypatch.setattr(gpu, "ended", lambda *given: gpu.Ended(code, "no nvcc"))
+    run.machine["capability"] = "9.0"
+    with pytest.raises(SystemExit, match="cannot be built: no nvcc"):
+        run.build("here")
+    assert kept(run) == [{"step": "build", "state": "failed", "output": "no nvcc"}]
 
 
 def test_libraries_that_load_are_not_built(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
