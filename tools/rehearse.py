@@ -103,12 +103,12 @@ def verdict(step: Step, record: dict[str, Any]) -> str:
         return f"skipped: {output}"
     if step.host_only and record["state"] == "passed":
         return "passed"
-    reached = AT_THE_DEVICE.search(output)
+    reached = AT_THE_DEVICE.findall(output)  # tracebacks print others of torch's lines first
     wrong = WRONG.search(output)
     ended = record["state"] in ("passed", "failed")
     if step.host_only or not ended or not reached or wrong:
         sys.exit(f"rehearsal: step {step.name!r} did not come to the device:\n{output[-4000:]}")
-    return f"came to the device: {reached[0]}"
+    return f"came to the device: {reached[-1]}"
 
 
 def rehearse(python: Path, *arguments: str) -> dict[str, Any]:
