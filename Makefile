@@ -4,7 +4,8 @@
 # make wide       what CI runs besides: the kernels under sanitizers, and wider products
 # make test-full  all of that, and the long products as well
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
-# make gpu        on a machine with a GPU: build, test and measure there, JSON to $OUT
+# make gpu        on a machine with a GPU: test and measure there, JSON to $OUT; GPU_ARGS has more
+# make rehearse   `make gpu` without a GPU, up to its first calls of one
 PYTHON ?= python3
 # A CPU-only torch is enough; set TORCH to the build you want, a wheel's path included. (On Linux
 # the package index gives the CUDA build, which is some gigabytes.)
@@ -12,13 +13,16 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
 VENV ?= .venv
 OUT ?= build/gpu
+GPU_ARGS ?=
+# Such as --torch 2.11.0 --transformers 5.17.0, which are gigabytes; without: as installed.
+REHEARSE_ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo host test wide test-full sanitize lint format gpu clean
+.PHONY: setup demo host test wide test-full sanitize lint format gpu rehearse clean
 
 setup: $(READY)
 
@@ -29,7 +33,8 @@ $(READY): $(SOURCES)
 	@echo "installing (a few minutes the first time)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check \
 	  "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,plots]"
+	@CMAKE_ARGS="-DSPEQ_WERROR=ON $(CMAKE_ARGS)" \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,plots]"
 	@touch $@
 
 demo: $(READY)
@@ -61,8 +66,8 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 test: lint host
 	$(PYTEST) -m "not wide and not full and not gpu"
 
-wide: sanitize host
-	$(PYTEST) -m "wide and not full and not gpu"
+wide: sanitize host rehearse
+	$(PYTEST) --need torch-headers -m "wide and not full and not gpu"
 
 test-full: lint sanitize host
 	$(PYTEST) -m "not gpu"
@@ -86,7 +91,10 @@ format: $(READY)
 
 # No network and no venv of ours: the machine's own torch and transformers are what is measured.
 gpu:
-	PYTHON="$(PYTHON)" OUT="$(OUT)" tools/gpu.sh
+	PYTHON="$(PYTHON)" OUT="$(OUT)" tools/gpu.sh $(GPU_ARGS)
+
+rehearse: $(READY)
+	$(BIN)/python -m tools.rehearse $(REHEARSE_ARGS)
 
 clean:
 	rm -rf build $(VENV) speq/*.so speq.egg-info

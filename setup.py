@@ -1,10 +1,12 @@
 """Build the native library with CMake and install the top-level folders as parts of `speq`.
 
 `scheduler/`, `governor/` and `bench/` live at the top of the repository and are installed as
-`speq.scheduler`, `speq.governor` and `speq.bench`; nobody imports the bare names.
+`speq.scheduler`, `speq.governor` and `speq.bench`; nobody imports the bare names. CMAKE_ARGS holds
+more arguments of CMake, such as -DSPEQ_CUDA_ARCHITECTURES=90-real.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,6 +59,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DTORCH_PREFIX={Path(torch.__file__).parent}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build)], check=True)

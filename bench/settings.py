@@ -130,6 +130,16 @@ class TransferSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
+class GpuLinkSettings(Options):
+    sizes: Annotated[tuple[str, ...], Option("Sizes of copies.", Several(Size(kept=True)))] = (
+        *("64KiB", "256KiB"),
+        *("1MiB", "4MiB", "16MiB"),
+    )
+    volume: Annotated[str, Option("Copied for each measurement.", Size(kept=True))] = "256MiB"
+    rounds: Rounds = 5
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillSettings(Options):
     budgets: Budgets
     prompt_tokens: Annotated[int, Option("Length of the prompt.", Whole(1))] = 1000
@@ -220,6 +230,20 @@ class TpotSettings(Options):
     max_new_tokens: MaxNewTokens = 64
     rounds: Rounds = 3
     run: RunOptions = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SoakSettings(Options):
+    """run: how texts are run, a draft length among it."""
+
+    memory_budget: BudgetText
+    seconds: Annotated[int, Option("How long, at least.", Whole(1, 86_400))] = 60
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 64
+    run: Annotated[dict[str, Any], Some(RunConfig, without=("memory_budget",))] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True)

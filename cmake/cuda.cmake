@@ -28,12 +28,16 @@ endif()
 enable_language(CUDA)
 
 add_library(speq_cuda SHARED csrc/cuda/bindings.cpp csrc/cuda/compact_bindings.cpp
-  csrc/cuda/float_rows.cu csrc/cuda/linear_int4.cu csrc/cuda/moe_grouped.cu csrc/cuda/moe_int4.cu
+  csrc/cuda/architectures.cpp csrc/cuda/float_rows.cu csrc/cuda/linear_int4.cu csrc/cuda/moe_grouped.cu csrc/cuda/moe_int4.cu
   csrc/cuda/moe_lossless.cu csrc/cuda/moe_residual.cu csrc/cuda/read_sum.cu)
 target_link_libraries(speq_cuda PRIVATE speq_options)
 target_compile_definitions(speq_cuda PRIVATE USE_CUDA)
 target_compile_options(speq_cuda PRIVATE
-  "$<$<COMPILE_LANGUAGE:CUDA>:-O3;--threads=2;-Werror=all-warnings;-Xcompiler=-Wall,-Wextra,-Werror>")
+  "$<$<COMPILE_LANGUAGE:CUDA>:-O3;--threads=2;-Xcompiler=-Wall,-Wextra>")
+if(SPEQ_WERROR)
+  target_compile_options(speq_cuda PRIVATE
+    "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xcompiler=-Werror>")
+endif()
 set_target_properties(speq_cuda PROPERTIES
   CXX_VISIBILITY_PRESET hidden
   CUDA_VISIBILITY_PRESET hidden
@@ -48,7 +52,18 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
 else()
   list(APPEND architectures 90-real 100-real 120)
 endif()
-set_target_properties(speq_cuda PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+set(SPEQ_CUDA_ARCHITECTURES "${architectures}" CACHE STRING
+  "Cards that the CUDA kernels are built for, as in CMAKE_CUDA_ARCHITECTURES, by number")
+foreach(architecture IN LISTS SPEQ_CUDA_ARCHITECTURES)
+  if(NOT architecture MATCHES "^[0-9]+(-real|-virtual)?$")
+    message(FATAL_ERROR "SPEQ_CUDA_ARCHITECTURES has '${architecture}'; give numbers such as "
+                        "90-real, separated by semicolons")
+  endif()
+endforeach()
+set_target_properties(speq_cuda PROPERTIES CUDA_ARCHITECTURES "${SPEQ_CUDA_ARCHITECTURES}")
+list(JOIN SPEQ_CUDA_ARCHITECTURES " " built_for)
+set_source_files_properties(csrc/cuda/architectures.cpp PROPERTIES
+  COMPILE_DEFINITIONS "SPEQ_CUDA_ARCHITECTURES=\"${built_for}\"")
 
 # Torch with CUDA holds the current stream in a library that torch without it lacks; libtorch.so,
 # which both have, brings it along.

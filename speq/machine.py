@@ -43,6 +43,16 @@ def _processor() -> str:
 # What Python, torch (its CPU build) and transformers take beside the budget; measured by a test.
 PROCESS_BYTES = 448 << 20
 
+
+def process_bytes() -> int:
+    """Host memory that this process has, as the system counts it; 0 where it does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -17,10 +17,10 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--need-backend",
+        "--need",
         action="append",
         default=[],
-        help="a backend of kernels whose tests may not be skipped",
+        help="what tests may not be skipped for lack of, such as a backend of kernels",
     )
 
 

@@ -19,7 +19,7 @@ done
 
 torch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 cmake -GNinja -S. -B"$out/cmake" -DCMAKE_BUILD_TYPE=Release -DTORCH_PREFIX="$torch" \
-  -DSPEQ_SANITIZE=ON -DSPEQ_CUDA=OFF > "$out.log" 2>&1 || { cat "$out.log" >&2; exit 1; }
+  -DSPEQ_SANITIZE=ON -DSPEQ_WERROR=ON -DSPEQ_CUDA=OFF > "$out.log" 2>&1 || { cat "$out.log" >&2; exit 1; }
 cmake --build "$out/cmake" --target speq_cpu speq_cuda_on_host >> "$out.log" 2>&1 ||
   { cat "$out.log" >&2; exit 1; }
 "$python" setup.py -q build_py --build-lib "$out/package" 2>> "$out.log"
@@ -33,4 +33,4 @@ cd "$out/package"
 # Leaks are the interpreter's own business: it never gives back what it made at start.
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 \
   "$python" -m pytest -q -c "$root/pyproject.toml" --rootdir . -p no:cacheprovider -n "${JOBS:-auto}" \
-  --dist worksteal --need-backend cuda_on_host -m "not full and not gpu" tests/kernels "$@"
+  --dist worksteal --need cuda_on_host -m "not full and not gpu" tests/kernels "$@"

@@ -25,15 +25,29 @@ inline int batch_that_fits(int batch, std::size_t row_bytes) {
   return batch;
 }
 
+#ifdef __CUDACC__
+// Lets a kernel have as much dynamic shared memory as its device grants, the same whatever the
+// launch: what one launch was granted, the next does not take away.
+inline Error allow_most_shared_memory(const void *kernel) {
+  int device = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+#endif
+
 template <typename Arguments>
 Error launch(void (*kernel)(Arguments), Grid grid, std::size_t shared_bytes,
              [[maybe_unused]] void *stream, const Arguments &arguments) {
 #ifdef __CUDACC__
   if (shared_bytes > kSharedBytes) {
-    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared_bytes));
-    if (error != cudaSuccess) {
-      return cudaGetErrorString(error);
+    if (const Error error = allow_most_shared_memory(reinterpret_cast<const void *>(kernel))) {
+      return error;
     }
   }
   kernel<<<dim3(grid.x, grid.y), kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(

@@ -22,8 +22,7 @@ class Call {
 public:
 #ifdef USE_CUDA
   explicit Call(const Tensor &tensor) : guard_(tensor.get_device_index()) {
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
   }
 #else
   explicit Call(const Tensor &) {}

@@ -70,6 +70,13 @@ BENCHES = (
         subject=("models", Models),
     ),
     Bench(
+        "gpu-link",
+        "machine.gpu_link",
+        declared.GpuLinkSettings,
+        "A GPU's memory, its link to the host, and what launches, waits and graphs take.",
+        subject=None,
+    ),
+    Bench(
         "prefill",
         "machine.prefill",
         declared.PrefillSettings,
@@ -111,6 +118,12 @@ BENCHES = (
         "runs.tpot",
         declared.TpotSettings,
         "Time per output token over memory budgets and draft lengths, settings in rotation.",
+    ),
+    Bench(
+        "soak",
+        "runs.soak",
+        declared.SoakSettings,
+        "Texts one behind the other for a while: whether memory stays what it was.",
     ),
     Bench(
         "equal-memory",

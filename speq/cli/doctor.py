@@ -31,7 +31,8 @@ COLUMNS: "dict[str, Column]" = {
 }
 ADVICE = {
     "cpu": "install a C++ compiler and run `make setup`, which builds them",
-    "cuda": "install nvcc and a CUDA build of torch, and run `make setup`, which builds them",
+    "cuda": "install nvcc and a CUDA build of torch, and run `make setup`, which builds them for "
+    "cards of compute capability 8.0 and later",
 }
 
 
@@ -78,7 +79,7 @@ def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Repor
         "device": device.type,
         "isa": library.isa() if built else None,
         "supported_isas": list(library.supported_isas()) if built else [],
-        "missing": dict(library.MISSING),
+        "missing": {name: library.MISSING[name] for name in ("cpu", "cuda")},
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
         "card": None if (card := card_reading(on)) is None else asdict(card),

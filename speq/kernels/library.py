@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import reference, reference_compact
+from speq.kernels.architectures import Architectures
 from speq.kernels.reference import ACTIVATIONS
 
 logger = logging.getLogger("speq")
@@ -131,7 +132,10 @@ KERNELS = {"cpu": Kernels(_OVERLOADS), "cuda": Kernels(_OVERLOADS, max_rows=16, 
 
 def kernels_for(tensor: Tensor) -> Kernels:
     """The kernels that run for tensors on the device of this one."""
-    return KERNELS["cuda" if tensor.is_cuda else "cpu"]
+    if tensor.is_cuda:
+        MISSING["cuda"]  # which loads them
+        return KERNELS["cuda"]
+    return KERNELS["cpu"]
 
 
 def load(path: Path) -> str | None:
@@ -146,13 +150,41 @@ def load(path: Path) -> str | None:
 
 
 def _load_cuda() -> str | None:
+    """Load the CUDA kernels where the present card can run them: bound, they would be launched."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not CUDA_LIBRARY.exists():
+        return f"{CUDA_LIBRARY} was not built"
+    try:
+        built_for = Architectures.of_library(CUDA_LIBRARY)
+    except ValueError as error:
+        return f"{error}; build it again"
+    capability = torch.cuda.get_device_capability()
+    if not built_for.run_on(capability):
+        return (
+            f"this card has compute capability {capability[0]}.{capability[1]}, and "
+            f"{CUDA_LIBRARY.name} has code for {built_for}"
+        )
     return load(CUDA_LIBRARY)
 
 
-# Why a device has no native kernels; None where it has.
-MISSING = {"cpu": load(CPU_LIBRARY), "cuda": _load_cuda()}
+class _Missing(dict[str, str | None]):
+    """Why "cpu" or "cuda" has no native kernels; None where it has.
+
+    CUDA kernels are loaded when they are first asked for: only a driver that was started knows what
+    its card can run, and whoever computes elsewhere need not start it.
+    """
+
+    def __missing__(self, device: str) -> str | None:
+        if device != "cuda":
+            raise KeyError(device)
+        self[device] = _load_cuda()
+        return self[device]
+
+
+MISSING = _Missing(cpu=load(CPU_LIBRARY))
 
 
 def ops_of(device: str) -> list[str]:
@@ -170,12 +202,13 @@ class Backend:
 
 def backend_of(op: str, device: str) -> Backend:
     """What runs `op` for tensors on "cpu" or "cuda"."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"speq::{op}_out", key):
-        return Backend("reference", MISSING[device] or f"there is no native {op} for {device}")
+    missing, key = MISSING[device], {"cpu": "CPU", "cuda": "CUDA"}[device]
+    bound = torch._C._dispatch_has_kernel_for_dispatch_key(f"speq::{op}_out", key)
+    if missing is not None or not bound:
+        return Backend("reference", missing or f"there is no native {op} for {device}")
     if device == "cpu":
         return Backend("cpu", isa())
-    return Backend("cuda", f"{CUDA_LIBRARY.name}, for sm_80 and later")
+    return Backend("cuda", f"{CUDA_LIBRARY.name}, for {Architectures.of_library(CUDA_LIBRARY)}")
 
 
 def report_backends(device: str) -> None:

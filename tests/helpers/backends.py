@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library
+from tests.helpers.needed import absent
 
 # The shim binds the ops of a GPU under a name of their own, beside the processor's.
 ON_HOST = library.FOLDER / "libspeq_cuda_on_host.so"
@@ -39,11 +40,9 @@ CUDA_BACKENDS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def need_backend(request: pytest.FixtureRequest, kind: str, isa: str = "") -> None:
     """Skip a test without that backend, or fail it where the run is said to have one."""
-    absent = reason_absent(kind, isa)
-    if absent is not None:
-        if kind in request.config.getoption("need_backend"):
-            pytest.fail(absent)
-        pytest.skip(absent)
+    reason = reason_absent(kind, isa)
+    if reason is not None:
+        absent(request.config, kind, reason)
 
 
 def cuda_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:

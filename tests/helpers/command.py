@@ -4,8 +4,10 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import typer
 
 from speq import cli
 
@@ -47,3 +49,14 @@ def command_in_process(
 def arguments_of(*arguments: object) -> list[str]:
     """The command line of a process of its own."""
     return [sys.executable, "-m", "speq", *map(str, arguments)]
+
+
+def parse(words: tuple[str, ...]) -> None:
+    """Parse a command as `speq` does, without running it. Raises what the parser raises."""
+    command: Any = typer.main.get_command(cli.app)
+    arguments = list(words)
+    while hasattr(command, "commands"):
+        name = arguments.pop(0)
+        assert name in command.commands, f"there is no command {name}"
+        command = command.commands[name]
+    command.make_context(words[0], arguments)

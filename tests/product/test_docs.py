@@ -12,6 +12,7 @@ import typer
 from speq import cli
 from speq.models.families import FAMILIES
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS, Registry
+from tests.helpers.command import parse
 from tools import pages, run_docs
 
 ROOT = Path(pages.__file__).parent.parent
@@ -26,17 +27,6 @@ SPEED = re.compile(r"\d\s*(ms|GB/s|TB/s|tokens?\s*(/|a|per)\s*s(econd)?|tok/s|x 
 
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def parse(words: tuple[str, ...]) -> None:
-    """Parse a command as `speq` does, without running it. Raises what the parser raises."""
-    command: Any = typer.main.get_command(cli.app)
-    arguments = list(words)
-    while hasattr(command, "commands"):
-        name = arguments.pop(0)
-        assert name in command.commands, f"there is no command {name}"
-        command = command.commands[name]
-    command.make_context(words[0], arguments)
 
 
 def options(command: Any) -> set[str]:
