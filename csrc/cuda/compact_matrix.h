@@ -89,10 +89,16 @@ SPEQ_DEVICE uint4 load_vector(const std::uint8_t *at) {
   return __ldg(reinterpret_cast<const uint4 *>(at));
 }
 
-// Four bytes that begin anywhere. Reads whole words of four, at most seven bytes more.
+// Four bytes that begin anywhere behind an aligned base, or anywhere at all. Reads whole words of
+// four, at most three bytes before and after them.
 SPEQ_DEVICE std::uint32_t load_word(const std::uint8_t *base, int at) {
   const std::uint8_t *words = base + (at & ~3);
   return __funnelshift_r(load_aligned(words), load_aligned(words, 1), unsigned(at) * 8);
+}
+
+SPEQ_DEVICE std::uint32_t load_word(const std::uint8_t *at) {
+  const int off = int(reinterpret_cast<std::uintptr_t>(at) % 4);
+  return load_word(at - off, off);
 }
 
 // The first bits of a word.
@@ -214,43 +220,33 @@ private:
   int count_, at_;
 };
 
-// Begin to fetch kRows rows of a plane, bytes [begin, begin + kBlockLanes lines) of each.
-SPEQ_DEVICE void prefetch_rows(const Lane &lane, const std::uint8_t *rows, int row_bytes,
-                               int begin) {
-  const int at = begin + int(lane.id % kBlockLanes) * kCacheLine;
-  if (at < row_bytes) {
-    prefetch(rows + int(lane.id / kBlockLanes) * row_bytes + at);
-  }
-}
-
 // Columns whose bytes are asked for together, while as many before them are read: all that a step
 // needs would not stay in registers a step ahead.
 constexpr int kAheadColumns = kBlockLanes * kCacheLine;
 
-// What decoders have alike: a lane's row and the bytes of its segment.
-// kWhole: segments are, and each lane's places go on step by step.
+// What decoders have alike: a lane's row and the bytes of its segment. Places in planes of the
+// record are those of the next step; they go on step by step.
+// kWhole: segments are.
 template <bool kWhole> struct Segment {
   Lane lane;
-  int row, column;
+  int row, columns;                  // columns: none where there is no such row
+  int column;                        // the segment's first
   int present;                       // how many of the columns there are
   std::uint32_t bytes[kVectors * 2]; // sign and mantissa, or the low bytes of words
 
   SPEQ_DEVICE Segment(const CompactMatrix &matrix, int quad)
-      : row(quad * kRows + lane.row()), column(lane.column() - kStepColumns), present(0),
-        at_(matrix.bytes + row * matrix.columns + column) {}
+      : row(quad * kRows + lane.row()), columns(row < matrix.rows ? matrix.columns : 0),
+        column(lane.column() - kStepColumns), present(0),
+        at_(matrix.bytes + row * matrix.columns + lane.column()) {}
 
   // The next step's.
-  SPEQ_DEVICE void load(const CompactMatrix &matrix) {
+  SPEQ_DEVICE void load() {
     column += kStepColumns;
-    at_ += kStepColumns;
-    const int left = row < matrix.rows ? matrix.columns - column : 0;
+    const int left = columns - column;
     present = left < 0 ? 0 : left < kSegment ? left : kSegment;
 #pragma unroll
     for (int i = 0; i < kVectors * 2; ++i) {
-      bytes[i] = 0;
-      if (!kWhole && present > 4 * i) {
-        bytes[i] = load_word(matrix.bytes, row * matrix.columns + column + 4 * i);
-      }
+      bytes[i] = !kWhole && present > 4 * i ? load_word(at_ + 4 * i) : 0;
     }
     if (kWhole && present > 0) {
       const uint4 front = load_vector(at_), rest = load_vector(at_ + sizeof(uint4));
@@ -260,6 +256,20 @@ template <bool kWhole> struct Segment {
       for (int i = 0; i < kVectors * 2; ++i) {
         bytes[i] = words[i];
       }
+    }
+    at_ += kStepColumns;
+  }
+
+  SPEQ_DEVICE void prefetch(int ahead) const { prefetch_plane<8>(at_, ahead); }
+
+  // Begin to fetch kAheadColumns of a plane, so many ahead of the next step, whose part of the
+  // plane the lane has at `at`. The lanes of a row have a line each.
+  template <int kBits> SPEQ_DEVICE void prefetch_plane(const std::uint8_t *at, int ahead) const {
+    constexpr int kLineColumns = kCacheLine * 8 / kBits;
+    const int line = int(lane.id / kBlockLanes * kRunLanes + lane.id % kRunLanes);
+    const int first = ahead + line * kLineColumns - lane.column(); // from the segment on
+    if (line * kLineColumns < kAheadColumns && column + kStepColumns + first < columns) {
+      speq::cuda::prefetch(at + (ahead - lane.column()) / 8 * kBits + line * kCacheLine);
     }
   }
 
@@ -278,11 +288,11 @@ template <typename Decoder, typename Take> SPEQ_DEVICE void for_steps(Decoder &d
   const int columns = decoder.matrix.columns;
   decoder.prefetch(0);
 #pragma unroll 1
-  for (int ahead = 0; ahead < columns; ahead += kAheadColumns) {
-    decoder.prefetch(ahead + kAheadColumns);
-    const int end = ahead + kAheadColumns < columns ? ahead + kAheadColumns : columns;
+  for (int first = 0; first < columns; first += kAheadColumns) {
+    decoder.prefetch(kAheadColumns);
+    const int end = first + kAheadColumns < columns ? first + kAheadColumns : columns;
 #pragma unroll 1
-    for (int step = ahead; step < end; step += kStepColumns) {
+    for (int step = first; step < end; step += kStepColumns) {
       decoder.begin();
       if (decoder.segment.present > 0) {
         take(step);

@@ -15,19 +15,18 @@ public:
   Segment<kWhole> segment;
 
   SPEQ_DEVICE LosslessDecoder(const LosslessMatrix &matrix, int quad)
-      : matrix(matrix), segment(matrix, quad), quad_(quad), ends_(matrix, quad),
+      : matrix(matrix), segment(matrix, quad), ends_(matrix, quad),
         of_classes_{load_aligned(matrix.exponents), load_aligned(matrix.exponents, 1)},
         classes_(matrix.classes + segment.row * int(class_stride(matrix.columns)) +
                  class_bytes(segment.lane.column())) {}
 
-  SPEQ_DEVICE void prefetch(int column) const {
-    const int row = quad_ * kRows, stride = int(class_stride(matrix.columns));
-    prefetch_rows(segment.lane, matrix.bytes + row * matrix.columns, matrix.columns, column);
-    prefetch_rows(segment.lane, matrix.classes + row * stride, stride, int(class_bytes(column)));
+  SPEQ_DEVICE void prefetch(int ahead) const {
+    segment.prefetch(ahead);
+    segment.template prefetch_plane<3>(classes_, ahead);
   }
 
   SPEQ_DEVICE void begin() {
-    segment.load(matrix);
+    segment.load();
     std::uint32_t packed[3];
     load_classes(packed);
     const std::uint32_t classes[kVectors] = {
@@ -66,8 +65,7 @@ private:
     for (int i = 0; i < 3; ++i) {
       packed[i] = 0;
       if (!kWhole && segment.present > 0) {
-        const int at = int(classes_ - matrix.classes) + 4 * i;
-        packed[i] = low_bits(load_word(matrix.classes, at), 3 * segment.present - 32 * i);
+        packed[i] = low_bits(load_word(classes_ + 4 * i), 3 * segment.present - 32 * i);
       }
     }
     if (kWhole && segment.present > 0) {
@@ -78,7 +76,6 @@ private:
     classes_ += class_bytes(kStepColumns);
   }
 
-  int quad_;
   StreamEnds ends_;
   std::uint32_t of_classes_[2];           // their exponents, a byte each
   const std::uint8_t *classes_;           // the next step's

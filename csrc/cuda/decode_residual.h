@@ -98,18 +98,17 @@ public:
   Segment<kWhole> segment;
 
   SPEQ_DEVICE ResidualDecoder(const ResidualMatrix &matrix, int quad)
-      : matrix(matrix), segment(matrix, quad), quad_(quad), ends_(matrix, quad),
+      : matrix(matrix), segment(matrix, quad), ends_(matrix, quad),
         at_(matrix.codes.codes + (segment.row * matrix.columns + segment.lane.column()) / 2),
         scales_(matrix.codes.scales + segment.row * (matrix.columns / matrix.layout.group_size)) {}
 
-  SPEQ_DEVICE void prefetch(int column) const {
-    const int at = quad_ * kRows * matrix.columns;
-    prefetch_rows(segment.lane, matrix.bytes + at, matrix.columns, column);
-    prefetch_rows(segment.lane, matrix.codes.codes + at / 2, matrix.columns / 2, column / 2);
+  SPEQ_DEVICE void prefetch(int ahead) const {
+    segment.prefetch(ahead);
+    segment.template prefetch_plane<4>(at_, ahead);
   }
 
   SPEQ_DEVICE void begin() {
-    segment.load(matrix);
+    segment.load();
     load_codes();
     const Run run = find_run();
     Escapes escapes;
@@ -178,8 +177,8 @@ private:
     const int other = __shfl_xor_sync(kAllLanes, own, 1);
     const int bytes = (3 * (own + other) + 7) / 8;
     // Both lanes of a run see whether it is there: segments of a block begin it, or follow.
-    const bool lists = ends_.has_exceptions && segment.row < matrix.rows &&
-                       segment.column - (segment.lane.ends_run() ? kSegment : 0) < matrix.columns;
+    const bool lists = ends_.has_exceptions &&
+                       segment.column - (segment.lane.ends_run() ? kSegment : 0) < segment.columns;
     const int room = bytes + (lists ? 1 : 0);
     const int up_to = up_to_run(room);
     int taken = __shfl_sync(kAllLanes, up_to, kLanes - 1);
@@ -310,7 +309,6 @@ private:
     high_[2 * vector + 1] = std::uint32_t(high >> 32);
   }
 
-  int quad_;
   StreamEnds ends_;
   const std::uint8_t *at_; // the next step's codes
   const Float16 *scales_;  // of the row

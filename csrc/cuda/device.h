@@ -58,7 +58,7 @@ SPEQ_DEVICE uint4 load_streamed(const void *address) {
 // signs.)
 SPEQ_DEVICE std::uint32_t permute_bytes(std::uint32_t low, std::uint32_t high,
                                         std::uint32_t selectors) {
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
   std::uint32_t chosen;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selectors));
   return chosen;
