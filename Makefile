@@ -44,12 +44,14 @@ demo: $(READY)
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
+# Backends whose tests may not be skipped, such as `--need-backend sass`.
+NEED ?=
 
 test: lint
 	$(PYTEST) -m "not wide and not full and not gpu"
 
 wide: sanitize
-	$(PYTEST) -m "wide and not full and not gpu"
+	$(PYTEST) -m "wide and not full and not gpu" $(NEED)
 
 test-full: lint sanitize
 	$(PYTEST) -m "not gpu"

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from os import environ, pathsep
 from pathlib import Path
 from shutil import which
 
@@ -25,7 +24,9 @@ from speq.errors import SpeqError
 
 # Where the packages put their programs, below the folder that Python packages lie in.
 PROGRAMS = "nvidia/cu13/bin"
-INSTRUCTION = re.compile(r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@(?P<guard>!?U?P\d)\s+)?(?P<text>[^;]+);")
+INSTRUCTION = re.compile(
+    r"/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@(?P<guard>!?U?P\d)\s+)?(?P<text>[^;]+);"
+)
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 # What ends a block without going on behind it, when it has no guard.
 ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")
@@ -62,6 +63,12 @@ class Loop:
     def products(self) -> int:
         return 4 * self.count(FOUR_PRODUCTS) or self.count("FFMA")
 
+    @property
+    def wide_loads(self) -> int:
+        """Loads of sixteen bytes from global memory."""
+        loads = (each.opcode.split(".") for each in self.instructions)
+        return sum(parts[0] == "LDG" and "128" in parts for parts in loads)
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -95,7 +102,8 @@ class Kernel:
         return tuple(made[first] for first in sorted(made))
 
     def loop(self, products: int) -> Loop:
-        """The shortest loop with so many products. Raises SpeqError where there is none."""
+        """The loop with so many products and the most wide loads; of several, the shortest. Loops
+        for layouts without vectors have fewer. Raises SpeqError where there is none."""
         found = [loop for loop in self.loops if loop.products == products]
         if not found:
             counts = sorted({loop.products for loop in self.loops} - {0})
@@ -103,7 +111,7 @@ class Kernel:
                 f"{self.name} on {self.arch} has no loop of {products} products, but of {counts}; "
                 "its code is not what speq.bench.machine.issue describes"
             )
-        return min(found, key=lambda loop: len(loop.instructions))
+        return min(found, key=lambda loop: (-loop.wide_loads, len(loop.instructions)))
 
 
 def kernels(library: Path, arch: str | None = None) -> Iterator[Kernel]:
@@ -132,26 +140,29 @@ def missing() -> str | None:
     """Why there is no disassembler here; None where there is."""
     absent = [name for name in ("cuobjdump", "nvdisasm") if _program(name) is None]
     packages = " ".join(f"nvidia-cuda-{name}" for name in absent)
-    return f"there is no {' or '.join(absent)} here; run `pip install {packages}`" if absent else None
+    return (
+        f"there is no {' or '.join(absent)} here; run `pip install {packages}`" if absent else None
+    )
 
 
 def _program(name: str) -> str | None:
+    """The package's, or one of a CUDA toolkit."""
     folder = Path(sysconfig.get_path("platlib")) / PROGRAMS
-    return which(name, path=f"{folder}{pathsep}{environ.get('PATH', '')}")
+    return which(name, path=str(folder)) or which(name)
 
 
 def _output(library: Path, options: list[str]) -> str:
     if (reason := missing()) is not None:
         raise SpeqError(f"machine code of {library.name} is wanted, but {reason}")
-    program = _program("cuobjdump")
+    program, other = _program("cuobjdump"), _program("nvdisasm")
     assert program is not None
-    # cuobjdump looks for nvdisasm among the programs.
-    path = f"{Path(_program('nvdisasm') or '').parent}{pathsep}{environ.get('PATH', '')}"
+    assert other is not None
+    # cuobjdump runs nvdisasm from the path.
     ended = subprocess.run(
         [program, *options, str(library)],
         capture_output=True,
         text=True,
-        env={**environ, "PATH": path},
+        env={"PATH": str(Path(other).parent)},
     )
     if ended.returncode != 0:
         raise SpeqError(f"cuobjdump cannot read {library}: {ended.stderr.strip()}")

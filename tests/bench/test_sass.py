@@ -1,0 +1,134 @@
+"""The machine code of the CUDA kernels: what inner loops issue for a weight, held to a budget.
+
+No GPU is needed, but a library that nvcc built and NVIDIA's disassembler.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from speq.bench.machine import sass
+from speq.bench.machine.issue import COUNTED, HALF_RATE, issue_slots
+from speq.bench.machine.sass import Kernel, kernels
+from speq.errors import SpeqError
+from speq.kernels import library
+
+LIBRARY = library.FOLDER / "libspeq_cuda.so"
+ARCHS = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
+# Instructions issued for a weight and one row of inputs, and loads of sixteen bytes in an
+# iteration: of compact records two of bytes, with codes one more, and eight of inputs.
+BUDGETS = {
+    "moe_int4": (1.4, 4),
+    "moe_grouped": (4.0, 6),
+    "moe_grouped_lossless": (10.0, 10),
+    "moe_grouped_residual": (25.0, 11),
+}
+
+
+@pytest.fixture(scope="module")
+def code(request: pytest.FixtureRequest) -> dict[str, list[Kernel]]:
+    """Kernels by architecture."""
+    absent = sass.missing() if LIBRARY.exists() else f"{LIBRARY} is not built"
+    if absent is not None:
+        if "sass" in request.config.getoption("need_backend"):
+            pytest.fail(absent)
+        pytest.skip(absent)
+    found: dict[str, list[Kernel]] = {}
+    for kernel in kernels(LIBRARY):
+        found.setdefault(kernel.arch, []).append(kernel)
+    return found
+
+
+@pytest.mark.wide
+def test_instructions_of_a_weight(code: dict[str, list[Kernel]]) -> None:
+    assert set(code) == ARCHS
+    for name, (most, loads) in BUDGETS.items():
+        for arch, of_arch in code.items():
+            loop = COUNTED[name].kernel(of_arch).loop(COUNTED[name].weights)
+            per_weight = len(loop.instructions) / COUNTED[name].weights
+            assert 1 < per_weight <= most, f"{name} on {arch}: {per_weight:.2f} a weight"
+            assert loop.wide_loads == loads, f"{name} on {arch}"
+
+
+@pytest.mark.wide
+def test_nothing_is_on_a_stack(code: dict[str, list[Kernel]]) -> None:
+    for arch, of_arch in code.items():
+        assert len(of_arch) >= 13
+        for kernel in of_arch:
+            assert (kernel.stack_bytes, kernel.spills) == (0, 0), f"{kernel.name} on {arch}"
+            assert 0 < kernel.registers <= 128, f"{kernel.name} on {arch}"
+
+
+# Two loops, one in the other, and code behind that jumps back into the inner one; as the
+# disassembler prints it.
+LISTING = """
+Fatbin elf code:
+================
+arch = sm_90
+
+    code for sm_90
+        Function : outer_and_inner
+        /*0000*/                   MOV R1, c[0x0][0x28] ;         /* 0x00000a0000017a02 */
+        /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;      /* 0x000fe2 */
+        /*0020*/                   BRA.DIV UR5, 0x00b0 ;          /* 0x000fe2 */
+        /*0030*/                   FFMA R0, R4, R5, R0 ;          /* 0x000fe2 */
+        /*0040*/                   FFMA R0, R6, R7, R0 ;          /* 0x000fe2 */
+        /*0050*/               @P1 BRA 0x00a0 ;                   /* 0x000fe2 */
+        /*0060*/                   LOP3.LUT R0, R0, 0x1, RZ, 0xc0, !PT ;  /* 0x000fe2 */
+        /*0070*/               @P0 BRA 0x0060 ;                   /* 0x000fe2 */
+        /*0080*/              @!P2 BRA 0x0010 ;                   /* 0x000fe2 */
+        /*0090*/                   EXIT ;                         /* 0x000fe2 */
+        /*00a0*/                   BRA 0x0060 ;                   /* 0x000fe2 */
+        /*00b0*/                   STL [R1], R0 ;                 /* 0x000fe2 */
+        /*00c0*/                   BRA 0x0030 ;                   /* 0x000fe2 */
+"""
+RESOURCES = """
+arch = sm_90
+Resource usage:
+ Function outer_and_inner:
+  REG:40 STACK:8 SHARED:0 LOCAL:16 CONSTANT[0]:456 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(
+        sass,
+        "_output",
+        lambda _, options: RESOURCES if "--dump-resource-usage" in options else LISTING,
+    )
+    (kernel,) = kernels(Path("any.so"))
+    return kernel
+
+
+def test_loops_of_a_listing(listed: Kernel) -> None:
+    assert (listed.arch, listed.registers, listed.stack_bytes) == ("sm_90", 40, 24)
+    assert listed.spills == 1
+    outer = listed.loop(2)
+    assert [each.at for each in outer.instructions] == [
+        *(0x10, 0x20, 0x30, 0x40, 0x50),
+        *(0x80, 0xA0),
+    ]
+    assert outer.wide_loads == 1
+    (inner,) = outer.nested
+    assert [each.opcode for each in inner.instructions] == ["LOP3.LUT", "BRA"]
+    # Half of the inner loop is integers, which take two clocks each where there are half the lanes.
+    assert issue_slots(inner, "sm_90") == 2
+    assert issue_slots(outer, "sm_90") == 7
+    assert "sm_120" not in HALF_RATE
+
+
+def test_a_loop_that_is_not_there(listed: Kernel) -> None:
+    with pytest.raises(SpeqError, match=r"outer_and_inner on sm_90 has no loop of 32 products"):
+        listed.loop(32)
+
+
+def test_no_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "_program", lambda name: None)
+    sentence = (
+        "machine code of any.so is wanted, but there is no cuobjdump or nvdisasm here; run "
+        "`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`"
+    )
+    with pytest.raises(SpeqError) as refused:
+        list(kernels(Path("any.so")))
+    assert str(refused.value) == sentence
