@@ -93,12 +93,15 @@ def run(
 ) -> Report:
     """Count every kernel and compute its times on every card. Raises SpeqError."""
     check_target(json_file, force)
+    check_nothing_is_timed(settings)
     path = library.FOLDER / "libspeq_cuda.so"
     if not path.exists():
         raise SpeqError(f"{path} is what --sass reads, and it is not built; run `make setup`")
     names = SHAPES if settings.shapes == ("all",) else settings.shapes
     wanted = COUNTED if settings.kernels == ("all",) else settings.kernels
     shapes = [SHAPES[checked_choice("shapes", name, tuple(SHAPES))] for name in names]
+    for shape in shapes:
+        shape.check_group_size(settings.group_size)
     counted = {name: COUNTED[checked_choice("kernels", name, tuple(COUNTED))] for name in wanted}
     archs = list(dict.fromkeys(card.arch for card in MULTIPROCESSORS.values()))
     code = {
@@ -119,6 +122,17 @@ def run(
     if json_file is not None:
         report.write(json_file)
     return report
+
+
+def check_nothing_is_timed(settings: Settings) -> None:
+    """Raise SpeqError for settings that say how to time what is computed here."""
+    given, defaults = settings.as_json(), Settings().as_json()
+    for name in ("rows", "dtype", "device", "rounds", "isa", "memory", "reference"):
+        if given[name] != defaults[name]:
+            raise SpeqError(
+                f"{name} is {given[name]!r}, which is for kernels that are timed; --sass computes "
+                "times of one row in bfloat16: leave it out"
+            )
 
 
 def forms_of(counted: dict[str, Counted]) -> set[str]:

@@ -173,11 +173,7 @@ def check(settings: Settings) -> dict[str, int]:
     held = {}
     for name in settings.shapes:
         shape = SHAPES[name]
-        if size % 2 or shape.hidden_size % size or shape.expert_width % size:
-            raise SpeqError(
-                f"group_size is {size}; it must be even and divide the {shape.hidden_size} and "
-                f"{shape.expert_width} columns of {name}"
-            )
+        shape.check_group_size(size)
         held[name] = experts_held(shape, memory_bytes, size)
     return held
 

@@ -4,14 +4,20 @@ No GPU is needed, but a library that nvcc built and NVIDIA's disassembler.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speq.bench.machine import sass
+from speq.bench.machine import issue, sass
+from speq.bench.machine import kernels as bench
+from speq.bench.machine.expert_layer import LayerShape
 from speq.bench.machine.issue import COUNTED, HALF_RATE, issue_slots
+from speq.bench.machine.kernels import Settings
 from speq.bench.machine.sass import Kernel, kernels
 from speq.errors import SpeqError
+from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
+from tests.helpers.command import Command
 
 LIBRARY = library.FOLDER / "libspeq_cuda.so"
 ARCHS = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
@@ -121,6 +127,73 @@ def test_loops_of_a_listing(listed: Kernel) -> None:
 def test_a_loop_that_is_not_there(listed: Kernel) -> None:
     with pytest.raises(SpeqError, match=r"outer_and_inner on sm_90 has no loop of 32 products"):
         listed.loop(32)
+
+
+# 3 x 64 x 32 weights, two experts a token.
+TINY = LayerShape("tiny", hidden_size=64, expert_width=32, top_k=2, num_experts=8)
+
+
+@pytest.fixture
+def tiny_card(monkeypatch: pytest.MonkeyPatch, listed: Kernel, tmp_path: Path) -> None:
+    """One shape, one card, and one kernel, which is that of the listing."""
+    monkeypatch.setattr(issue, "SHAPES", {"tiny": TINY})
+    monkeypatch.setattr(issue, "COUNTED", {"grouped": issue.Counted("outer", 2, ("exact",))})
+    monkeypatch.setattr(issue, "MULTIPROCESSORS", {"h200": Multiprocessors("sm_90", 10, 2e9)})
+    monkeypatch.setattr(issue, "kernels", lambda path, arch: [listed])
+    (tmp_path / "libspeq_cuda.so").touch()
+    monkeypatch.setattr(issue.library, "FOLDER", tmp_path)
+
+
+@pytest.mark.usefixtures("tiny_card")
+def test_times_of_a_card(command: Command) -> None:
+    report = bench.run(Settings(sass=True, group_size=16), None, False)
+    (row,) = report.rows
+    # Seven instructions to two weights, four a clock on each of ten, for 32 lanes.
+    assert row["instructions_per_weight"] == 3.5
+    assert row["rare_instructions"] == [2]
+    assert row["issue_s"] == pytest.approx(2 * 3 * 64 * 32 * 3.5 / (10 * 4 * 32 * 2e9))
+    # In bfloat16 at nine tenths of 4,800 GB/s.
+    assert row["bytes_s"] == pytest.approx(2 * 3 * 64 * 32 * 2 / (0.9 * 4.8e12))
+    assert row["bound_by"] == "issue"
+    ended = command("bench", "kernels", "--sass", "--group-size", 16)
+    assert ended.code == 0, ended.err
+    assert "Computed, not measured" in ended.out
+    for shown in ("h200", "grouped", "3.50"):
+        assert shown in ended.out
+
+
+@pytest.mark.usefixtures("tiny_card")
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"rows": [3]}, "rows is [3], which is for kernels that are timed; --sass computes times"),
+        ({"dtype": "float16"}, "dtype is 'float16', which is for kernels that are timed"),
+        ({"group_size": 48}, "group_size is 48; it must be even and divide the 64 and 32 columns"),
+        ({"kernels": ["torch"]}, "kernels is 'torch'; it must be one of grouped"),
+        ({"shapes": ["gpt"]}, "shapes is 'gpt'; it must be one of tiny"),
+    ],
+)
+def test_what_sass_refuses(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpeqError) as refused:
+        bench.run(Settings(**{"sass": True, "group_size": 16} | given), None, False)
+    assert sentence in str(refused.value)
+
+
+def test_a_library_that_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(issue.library, "FOLDER", tmp_path)
+    with pytest.raises(SpeqError, match=r"libspeq_cuda.so is what --sass reads, and it is not"):
+        bench.run(Settings(sass=True), None, False)
+
+
+def test_cards_are_presets() -> None:
+    """A card's float32 rate, two for each of 128 lanes and clock, beside those of data sheets."""
+    assert set(MULTIPROCESSORS) < set(PRESETS)
+    assert {card.arch for card in MULTIPROCESSORS.values()} <= ARCHS
+    teraflops = {"rtx-4090": 82.6, "rtx-3090": 35.6, "rtx-4060-ti": 22.1, "rtx-5090": 104.8}
+    teraflops |= {"h200": 66.9, "h100-pcie": 51.2}
+    for name, wanted in teraflops.items():
+        card = MULTIPROCESSORS[name]
+        assert card.count * 128 * 2 * card.clock_hz / 1e12 == pytest.approx(wanted, rel=0.01)
 
 
 def test_no_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
