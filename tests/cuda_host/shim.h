@@ -1,9 +1,9 @@
 // Runs whole CUDA kernels on the host, so that tests need no GPU.
 //
-// Threads of a block are fibers of one thread of the system, blocks run one after the other. Both go
-// forwards, backwards or shuffled, from launch to launch. A barrier or a warp operation that some of
-// its threads never reach ends the process with a message.
-// Shared memory is poisoned before each block and exactly as large as the launch asked for.
+// Threads of a block are fibers of one thread of the system, blocks run one after the other. Both
+// go forwards, backwards or shuffled, from launch to launch. A barrier or a warp operation that
+// some of its threads never reach ends the process with a message. Shared memory is poisoned before
+// each block and exactly as large as the launch asked for.
 #pragma once
 
 #include <algorithm>
