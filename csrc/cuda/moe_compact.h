@@ -167,8 +167,9 @@ template <typename Slots> struct CompactDecode {
   BFloat16 *gate_up, *down;
 };
 
-// Writes the words of a quad to rows of BF16.
-template <typename Decoder> SPEQ_DEVICE void write_quad(Decoder &decoder, BFloat16 *out) {
+// Writes the words of a quad to rows of BF16; kVector: whose vectors are whole and aligned.
+template <bool kVector, typename Decoder>
+SPEQ_DEVICE void write_quad(Decoder &decoder, BFloat16 *out) {
   const int columns = decoder.matrix.columns;
   BFloat16 *const row = out + std::int64_t(decoder.segment.row) * columns;
   for_steps(decoder, [&](int step) {
@@ -177,10 +178,14 @@ template <typename Decoder> SPEQ_DEVICE void write_quad(Decoder &decoder, BFloat
     for (int i = 0; i < kVectors; ++i) {
       std::uint32_t pairs[kLaneColumns / 2];
       decoder.words(i, pairs);
+      if constexpr (kVector) {
+        reinterpret_cast<uint4 *>(at)[i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      } else {
 #pragma unroll
-      for (int v = 0; v < kLaneColumns; ++v) {
-        if (decoder.segment.has(i, v)) {
-          at[i * kLaneColumns + v] = {std::uint16_t(pairs[v / 2] >> 16 * (v % 2))};
+        for (int v = 0; v < kLaneColumns; ++v) {
+          if (decoder.segment.has(i, v)) {
+            at[i * kLaneColumns + v] = {std::uint16_t(pairs[v / 2] >> 16 * (v % 2))};
+          }
         }
       }
     }
@@ -200,12 +205,12 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   const typename Slots::Matrix matrix = p.weights.matrix(m, 0, 0);
   const int of_matrix = int(quad - first_quad[m]);
   BFloat16 *out = m == kDown ? p.down : p.gate_up + std::int64_t(m) * matrix.rows * matrix.columns;
-  if (p.weights.whole(m)) {
+  if (p.weights.whole(m) && reinterpret_cast<std::uintptr_t>(out) % sizeof(uint4) == 0) {
     typename Slots::template Decoder<true> decoder(matrix, of_matrix);
-    write_quad(decoder, out);
+    write_quad<true>(decoder, out);
   } else {
     typename Slots::template Decoder<false> decoder(matrix, of_matrix);
-    write_quad(decoder, out);
+    write_quad<false>(decoder, out);
   }
 }
 
