@@ -208,8 +208,7 @@ private:
         const int first = __ffs(int(left)) - 1;
         const int count = __shfl_sync(kAllLanes, run.exceptions, first);
         taken += count;
-        left = kAllLanes << first & kAllLanes << 1 << first; // behind both lanes of the run
-        left &= left << 1;
+        left = kAllLanes << first << kRunLanes;
         run.at += (left >> segment.lane.id & 1) != 0 ? count : 0;
       }
     }

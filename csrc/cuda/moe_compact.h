@@ -50,6 +50,8 @@ SPEQ_DEVICE float multiply_quad(Decoder &decoder, const float *inputs, const int
   for_steps(decoder, [&](int step) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      // There always is a whole segment's vector. The branch keeps ptxas from loading the inputs of
+      // all vectors ahead, for which registers do not suffice.
       if (kBatch > 1 && found_again(decoder.segment.present) <= i * kLaneColumns) {
         break;
       }
