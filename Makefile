@@ -67,7 +67,7 @@ test: lint host
 	$(PYTEST) -m "not wide and not full and not gpu"
 
 wide: sanitize host rehearse
-	$(PYTEST) --need torch-headers -m "wide and not full and not gpu"
+	$(PYTEST) --need torch-headers --need sass -m "wide and not full and not gpu"
 
 test-full: lint sanitize host
 	$(PYTEST) -m "not gpu"

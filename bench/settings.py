@@ -96,6 +96,14 @@ class KernelSettings(Options):
     reference: Annotated[
         bool, Option("Time the slow reference where there is no native kernel.", Switch())
     ] = False
+    sass: Annotated[
+        bool,
+        Option(
+            "Time nothing: compute from the machine code of CUDA kernels what they take to issue "
+            "on named cards, beside their bytes.",
+            Switch(),
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

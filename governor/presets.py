@@ -58,12 +58,34 @@ PRESETS: dict[str, Rates] = {
     "rtx-5090": _preset("NVIDIA RTX 5090 data sheet, PCIe 5.0 x16", "cuda", 1792, PCIE5),
     "a100-40gb": _preset("NVIDIA A100 PCIe 40 GB data sheet, PCIe 4.0 x16", "cuda", 1555, PCIE4),
     "h100-pcie": _preset("NVIDIA H100 PCIe data sheet, PCIe 5.0 x16", "cuda", 2000, PCIE5),
+    "h200": _preset("NVIDIA H200 SXM data sheet, PCIe 5.0 x16", "cuda", 4800, PCIE5),
     "laptop-ddr5": _preset(
         "two channels of DDR5-5600 (JEDEC), an NVMe disk on PCIe 4.0 x4", "cpu", 89.6, NVME4
     ),
     "desktop-ddr4": _preset(
         "two channels of DDR4-3200 (JEDEC), an NVMe disk on PCIe 4.0 x4", "cpu", 51.2, NVME4
     ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessors:
+    """What a card computes with. clock_hz: the boost clock of the data sheet."""
+
+    arch: str
+    count: int
+    clock_hz: float
+
+
+# Of the cards among PRESETS, by the same names: data sheets and architecture white papers.
+MULTIPROCESSORS: dict[str, Multiprocessors] = {
+    "rtx-3090": Multiprocessors("sm_86", 82, 1.695e9),
+    "rtx-4060-ti": Multiprocessors("sm_89", 34, 2.535e9),
+    "rtx-4090": Multiprocessors("sm_89", 128, 2.52e9),
+    "rtx-5090": Multiprocessors("sm_120", 170, 2.407e9),
+    "a100-40gb": Multiprocessors("sm_80", 108, 1.41e9),
+    "h100-pcie": Multiprocessors("sm_90", 114, 1.755e9),
+    "h200": Multiprocessors("sm_90", 132, 1.98e9),
 }
 # The preset of a user who says nothing of the machine, by device.
 DEFAULT_PRESET = {"cuda": "rtx-4090", "cpu": "laptop-ddr5"}

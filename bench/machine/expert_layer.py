@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speq.errors import SpeqError
 from speq.files.alignment import aligned
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
@@ -40,6 +41,14 @@ class LayerShape:
     def int4_bytes(self, group_size: int) -> int:
         """Bytes of one expert's codes and scales."""
         return self.weights // 2 + 2 * self.weights // group_size
+
+    def check_group_size(self, size: int) -> None:
+        """Raise SpeqError for groups that do not divide the columns."""
+        if size % 2 or self.hidden_size % size or self.expert_width % size:
+            raise SpeqError(
+                f"group_size is {size}; it must be even and divide the {self.hidden_size} and "
+                f"{self.expert_width} columns of {self.name}"
+            )
 
     def most_bytes(self, form: str, group_size: int) -> int:
         """Bytes of one expert in a form of `Layer`, at the most: records of random weights take

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.bench.machine import issue
 from speq.bench.machine.expert_layer import (
     ACTIVATION,
     SEED,
@@ -102,7 +103,9 @@ def run(
     progress: Progress | None = None,
     clock: Clock = time.perf_counter,
 ) -> Report:
-    """Measure every shape, rows and kernel. Raises SpeqError for nonsense settings."""
+    """Measure every shape, rows and kernel, or compute it from machine code. Raises SpeqError."""
+    if settings.sass:
+        return issue.run(settings, json_file, force, progress)
     check_target(json_file, force)
     settings = spelt_out(settings)
     held = check(settings)
@@ -129,8 +132,14 @@ def run(
     return report
 
 
+def show(report: Report) -> None:
+    """The table, and what readers need to know besides."""
+    computed = report.settings["sass"]
+    report.print(issue.COLUMNS if computed else COLUMNS)
+    print(*(issue.NOTES if computed else notes(report)), sep="\n")
+
+
 def notes(report: Report) -> list[str]:
-    """What readers of the table need to know besides."""
     rates = [row["gb_per_s"] / row["bandwidth_share"] for row in report.rows]
     backends = dict.fromkeys(f"{row['kernel']}: {row['backend']}" for row in report.rows)
     isa, threads = report.settings["isa"], report.settings["threads"]
@@ -165,11 +174,7 @@ def check(settings: Settings) -> dict[str, int]:
     held = {}
     for name in settings.shapes:
         shape = SHAPES[name]
-        if size % 2 or shape.hidden_size % size or shape.expert_width % size:
-            raise SpeqError(
-                f"group_size is {size}; it must be even and divide the {shape.hidden_size} and "
-                f"{shape.expert_width} columns of {name}"
-            )
+        shape.check_group_size(size)
         held[name] = experts_held(shape, memory_bytes, size)
     return held
 

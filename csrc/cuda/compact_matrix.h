@@ -1,7 +1,8 @@
 // Compact matrices (compact.h) as a warp reads them: a quad of rows, in steps of 256 columns.
 //
-// A lane has eight neighbouring columns of each row. Eight lanes share a block; where their weights
-// continue in the streams, they find by counting.
+// A lane has a segment of one row, 32 neighbouring columns, in four vectors of eight. Two lanes
+// have the run of a row of a block; lanes are in the order of runs in the streams, so that where a
+// run begins is found by one prefix sum over the warp.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +13,40 @@
 namespace speq::cuda {
 
 constexpr int kRows = int(kQuadRows);
-constexpr int kStepColumns = kLanes * kLaneColumns;
-constexpr int kBlockLanes = int(kBlockColumns) / kLaneColumns;
-constexpr int kStepBlocks = kLanes / kBlockLanes;
+constexpr int kSegment = 32;
+constexpr int kVectors = kSegment / kLaneColumns; // of a segment
+constexpr int kRunLanes = int(kBlockColumns) / kSegment;
+constexpr int kBlockLanes = kRunLanes * kRows;
+constexpr int kStepColumns = kLanes / kRows * kSegment;
+// Sums are those of lanes with eight columns of every row.
+static_assert(kStepColumns == kLanes * kLaneColumns && kRunLanes == 2);
+
+// A lane's place in a quad.
+struct Lane {
+  unsigned id;
+
+  // Found again for each product: what follows from it would take registers in between.
+  SPEQ_DEVICE Lane() : id(unsigned(found_again(lane_id()))) {}
+
+  SPEQ_DEVICE int row() const { return int(id / kRunLanes % kRows); }
+  // The first column, of a step.
+  SPEQ_DEVICE int column() const {
+    return int(id / kBlockLanes * kBlockColumns + id % kRunLanes * kSegment);
+  }
+  // Whether it has the second half of a run.
+  SPEQ_DEVICE bool ends_run() const { return id % kRunLanes != 0; }
+};
 
 // Records in slots.
 struct RecordSlots {
   const std::uint8_t *records;
   std::int64_t slots, stride;
   int stream_bytes; // of a slot, without what lies behind them
-  bool vectors;     // whether eight bytes are aligned wherever multiples of eight are
+  bool vectors;     // whether sixteen bytes are aligned wherever multiples of sixteen are
   CompactLayout layout;
+
+  // Whether segments of a matrix are all there or not at all, and their vectors are aligned.
+  SPEQ_DEVICE bool whole(int m) const { return vectors && layout.columns[m] % kSegment == 0; }
 };
 
 inline RecordSlots record_slots(const Records &records, const ExpertShape &shape, bool lossless) {
@@ -34,7 +58,7 @@ inline RecordSlots record_slots(const Records &records, const ExpertShape &shape
           records.slots,
           records.slot_stride,
           int(records.slot_bytes - layout.streams - kSlackBytes),
-          places % kLaneColumns == 0,
+          places % sizeof(uint4) == 0,
           layout};
 }
 
@@ -43,7 +67,6 @@ struct CompactMatrix {
   const std::uint8_t *bytes, *streams;
   const std::uint32_t *index; // from the matrix's first quad on
   int rows, columns, stream_bytes;
-  bool vectors; // whether the columns of each lane are all there, and aligned
 };
 
 SPEQ_DEVICE CompactMatrix compact_matrix(const RecordSlots &slots, int m, std::int64_t slot) {
@@ -54,63 +77,69 @@ SPEQ_DEVICE CompactMatrix compact_matrix(const RecordSlots &slots, int m, std::i
           reinterpret_cast<const std::uint32_t *>(record + layout.index) + layout.first_quad[m],
           int(layout.rows[m]),
           int(layout.columns[m]),
-          slots.stream_bytes,
-          slots.vectors && layout.columns[m] % kLaneColumns == 0};
+          slots.stream_bytes};
 }
 
-// How many of the columns of a lane, from `column` on, the matrix has.
-SPEQ_DEVICE int present_columns(const CompactMatrix &matrix, int column) {
-  const int left = matrix.columns - column;
-  return left < 0 ? 0 : left < kLaneColumns ? left : kLaneColumns;
+// Word `i` of four bytes behind an aligned place.
+SPEQ_DEVICE std::uint32_t load_aligned(const std::uint8_t *at, int i = 0) {
+  return __ldg(reinterpret_cast<const std::uint32_t *>(at) + i);
 }
 
-// A word of bytes, or the first `count` of them, with zeros behind.
-template <typename Word>
-SPEQ_DEVICE Word load_bytes(const std::uint8_t *at, int count, bool vectors) {
-  if (vectors) {
-    return count > 0 ? *reinterpret_cast<const Word *>(at) : Word(0);
-  }
-  Word word = 0;
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    word |= Word(at[i]) << 8 * i;
-  }
-  return word;
+SPEQ_DEVICE uint4 load_vector(const std::uint8_t *at) {
+  return __ldg(reinterpret_cast<const uint4 *>(at));
 }
 
-// Four bytes that begin anywhere. Reads whole words of four, at most three bytes more behind them.
+// Four bytes that begin anywhere behind an aligned base, or anywhere at all. Reads whole words of
+// four, at most three bytes before and after them.
+SPEQ_DEVICE std::uint32_t load_word(const std::uint8_t *base, int at) {
+  const std::uint8_t *words = base + (at & ~3);
+  return __funnelshift_r(load_aligned(words), load_aligned(words, 1), unsigned(at) * 8);
+}
+
 SPEQ_DEVICE std::uint32_t load_word(const std::uint8_t *at) {
-  const auto place = reinterpret_cast<std::uintptr_t>(at);
-  const auto *words = reinterpret_cast<const std::uint32_t *>(place & ~std::uintptr_t(3));
-  return std::uint32_t((std::uint64_t(words[1]) << 32 | words[0]) >> place % 4 * 8);
+  const int off = int(reinterpret_cast<std::uintptr_t>(at) % 4);
+  return load_word(at - off, off);
 }
 
-// Counts of the four rows of a quad, a byte each: at most 64, the columns of a block.
-using RowCounts = std::uint32_t;
+// The first bits of a word.
+SPEQ_DEVICE std::uint32_t low_bits(std::uint32_t word, int bits) {
+  return bits <= 0 ? 0 : bits >= 32 ? word : word & ((1u << bits) - 1);
+}
 
-SPEQ_DEVICE int of_row(RowCounts counts, int n) { return int(counts >> 8 * n & 0xFF); }
-SPEQ_DEVICE int of_all_rows(RowCounts counts) { return __dp4a(int(counts), 0x01010101, 0); }
+// Eight values of three bits, one to a nibble. Bits above them may be anything.
+SPEQ_DEVICE std::uint32_t spread_classes(std::uint32_t values) {
+  values = (values & 0xFFF000) * 16 + (values & 0xFFF);
+  values += (values & 0x0FC00FC0) * 3;
+  return values + (values & 0x38383838);
+}
 
-SPEQ_DEVICE int lane_block() { return lane_id() / kBlockLanes; }
+// Marks of eight columns are nibbles with their highest bit set or not.
+constexpr std::uint32_t kEachMark = 0x88888888, kEachNibble = 0x11111111;
 
-// What the lanes of a step have counted. All lanes of a warp ask at once.
-struct BlockCounts {
-  RowCounts before; // in this lane's block, by the lanes before it
-  RowCounts up_to;  // and with it
+// How many marks of lower nibbles there are, in each nibble.
+SPEQ_DEVICE std::uint32_t marks_before(std::uint32_t marks) { return marks * 0x02222222; }
 
-  SPEQ_DEVICE explicit BlockCounts(RowCounts own) : up_to(own) {
+// Bytes of all ones where columns are marked.
+SPEQ_DEVICE void byte_masks(std::uint32_t marks, std::uint32_t (&masks)[2]) {
+  const std::uint32_t even = marks << 4;
+  masks[0] = permute_bytes(even, marks, 0xD9C8);
+  masks[1] = permute_bytes(even, marks, 0xFBEA);
+}
+
+// Words of BF16, two to a register, of four high and four low bytes.
+SPEQ_DEVICE void interleave(std::uint32_t high, std::uint32_t low, std::uint32_t *pairs) {
+  pairs[0] = permute_bytes(low, high, 0x5140);
+  pairs[1] = permute_bytes(low, high, 0x7362);
+}
+
+// The sum of what this and all runs before it in a step bring. All lanes of a warp ask at once.
+SPEQ_DEVICE int up_to_run(int of_run) {
 #pragma unroll
-    for (int distance = 1; distance < kBlockLanes; distance *= 2) {
-      const RowCounts lower = __shfl_up_sync(kAllLanes, up_to, distance);
-      up_to += lane_id() % kBlockLanes >= distance ? lower : 0;
-    }
-    before = up_to - own;
+  for (int distance = kRunLanes; distance < kLanes; distance *= 2) {
+    of_run = plus_lower_lane(of_run, distance);
   }
-
-  SPEQ_DEVICE RowCounts of_block(int block) const {
-    return __shfl_sync(kAllLanes, up_to, block * kBlockLanes + kBlockLanes - 1);
-  }
-};
+  return of_run;
+}
 
 // Positions in the streams, which stay there whatever an index or a stream says: a damaged record
 // reads nothing outside itself.
@@ -128,60 +157,147 @@ struct StreamEnds {
     }
   }
 
-  // The position, and go on behind so many bytes.
-  SPEQ_DEVICE int take_front(int bytes) {
-    const int at = front;
-    front = front + bytes < end ? front + bytes : end;
-    return at;
-  }
-
-  // Where what this lane has counted of each row begins in the stream from the back.
-  SPEQ_DEVICE void take_back(const BlockCounts &counts, int (&at)[kRows]) {
-    int mine = 0;
-    RowCounts of_mine = 0;
-#pragma unroll
-    for (int block = 0; block < kStepBlocks; ++block) {
-      const RowCounts taken = counts.of_block(block);
-      if (block == lane_block()) {
-        mine = back;
-        of_mine = taken;
-      }
-      back -= of_all_rows(taken);
-      back = back > 0 ? back : 0;
-    }
-#pragma unroll
-    for (int n = 0; n < kRows; ++n) {
-      mine -= of_row(of_mine, n);
-      at[n] = (mine > 0 ? mine : 0) + of_row(counts.before, n);
-    }
-  }
+  SPEQ_DEVICE int within(int at) const { return at < end ? at : end; }
 };
 
-// Begin to fetch kRows rows of a plane, bytes [begin, begin + kBlockLanes lines) of each.
-SPEQ_DEVICE void prefetch_rows(const std::uint8_t *rows, int row_bytes, int begin) {
-  const int at = begin + lane_id() % kBlockLanes * kCacheLine;
-  if (at < row_bytes) {
-    prefetch(rows + lane_id() / kBlockLanes * row_bytes + at);
+// The bytes of a segment's escapes, which take the place of those that classes or codes tell.
+class Escapes {
+public:
+  std::uint32_t marks[kVectors]; // of the columns that escape
+
+  // Finds the bytes, all lanes at once, and takes those of the step from the stream.
+  SPEQ_DEVICE void find(const Lane &lane, StreamEnds &ends) {
+    count_ = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      count_ += __popc(marks[i]);
+    }
+    const int other = __shfl_xor_sync(kAllLanes, count_, 1);
+    const int up_to = up_to_run(count_ + other);
+    const int run = ends.back - up_to;
+    at_ = (run > 0 ? run : 0) + (lane.ends_run() ? other : 0);
+    const int left = ends.back - __shfl_sync(kAllLanes, up_to, kLanes - 1);
+    ends.back = left > 0 ? left : 0;
   }
-}
+
+  // Puts them in their places.
+  SPEQ_DEVICE void patch(const std::uint8_t *streams, std::uint32_t (&bytes)[kVectors * 2]) const {
+    const std::uint32_t first = load_word(streams, at_);
+    // A byte stays, or is the escape that has as many marks before it.
+    constexpr std::uint32_t kStays = 0x32103210, kEscape = 4 * kEachNibble;
+    std::uint32_t before = kEscape;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const std::uint32_t selectors =
+          select_bits((marks[i] >> 3) * 0xF, marks_before(marks[i]) + before, kStays);
+      bytes[2 * i] = permute_bytes(bytes[2 * i], first, selectors);
+      bytes[2 * i + 1] = permute_bytes(bytes[2 * i + 1], first, selectors >> 16);
+      before += std::uint32_t(__popc(marks[i])) * kEachNibble;
+    }
+    if (count_ > int(sizeof(first))) {
+      patch_singly(streams, bytes);
+    }
+  }
+
+private:
+  SPEQ_DEVICE void patch_singly(const std::uint8_t *streams,
+                                std::uint32_t (&bytes)[kVectors * 2]) const {
+    const std::uint8_t *from = streams + at_;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll 1
+      for (std::uint32_t left = marks[i]; left != 0; left &= left - 1) {
+        const int bit = 2 * (__ffs(int(left)) - 4); // of the vector's bytes
+        const std::uint32_t mask = 0xFFu << bit % 32, byte = std::uint32_t(__ldg(from++))
+                                                             << bit % 32;
+        std::uint32_t &word = bytes[2 * i], &next = bytes[2 * i + 1];
+        word = select_bits(bit < 32 ? mask : 0, byte, word);
+        next = select_bits(bit < 32 ? 0 : mask, byte, next);
+      }
+    }
+  }
+
+  int count_, at_;
+};
 
 // Columns whose bytes are asked for together, while as many before them are read: all that a step
 // needs would not stay in registers a step ahead.
 constexpr int kAheadColumns = kBlockLanes * kCacheLine;
 
-// Runs take(column) for each step of a quad, where `column` is the lane's first. A decoder `begin`s
-// a step; then `next` gives the words of each of the lane's columns, in turn, as floats.
+// What decoders have alike: a lane's row and the bytes of its segment. Places in planes of the
+// record are those of the next step; they go on step by step.
+// kWhole: segments are.
+template <bool kWhole> struct Segment {
+  Lane lane;
+  int row, columns;                  // columns: none where there is no such row
+  int column;                        // the segment's first
+  int present;                       // how many of the columns there are
+  std::uint32_t bytes[kVectors * 2]; // sign and mantissa, or the low bytes of words
+
+  SPEQ_DEVICE Segment(const CompactMatrix &matrix, int quad)
+      : row(quad * kRows + lane.row()), columns(row < matrix.rows ? matrix.columns : 0),
+        column(lane.column() - kStepColumns), present(0),
+        at_(matrix.bytes + row * matrix.columns + lane.column()) {}
+
+  // The next step's.
+  SPEQ_DEVICE void load() {
+    column += kStepColumns;
+    const int left = columns - column;
+    present = left < 0 ? 0 : left < kSegment ? left : kSegment;
+#pragma unroll
+    for (int i = 0; i < kVectors * 2; ++i) {
+      bytes[i] = !kWhole && present > 4 * i ? load_word(at_ + 4 * i) : 0;
+    }
+    if (kWhole && present > 0) {
+      const uint4 front = load_vector(at_), rest = load_vector(at_ + sizeof(uint4));
+      const std::uint32_t words[kVectors * 2] = {front.x, front.y, front.z, front.w,
+                                                 rest.x,  rest.y,  rest.z,  rest.w};
+#pragma unroll
+      for (int i = 0; i < kVectors * 2; ++i) {
+        bytes[i] = words[i];
+      }
+    }
+    at_ += kStepColumns;
+  }
+
+  SPEQ_DEVICE void prefetch(int ahead) const { prefetch_plane<8>(at_, ahead); }
+
+  // Begin to fetch kAheadColumns of a plane, so many ahead of the next step, whose part of the
+  // plane the lane has at `at`. The lanes of a row have a line each.
+  template <int kBits> SPEQ_DEVICE void prefetch_plane(const std::uint8_t *at, int ahead) const {
+    constexpr int kLineColumns = kCacheLine * 8 / kBits;
+    const int line = int(lane.id / kBlockLanes * kRunLanes + lane.id % kRunLanes);
+    const int first = ahead + line * kLineColumns - lane.column(); // from the segment on
+    if (line * kLineColumns < kAheadColumns && column + kStepColumns + first < columns) {
+      speq::cuda::prefetch(at + (ahead - lane.column()) / 8 * kBits + line * kCacheLine);
+    }
+  }
+
+  // Whether a column of a vector is there, where any of the segment is.
+  SPEQ_DEVICE bool has(int vector, int place) const {
+    return kWhole || vector * kLaneColumns + place < present;
+  }
+
+private:
+  const std::uint8_t *at_;
+};
+
+// Runs take(step) for each step of a quad, behind the decoder's `begin`; its `words` are then those
+// of a vector of the lane's segment.
 template <typename Decoder, typename Take> SPEQ_DEVICE void for_steps(Decoder &decoder, Take take) {
   const int columns = decoder.matrix.columns;
   decoder.prefetch(0);
 #pragma unroll 1
-  for (int step = 0; step < columns; step += kStepColumns) {
-    if (step % kAheadColumns == 0) {
-      decoder.prefetch(step + kAheadColumns);
+  for (int first = 0; first < columns; first += kAheadColumns) {
+    decoder.prefetch(kAheadColumns);
+    const int end = first + kAheadColumns < columns ? first + kAheadColumns : columns;
+#pragma unroll 1
+    for (int step = first; step < end; step += kStepColumns) {
+      decoder.begin();
+      if (decoder.segment.present > 0) {
+        take(step);
+      }
     }
-    const int column = step + lane_id() * kLaneColumns;
-    decoder.begin(column);
-    take(column);
   }
 }
 

@@ -9,65 +9,83 @@ struct LosslessMatrix : CompactMatrix {
   const std::uint8_t *exponents, *classes;
 };
 
-class LosslessDecoder {
+template <bool kWhole> class LosslessDecoder {
 public:
   const LosslessMatrix &matrix;
+  Segment<kWhole> segment;
 
-  SPEQ_DEVICE LosslessDecoder(const LosslessMatrix &matrix, int quad, const float *)
-      : matrix(matrix), row_(quad * kRows), streams_(matrix, quad),
-        exponents_{load_word(matrix.exponents), load_word(matrix.exponents + 4)} {}
+  SPEQ_DEVICE LosslessDecoder(const LosslessMatrix &matrix, int quad)
+      : matrix(matrix), segment(matrix, quad), ends_(matrix, quad),
+        of_classes_{load_aligned(matrix.exponents), load_aligned(matrix.exponents, 1)},
+        classes_(matrix.classes + segment.row * int(class_stride(matrix.columns)) +
+                 class_bytes(segment.lane.column())) {}
 
-  SPEQ_DEVICE void prefetch(int column) const {
-    prefetch_rows(matrix.bytes + row_ * matrix.columns, matrix.columns, column);
-    const int stride = int(class_stride(matrix.columns));
-    prefetch_rows(matrix.classes + row_ * stride, stride, column / 8 * 3);
+  SPEQ_DEVICE void prefetch(int ahead) const {
+    segment.prefetch(ahead);
+    segment.template prefetch_plane<3>(classes_, ahead);
   }
 
-  SPEQ_DEVICE void begin(int column) {
-    const int present = present_columns(matrix, column);
-    RowCounts escapes = 0;
+  SPEQ_DEVICE void begin() {
+    segment.load();
+    std::uint32_t packed[3];
+    load_classes(packed);
+    const std::uint32_t classes[kVectors] = {
+        spread_classes(packed[0]), spread_classes(__funnelshift_r(packed[0], packed[1], 24)),
+        spread_classes(__funnelshift_r(packed[1], packed[2], 16)), spread_classes(packed[2] >> 8)};
+    Escapes escapes;
 #pragma unroll
-    for (int n = 0; n < kRows; ++n) {
-      const int row = row_ + n, count = row < matrix.rows ? present : 0;
-      const std::uint8_t *bytes = matrix.bytes + row * matrix.columns + column;
-      const std::uint8_t *classes =
-          matrix.classes + row * int(class_stride(matrix.columns)) + column / 8 * 3;
-      bytes_[n] = load_bytes<std::uint64_t>(bytes, count, matrix.vectors);
-      classes_[n] = count > 0 ? load_word(classes) & ((1u << 3 * count) - 1) : 0;
-      const std::uint32_t each = classes_[n] & classes_[n] >> 1 & classes_[n] >> 2 & 0x249249;
-      escapes |= RowCounts(__popc(each)) << 8 * n;
+    for (int i = 0; i < kVectors; ++i) {
+      escapes.marks[i] = (classes[i] + kEachNibble) & kEachMark;
     }
-    streams_.take_back(BlockCounts(escapes), escaped_);
+    escapes.find(segment.lane, ends_);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      exponents_[2 * i] = permute_bytes(of_classes_[0], of_classes_[1], classes[i]);
+      exponents_[2 * i + 1] = permute_bytes(of_classes_[0], of_classes_[1], classes[i] >> 16);
+    }
+    escapes.patch(matrix.streams, exponents_);
   }
 
-  SPEQ_DEVICE void next(int, float (&words)[kRows]) {
+  SPEQ_DEVICE void words(int vector, std::uint32_t (&pairs)[kLaneColumns / 2]) const {
+    constexpr std::uint32_t kFirstBits = 0x80808080;
 #pragma unroll
-    for (int n = 0; n < kRows; ++n) {
-      const std::uint32_t of = classes_[n] & 7, byte = bytes_[n] & 0xFF;
-      std::uint32_t exponent = __byte_perm(exponents_[0], exponents_[1], of) & 0xFF;
-      if (of == kEscape) {
-        exponent = matrix.streams[escaped_[n]++];
-      }
-      words[n] = bits_as<float>((byte & 0x80) << 24 | exponent << 23 | (byte & 0x7F) << 16);
-      classes_[n] >>= 3;
-      bytes_[n] >>= 8;
+    for (int i = 0; i < 2; ++i) {
+      const std::uint32_t exponents = exponents_[2 * vector + i];
+      const std::uint32_t bytes = segment.bytes[2 * vector + i];
+      const std::uint32_t high = select_bits(kFirstBits, bytes, exponents >> 1);
+      const std::uint32_t low = select_bits(kFirstBits, exponents << 7, bytes);
+      interleave(high, low, pairs + 2 * i);
     }
   }
 
 private:
-  int row_;
-  StreamEnds streams_;
-  std::uint32_t exponents_[2]; // of the classes, a byte each
-  // Of the step's columns that are left.
-  std::uint64_t bytes_[kRows];
-  std::uint32_t classes_[kRows];
-  int escaped_[kRows]; // where the exponents of the next escapes lie
+  // The next step's. Of absent columns a class that does not escape.
+  SPEQ_DEVICE void load_classes(std::uint32_t (&packed)[3]) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      packed[i] = 0;
+      if (!kWhole && segment.present > 0) {
+        packed[i] = low_bits(load_word(classes_ + 4 * i), 3 * segment.present - 32 * i);
+      }
+    }
+    if (kWhole && segment.present > 0) {
+      packed[0] = load_aligned(classes_);
+      packed[1] = load_aligned(classes_, 1);
+      packed[2] = load_aligned(classes_, 2);
+    }
+    classes_ += class_bytes(kStepColumns);
+  }
+
+  StreamEnds ends_;
+  std::uint32_t of_classes_[2];           // their exponents, a byte each
+  const std::uint8_t *classes_;           // the next step's
+  std::uint32_t exponents_[kVectors * 2]; // of the segment, a byte each
 };
 
 // The experts of a call.
 struct LosslessSlots : RecordSlots {
   using Matrix = LosslessMatrix;
-  using Decoder = LosslessDecoder;
+  template <bool kWhole> using Decoder = LosslessDecoder<kWhole>;
 
   SPEQ_DEVICE bool has(std::int64_t, std::int64_t slot) const { return slot < slots; }
 
@@ -75,8 +93,6 @@ struct LosslessSlots : RecordSlots {
     const std::uint8_t *record = records + slot * stride;
     return {compact_matrix(*this, m, slot), record + m * kClasses, record + layout.classes[m]};
   }
-
-  SPEQ_DEVICE static void fill_starts(float *) {}
 };
 
 } // namespace speq::cuda

@@ -53,6 +53,32 @@ SPEQ_DEVICE uint4 load_streamed(const void *address) {
 #endif
 }
 
+// Four bytes of the eight of `low` and `high`, by the low three bits of the nibbles of `selectors`;
+// the fourth bit of a nibble asks for copies of the byte's sign instead. (__byte_perm has no
+// signs.)
+SPEQ_DEVICE std::uint32_t permute_bytes(std::uint32_t low, std::uint32_t high,
+                                        std::uint32_t selectors) {
+#ifdef __CUDACC__
+  std::uint32_t chosen;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selectors));
+  return chosen;
+#else
+  return cuda_host::permute_bytes(low, high, selectors);
+#endif
+}
+
+// Bits of `chosen` where those of `mask` are set, else of `other`, in one instruction.
+SPEQ_DEVICE std::uint32_t select_bits(std::uint32_t mask, std::uint32_t chosen,
+                                      std::uint32_t other) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(bits) : "r"(mask), "r"(chosen), "r"(other));
+  return bits;
+#else
+  return (mask & chosen) | (~mask & other);
+#endif
+}
+
 constexpr int kCacheLine = 128;
 
 // Begin to move a line to the L2 cache; holds no register while it is under way.
@@ -84,22 +110,48 @@ SPEQ_DEVICE float narrowed(float value) {
 #endif
 }
 
+// value and that of the lane so far below, where there is one. All lanes of a warp ask at once.
+SPEQ_DEVICE int plus_lower_lane(int value, int distance) {
+#ifdef __CUDA_ARCH__
+  asm volatile("{ .reg .pred below; .reg .s32 other;\n"
+               "  shfl.sync.up.b32 other|below, %0, %1, 0, -1;\n"
+               "  @below add.s32 %0, %0, other; }"
+               : "+r"(value)
+               : "r"(distance));
+  return value;
+#else
+  const int other = __shfl_up_sync(kAllLanes, value, distance);
+  return value + (lane_id() >= distance ? other : 0);
+#endif
+}
+
+// The same value, which the compiler takes for another: what follows from it is found again, where
+// registers to keep it in would be too many.
+SPEQ_DEVICE int found_again(int value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 SPEQ_DEVICE float not_a_number() { return bits_as<float>(0x7FC00000u); }
 
-// The sum over neighbouring lanes, in each of them; always in the same order.
-template <int kNeighbours> SPEQ_DEVICE float sum_of_lanes(float value) {
-  for (int distance = kNeighbours / 2; distance > 0; distance /= 2) {
+// The sum over neighbouring lanes, in each of them; always in the same order. Of lanes that are
+// kNearest apart, where it is more than one.
+template <int kNeighbours, int kNearest = 1> SPEQ_DEVICE float sum_of_lanes(float value) {
+  for (int distance = kNeighbours / 2; distance >= kNearest; distance /= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
 }
 
-// The sums over all lanes of each of some values: lane l has that of value l / (kLanes / kValues).
-// They are what sum_of_lanes makes of them, with fewer exchanges: each gives half the values away.
-template <int kValues, int kDistance = kLanes / 2>
+// The sums of each of some values over lanes that are kNearest apart: lane l has that of value
+// l / (kLanes / kValues). They are what sum_of_lanes makes of them, with fewer exchanges: each
+// gives half the values away.
+template <int kNearest, int kValues, int kDistance = kLanes / 2>
 SPEQ_DEVICE float spread_sums(const float (&values)[kValues]) {
   if constexpr (kValues == 1) {
-    return sum_of_lanes<2 * kDistance>(values[0]);
+    return sum_of_lanes<2 * kDistance, kNearest>(values[0]);
   } else {
     constexpr int kHalf = kValues / 2;
     const bool upper = (lane_id() & kDistance) != 0;
@@ -110,7 +162,7 @@ SPEQ_DEVICE float spread_sums(const float (&values)[kValues]) {
       const float given = upper ? low : high;
       kept[i] = (upper ? high : low) + __shfl_xor_sync(kAllLanes, given, kDistance);
     }
-    return spread_sums<kHalf, kDistance / 2>(kept);
+    return spread_sums<kNearest, kHalf, kDistance / 2>(kept);
   }
 }
 

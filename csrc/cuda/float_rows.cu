@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) widen_rows_kernel(const WidenRows p)
     const std::int64_t row = position / p.row_rank;
     value = load_value(p.rows.values, p.rows.dtype, row * p.columns + source);
   }
-  p.out[std::int64_t(position) * p.stride + column] = value;
+  p.out[std::int64_t(position) * p.stride + float_place(column)] = value;
 }
 
 } // namespace

@@ -26,69 +26,80 @@ template <typename Slots> struct CompactProjection {
   Dtype dtype; // what values are rounded to
   Values out;  // [positions, out_stride]
   int outputs, out_stride;
+  bool out_in_places; // whether outputs are inputs of the next projection, see float_place
 };
 
 struct CompactShared {
   Gathered route;
-  float up[kWarps][kLanes];
-  float starts[16]; // for decoders of residuals
+  float up[kThreads];
 };
 
-// Columns whose words are rebuilt before they are multiplied: a vector of inputs.
-constexpr int kPartColumns = 2;
-
-// sums[n * kBatch + r] = row n of a quad by the row of inputs that begins at start[r]; of each lane
-// the part of its columns.
-template <int kBatch, typename Decoder>
-SPEQ_DEVICE void multiply_quad(Decoder &decoder, Dtype dtype, const float *inputs,
-                               const int (&start)[kBatch], float (&sums)[kRows * kBatch]) {
+// The products of a warp's quad by the rows of inputs that begin at start[r]; of rows of float16,
+// words are rounded to it. Lanes of a row of weights have the sum of row of inputs
+// lane_id() * kBatch / kLanes.
+template <bool kNarrow, int kBatch, typename Decoder>
+SPEQ_DEVICE float multiply_quad(Decoder &decoder, const float *inputs, const int (&start)[kBatch]) {
+  // A vector of eight columns has a sum of its own, as lanes of moe_grouped have.
+  float sums[kVectors][kBatch];
 #pragma unroll
-  for (int i = 0; i < kRows * kBatch; ++i) {
-    sums[i] = 0.0f;
+  for (int i = 0; i < kVectors * kBatch; ++i) {
+    sums[i / kBatch][i % kBatch] = 0.0f;
   }
-  for_steps(decoder, [&](int column) {
-    const int end = column + kLaneColumns;
-#pragma unroll 1
-    for (; column < end; column += kPartColumns) {
-      float words[kPartColumns][kRows];
+  constexpr int kFloats = sizeof(uint4) / sizeof(float);
+  const float *const of_lane = inputs + float_place(decoder.segment.lane.column());
+  for_steps(decoder, [&](int step) {
 #pragma unroll
-      for (int v = 0; v < kPartColumns; ++v) {
-        decoder.next(column + v, words[v]);
+    for (int i = 0; i < kVectors; ++i) {
+      // There always is a whole segment's vector. The branch keeps ptxas from loading the inputs of
+      // all vectors ahead, for which registers do not suffice.
+      if (kBatch > 1 && found_again(decoder.segment.present) <= i * kLaneColumns) {
+        break;
       }
-      if (dtype == Dtype::float16) {
+      std::uint32_t pairs[kLaneColumns / 2];
+      decoder.words(i, pairs);
+      float words[kLaneColumns];
 #pragma unroll
-        for (int i = 0; i < kPartColumns * kRows; ++i) {
-          words[i / kRows][i % kRows] = narrowed(words[i / kRows][i % kRows]);
-        }
+      for (int v = 0; v < kLaneColumns; ++v) {
+        words[v] = bits_as<float>(v % 2 == 0 ? pairs[v / 2] << 16 : pairs[v / 2] & 0xFFFF0000u);
+        words[v] = kNarrow ? narrowed(words[v]) : words[v];
       }
 #pragma unroll
       for (int r = 0; r < kBatch; ++r) {
-        if (column < decoder.matrix.columns) {
-          const auto pair = *reinterpret_cast<const std::uint64_t *>(inputs + start[r] + column);
-          const std::uint32_t values[kPartColumns] = {std::uint32_t(pair),
-                                                      std::uint32_t(pair >> 32)};
+        const float *x = of_lane + start[r] + step;
 #pragma unroll
-          for (int v = 0; v < kPartColumns; ++v) {
+        for (int half = 0; half < kLaneColumns / kFloats; ++half) {
+          const int first = half * kFloats;
+          const uint4 vector =
+              *reinterpret_cast<const uint4 *>(x + float_place(i * kLaneColumns + first));
+          const std::uint32_t values[kFloats] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
-            for (int n = 0; n < kRows; ++n) {
-              float &sum = sums[n * kBatch + r];
-              const float x = bits_as<float>(values[v]);
-              sum = column + v < decoder.matrix.columns ? fmaf(words[v][n], x, sum) : sum;
+          for (int v = 0; v < kFloats; ++v) {
+            if (decoder.segment.has(i, first + v)) {
+              sums[i][r] = fmaf(words[first + v], bits_as<float>(values[v]), sums[i][r]);
             }
           }
         }
       }
     }
   });
+  // In the order of sum_of_lanes over lanes that have a vector each.
+  float of_vectors[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const float of_blocks = spread_sums<kBlockLanes>(sums[i]);
+    of_vectors[i] = of_blocks + __shfl_xor_sync(kAllLanes, of_blocks, 1);
+  }
+  return (of_vectors[0] + of_vectors[2]) + (of_vectors[1] + of_vectors[3]);
 }
+static_assert(kVectors == 4 && kRunLanes == 2 && kMaxBatch <= kLanes / kBlockLanes);
 
-template <typename Slots>
+// kNarrow: whether rows are of float16.
+template <typename Slots, bool kNarrow>
 __global__ void __launch_bounds__(kThreads, kCompactBlocks)
     moe_compact_projection(const CompactProjection<Slots> p) {
   SPEQ_SHARED_MEMORY(memory);
   auto &shared = *reinterpret_cast<CompactShared *>(memory);
 
-  Slots::fill_starts(shared.starts); // seen by all behind the barriers of gather
   const int leader = int(blockIdx.y);
   const int count = gather(p.route.topk_ids, p.positions, leader, shared.route);
   const std::int64_t id = p.route.topk_ids[leader];
@@ -98,49 +109,56 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   if (count == 0 || slot < 0 || (bad && p.gated)) {
     return;
   }
+  const int expert = int(id), expert_slot = int(slot); // where they are not bad, they are small
 
   const int m = p.gated ? warp_id() % 2 : kDown;
   const int quad = (int(blockIdx.x) * kWarps + warp_id()) / (p.gated ? 2 : 1);
   const bool works = quad * kRows < p.outputs && !bad;
-  const typename Slots::Matrix matrix = p.weights.matrix(m, bad ? 0 : id, bad ? 0 : slot);
+  // Segments in parts are for few shapes: their code has one row of inputs.
+  const bool whole = p.weights.whole(m);
+  const int batch = whole ? kMaxBatch : 1;
 
-  for (int first = 0; first < count; first += kMaxBatch) {
-    const int rows = count - first < kMaxBatch ? count - first : kMaxBatch;
+  for (int first = 0; first < count; first += batch) {
+    const int rows = count - first < batch ? count - first : batch;
     const std::int32_t *members = shared.route.members + first;
     float sum = not_a_number();
-    int sum_lanes = kBlockLanes; // lanes that have the same sum
-    const auto take = [&](auto row_count) {
+    int sum_lanes = kLanes; // lanes that have sums of the same row of inputs
+    const auto take = [&](auto row_count, auto in_whole_segments) {
       constexpr int kBatch = decltype(row_count)::value;
       int start[kBatch];
-      float sums[kRows * kBatch];
 #pragma unroll
       for (int r = 0; r < kBatch; ++r) {
         start[r] = members[r < rows ? r : rows - 1] / p.input_rank * p.input_stride;
       }
-      typename Slots::Decoder decoder(matrix, quad, shared.starts);
-      multiply_quad<kBatch>(decoder, p.dtype, p.inputs, start, sums);
-      sum = spread_sums(sums);
-      sum_lanes = kBlockLanes / kBatch;
+      const typename Slots::Matrix matrix =
+          p.weights.matrix(m, found_again(expert), found_again(expert_slot));
+      constexpr bool kWhole = decltype(in_whole_segments)::value != 0;
+      typename Slots::template Decoder<kWhole> decoder(matrix, found_again(quad));
+      sum = multiply_quad<kNarrow>(decoder, p.inputs, start);
+      sum_lanes = kLanes / kBatch;
     };
-    if (works) {
-      with_row_count(rows, take);
+    if (!works) {
+      sum_lanes = kLanes / kMaxBatch;
+    } else if (whole) {
+      with_row_count(rows, [&](auto row_count) { take(row_count, Constant<1>()); });
     } else {
-      sum_lanes = kBlockLanes / kMaxBatch;
+      take(Constant<1>(), Constant<0>());
     }
     if (p.gated) {
       // Rounded where transformers rounds.
       sum = rounded(sum, p.dtype);
-      shared.up[warp_id()][lane_id()] = sum;
+      const int thread = found_again(int(threadIdx.x));
+      shared.up[thread] = sum;
       __syncthreads();
-      sum = rounded(activate(p.activation, sum), p.dtype) *
-            shared.up[(warp_id() + 1) % kWarps][lane_id()];
+      sum = rounded(activate(p.activation, sum), p.dtype) * shared.up[(thread + kLanes) % kThreads];
       __syncthreads();
     }
-    // Eight lanes have the sums of a row of weights.
-    const int output = quad * kRows + lane_id() / kBlockLanes;
-    const int place = lane_id() % kBlockLanes, r = place / sum_lanes;
-    if (m != 1 && output < p.outputs && r < rows && place % sum_lanes == 0) {
-      const std::int64_t target = std::int64_t(members[r]) * p.out_stride + output;
+    const Lane lane;
+    const int output = found_again(quad) * kRows + lane.row(), r = int(lane.id) / sum_lanes;
+    const bool first_with_it = int(lane.id) % sum_lanes < kBlockLanes && !lane.ends_run();
+    if (m != 1 && output < p.outputs && r < rows && first_with_it) {
+      const int column = p.out_in_places ? float_place(output) : output;
+      const std::int64_t target = std::int64_t(members[r]) * p.out_stride + column;
       store_value(rounded(sum, p.dtype), p.out.values, p.out.dtype, target);
     }
   }
@@ -151,14 +169,35 @@ template <typename Slots> struct CompactDecode {
   BFloat16 *gate_up, *down;
 };
 
+// Writes the words of a quad to rows of BF16; kVector: whose vectors are whole and aligned.
+template <bool kVector, typename Decoder>
+SPEQ_DEVICE void write_quad(Decoder &decoder, BFloat16 *out) {
+  const int columns = decoder.matrix.columns;
+  BFloat16 *const row = out + std::int64_t(decoder.segment.row) * columns;
+  for_steps(decoder, [&](int step) {
+    BFloat16 *const at = row + step + decoder.segment.lane.column();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      std::uint32_t pairs[kLaneColumns / 2];
+      decoder.words(i, pairs);
+      if constexpr (kVector) {
+        reinterpret_cast<uint4 *>(at)[i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      } else {
+#pragma unroll
+        for (int v = 0; v < kLaneColumns; ++v) {
+          if (decoder.segment.has(i, v)) {
+            at[i * kLaneColumns + v] = {std::uint16_t(pairs[v / 2] >> 16 * (v % 2))};
+          }
+        }
+      }
+    }
+  });
+}
+
 // The words of the only slot.
 template <typename Slots>
 __global__ void __launch_bounds__(kThreads, kCompactBlocks)
     decode_compact(const CompactDecode<Slots> p) {
-  SPEQ_SHARED_MEMORY(memory);
-  auto *const starts = reinterpret_cast<float *>(memory);
-  Slots::fill_starts(starts);
-  __syncthreads();
   const std::int64_t *first_quad = p.weights.layout.first_quad;
   const std::int64_t quad = std::int64_t(blockIdx.x) * kWarps + warp_id();
   if (quad >= first_quad[kExpertMatrices]) {
@@ -168,28 +207,21 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   const typename Slots::Matrix matrix = p.weights.matrix(m, 0, 0);
   const int of_matrix = int(quad - first_quad[m]);
   BFloat16 *out = m == kDown ? p.down : p.gate_up + std::int64_t(m) * matrix.rows * matrix.columns;
-  typename Slots::Decoder decoder(matrix, of_matrix, starts);
-  for_steps(decoder, [&](int column) {
-#pragma unroll 1
-    for (int v = 0; v < kLaneColumns; ++v) {
-      float words[kRows];
-      decoder.next(column + v, words);
-#pragma unroll
-      for (int n = 0; n < kRows; ++n) {
-        const int row = of_matrix * kRows + n;
-        if (row < matrix.rows && column + v < matrix.columns) {
-          out[std::int64_t(row) * matrix.columns + column + v] = {
-              std::uint16_t(bits_as<std::uint32_t>(words[n]) >> 16)};
-        }
-      }
-    }
-  });
+  if (p.weights.whole(m) && reinterpret_cast<std::uintptr_t>(out) % sizeof(uint4) == 0) {
+    typename Slots::template Decoder<true> decoder(matrix, of_matrix);
+    write_quad<true>(decoder, out);
+  } else {
+    typename Slots::template Decoder<false> decoder(matrix, of_matrix);
+    write_quad<false>(decoder, out);
+  }
 }
 
 template <typename Slots> Error launch_projection(const CompactProjection<Slots> &p, void *stream) {
   const int quads = int(quads_of(p.outputs)) * (p.gated ? 2 : 1);
   const Grid grid{unsigned((quads + kWarps - 1) / kWarps), unsigned(p.positions)};
-  return launch(moe_compact_projection<Slots>, grid, sizeof(CompactShared), stream, p);
+  const auto kernel = p.dtype == Dtype::float16 ? moe_compact_projection<Slots, true>
+                                                : moe_compact_projection<Slots, false>;
+  return launch(kernel, grid, sizeof(CompactShared), stream, p);
 }
 
 // hidden_states [num_rows, hidden_size] to out [positions, hidden_size].
@@ -217,13 +249,15 @@ Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots 
                                        dtype,
                                        {inner, Dtype::float32},
                                        int(width),
-                                       inner_stride};
+                                       inner_stride,
+                                       true};
   if (const Error error = launch_projection(first, stream)) {
     return error;
   }
   const CompactProjection<Slots> second{
       inner, inner_stride, 1,     route,        positions,        weights,
-      false, activation,   dtype, {out, dtype}, int(hidden_size), int(hidden_size)};
+      false, activation,   dtype, {out, dtype}, int(hidden_size), int(hidden_size),
+      false};
   return launch_projection(second, stream);
 }
 
@@ -233,7 +267,7 @@ Error decode_expert(const Slots &weights, void *gate_up, void *down, void *strea
                                        static_cast<BFloat16 *>(down)};
   const std::int64_t quads = weights.layout.first_quad[kExpertMatrices];
   const Grid grid{unsigned((quads + kWarps - 1) / kWarps), 1};
-  return launch(decode_compact<Slots>, grid, 16 * sizeof(float), stream, arguments);
+  return launch(decode_compact<Slots>, grid, 0, stream, arguments);
 }
 
 } // namespace speq::cuda

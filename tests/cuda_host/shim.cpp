@@ -7,6 +7,8 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #include <setjmp.h>
@@ -51,6 +53,8 @@ std::vector<Warp> warps;
 Fiber host;
 Fiber *current = &host;
 int threads = 0, at_barrier = 0;
+unsigned launch_number = 0;
+std::vector<int> order, places; // threads as they take turns, and each thread's turn
 Index block{}, grid{};
 unsigned char *shared = nullptr;
 const std::function<void()> *kernel = nullptr;
@@ -120,10 +124,25 @@ void switch_to(Fiber &next) {
   arrive();
 }
 
-// The next thread that can go on; null for none.
+// Numbers below count, forwards, backwards, or shuffled: launches take turns. What lacks a barrier
+// may work in any one order.
+std::vector<int> in_some_order(int count) {
+  std::vector<int> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  if (launch_number % 3 == 1) {
+    std::reverse(order.begin(), order.end());
+  } else if (launch_number % 3 == 2) {
+    std::shuffle(order.begin(), order.end(), std::mt19937(launch_number));
+  }
+  return order;
+}
+
+// The next thread that can go on; null for none. In turn, or, in every other launch, the first of
+// all: warps then run as far ahead of others as barriers let them.
 Fiber *next_ready() {
-  for (int step = 1; step <= threads; ++step) {
-    Fiber &fiber = *fibers[(current->index.x + step) % threads];
+  const int first = launch_number % 2 == 0 ? 0 : places[current->index.x] + 1;
+  for (int step = 0; step < threads; ++step) {
+    Fiber &fiber = *fibers[order[(first + step) % threads]];
     if (fiber.state == State::ready) {
       return &fiber;
     }
@@ -182,7 +201,7 @@ void run_block() {
     fiber.exchanges = 0;
     fiber.fake_stack = nullptr;
   }
-  switch_to(*fibers[0]);
+  switch_to(*fibers[order[0]]);
 }
 
 } // namespace
@@ -234,12 +253,17 @@ void run(const std::function<void()> &of_thread, Index grid_size, int num_thread
   }
   const auto memory = std::make_unique_for_overwrite<unsigned char[]>(shared_bytes);
   shared = memory.get();
-  for (block.y = 0; block.y < grid.y; ++block.y) {
-    for (block.x = 0; block.x < grid.x; ++block.x) {
-      std::memset(shared, kPoison, shared_bytes);
-      run_block();
-    }
+  order = in_some_order(threads);
+  places.resize(threads);
+  for (int turn = 0; turn < threads; ++turn) {
+    places[order[turn]] = turn;
   }
+  for (const int number : in_some_order(int(grid.x * grid.y))) {
+    block = {number % grid.x, number / grid.x, 0};
+    std::memset(shared, kPoison, shared_bytes);
+    run_block();
+  }
+  ++launch_number;
 }
 
 } // namespace cuda_host

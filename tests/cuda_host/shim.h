@@ -1,8 +1,9 @@
 // Runs whole CUDA kernels on the host, so that tests need no GPU.
 //
-// Threads of a block are fibers of one thread of the system, blocks run one after the other. A
-// barrier or a warp operation that some of its threads never reach ends the process with a message.
-// Shared memory is poisoned before each block and exactly as large as the launch asked for.
+// Threads of a block are fibers of one thread of the system, blocks run one after the other. Both
+// go forwards, backwards or shuffled, from launch to launch. A barrier or a warp operation that
+// some of its threads never reach ends the process with a message. Shared memory is poisoned before
+// each block and exactly as large as the launch asked for.
 #pragma once
 
 #include <algorithm>
@@ -118,16 +119,33 @@ inline int __reduce_add_sync(unsigned mask, int value) {
 
 inline int __popc(unsigned word) { return std::popcount(word); }
 
-// Bytes of low and high, eight in all, by the low three bits of the nibbles of `selectors`.
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+// The lowest set bit's place, counted from 1; 0 where there is none.
+inline int __ffs(int word) { return word == 0 ? 0 : std::countr_zero(unsigned(word)) + 1; }
+
+// The lower word of both, shifted right by the shift's low five bits.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((std::uint64_t(high) << 32 | low) >> shift % 32);
+}
+
+// A load of what no thread of the launch writes.
+template <typename Value> Value __ldg(const Value *address) { return *address; }
+
+namespace cuda_host {
+
+// PTX's prmt: bytes of low and high, eight in all, by the low three bits of the nibbles of
+// `selectors`; with the fourth bit, the sign of the byte eight times.
+inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selectors) {
   const std::uint64_t bytes = std::uint64_t(high) << 32 | low;
   unsigned chosen = 0;
   for (int i = 0; i < 4; ++i) {
-    const unsigned selector = selectors >> 4 * i & 7;
-    chosen |= static_cast<unsigned>(bytes >> 8 * selector & 0xFF) << 8 * i;
+    const unsigned selector = selectors >> 4 * i & 15;
+    const auto byte = static_cast<unsigned>(bytes >> 8 * (selector & 7) & 0xFF);
+    chosen |= (selector < 8 ? byte : byte < 0x80 ? 0 : 0xFF) << 8 * i;
   }
   return chosen;
 }
+
+} // namespace cuda_host
 
 // Four products of signed bytes, added to sum.
 inline int __dp4a(int a, int b, int sum) {

@@ -178,10 +178,13 @@ SHAPES = [
     (100, 36, (20, 4)),  # no multiple of a vector, groups that end within one
     (6, 2, (2, 2)),
 ]
+# Segments of 32 columns under one scale, which kernels load whole; rows that end with a step of 256
+# columns, or within the next, and more of them than are prefetched at a time.
+WHOLE_SHAPES = [(256, 32, (128, 32)), (288, 160, (32, 160)), (1056, 64, (1056, 64))]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("hidden_size", "width", "groups"), SHAPES)
+@pytest.mark.parametrize(("hidden_size", "width", "groups"), SHAPES + WHOLE_SHAPES)
 def test_decoded_words(
     backend: Backend, codec: str, hidden_size: int, width: int, groups: tuple[int, int]
 ) -> None:
@@ -234,7 +237,7 @@ def test_every_word_under_every_code(backend: Backend, codec: str) -> None:
 
 # Sixteen rows are slow on the host; `test_row_alone_and_in_company` has as many.
 @pytest.mark.parametrize("rows", [1, 2, 7, pytest.param(16, marks=pytest.mark.full)])
-@pytest.mark.parametrize("shape", SHAPES[3:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[3:] + WHOLE_SHAPES[:2], ids=str)
 def test_products_are_those_of_plain_words(
     backend: Backend, shape: tuple[int, int, tuple[int, int]], rows: int
 ) -> None:
@@ -257,7 +260,7 @@ def test_products_are_those_of_plain_words(
 )
 def test_products_of_every_dtype(backend: Backend, dtype: torch.dtype, activation: str) -> None:
     """Rows longer than what a warp takes at a time; against double precision, too."""
-    given = replace(problem(264, 72, (264, 72), 4, dtype), activation=activation)
+    given = replace(problem(288, 64, (288, 64), 4, dtype), activation=activation)
     wanted = given.raw(backend)
     for codec in CODECS:
         assert same_bits(given.by(backend, codec), wanted)
@@ -412,6 +415,21 @@ def test_a_damaged_quad_harms_no_other(backend: Backend, codec: str) -> None:
     assert not harmed[:8].any()
     assert not harmed[16:].any()
     assert torch.equal(down, expert.down_proj)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_segments_of_many_escapes(backend: Backend, codec: str) -> None:
+    """More escapes in a segment than a word of them holds: none, a few, a vector of them, all."""
+    generator = torch.Generator().manual_seed(9)
+    expert = random_expert(320, 32, (32, 32), 0.03, seed=10)
+    for row, count in enumerate([0, 1, 3, 4, 5, 8, 9, 31, 32]):
+        # Exponents that no class stands for, and that no window of a code has.
+        places = 64 + torch.randperm(32, generator=generator)[:count]
+        expert.gate_up_proj[row, places] = 1e30
+        expert.down_proj[row, places - 64] = -1e-30
+    gate_up, down = expert.decoded(backend, codec, expert.record(codec))
+    assert torch.equal(gate_up.view(torch.int16), expert.gate_up_proj.view(torch.int16))
+    assert torch.equal(down.view(torch.int16), expert.down_proj.view(torch.int16))
 
 
 def test_reference_reads_the_same(backend: Backend) -> None:
