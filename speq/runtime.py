@@ -15,7 +15,6 @@ from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
 from speq.errors import SpeqError
-from speq.experts.host_tier import HostTier
 from speq.files.alignment import aligned_bytes
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.governor.holding import Holding
@@ -50,8 +49,6 @@ class Runtime:
         self.holding: Holding = loaded.settled.holding
         self.plan: MemoryPlan = loaded.settled.memory
         self.recorder = Recorder()
-        store = loaded.opened.store
-        self._host_tier = HostTier(store) if self.device.type == "cuda" else None
         self._drop_draft(self.holding, self.plan)
         self.engine = self._lay_out()
 
@@ -102,7 +99,8 @@ class Runtime:
 
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
-        return RunStats(start_s, self.plan.report(), self.holding.codec, self.planned)
+        memory = self._loaded.memory(self.plan)
+        return RunStats(start_s, memory, self.holding.codec, self.planned)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -118,6 +116,7 @@ class Runtime:
                 before = fit(loaded.subject, plain, loaded.budget(self.plan.context))
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
+            self._loaded.device.release_cached()
             try:
                 self.holding, self.plan = holding, plan
                 self.engine = self._lay_out()
@@ -176,7 +175,7 @@ class Runtime:
                 Scheduling(
                     self.config.cache_policy,
                     self.config.prefetch,
-                    beside=self._host_tier is None,
+                    beside=self._loaded.host is None,
                 ),
                 self.recorder,
             ),
@@ -188,9 +187,9 @@ class Runtime:
 
     def _transfer(self, slots: Tensor) -> TransferEngine:
         """Whatever fills the slots: reading threads, or copies from host memory."""
-        source = self._host_tier or self.opened.store
+        source = self._loaded.host or self.opened.store
         fetch, moved, recorder = fetch_from(source), moved_from(source), self.recorder
-        if self._host_tier is not None:
+        if self._loaded.host is not None:
             return SynchronousTransfer(fetch, slots, moved, recorder)
         return ReaderThreads(fetch, slots, moved, recorder, self.config.reader_threads)
 
@@ -202,7 +201,7 @@ class Runtime:
 
     def close(self) -> None:
         """Give back memory, files and transfers."""
-        self.engine.close()
-        if self._host_tier is not None:
-            self._host_tier.close()
-        self.opened.close()
+        try:
+            self.engine.close()
+        finally:  # also where the device is lost
+            self._loaded.close()

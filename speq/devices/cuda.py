@@ -1,11 +1,13 @@
 """A GPU, by way of torch.cuda."""
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from speq.devices import allocator
 from speq.devices.device import Event, Graph
 
 
@@ -61,6 +63,13 @@ class CudaDevice:
         idle = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return free + idle
 
+    def overhead_bytes(self, sizes: Iterable[int]) -> int:
+        major, _ = torch.cuda.get_device_capability(self.torch)
+        return allocator.overhead_bytes(sizes, allocator.blas_bytes(major))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
 
@@ -70,10 +79,20 @@ class CudaDevice:
     def pin(self, memory: Tensor) -> bool:
         # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
         registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        return int(registered) == 0
+        return self._went_well(int(registered))
 
     def unpin(self, memory: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        self._went_well(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+    @staticmethod
+    def _went_well(status: int) -> bool:
+        """Whether a call did; an error is forgotten, which torch would blame on the next kernel."""
+        if status != 0:
+            # Of the runtime that torch has opened for the whole process.
+            forget = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
+            if forget is not None:
+                forget()
+        return status == 0
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)

@@ -21,6 +21,7 @@ from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
 from speq.planning.fitting import Fitting, fit, fitted, least_refusal, smallest
+from speq.planning.host_memory import host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial
@@ -72,6 +73,7 @@ def settle(
     if holding.slot_bytes != settled.holding.slot_bytes:
         holding, made = fit(subject, holding, budget)
         settled = replace(settled, holding=holding, memory=made)
+    host_plan(subject, holding, budget)  # refuses a host budget that is too small
     if drafter_of(config) != "none" and not holding.drafts and not settled.gives_up_draft:
         logger.warning(
             "the INT4 draft takes %s and does not fit the budget: running without one",
