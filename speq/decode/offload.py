@@ -105,10 +105,11 @@ def offload_over(
 
 def fetch_from(source: ExpertStore | HostTier) -> Fetch:
     """Reads of one source, which holds on to nothing else."""
-    fill = source.fill if isinstance(source, HostTier) else source.read
 
     def fetch(key: ExpertKey, slot: Tensor) -> int:
-        return fill(key.layer, key.expert, slot)
+        if isinstance(source, HostTier):
+            return source.fill(key.layer, key.expert, slot)
+        return source.read(key.layer, key.expert, slot)
 
     return fetch
 
