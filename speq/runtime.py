@@ -5,6 +5,8 @@ The KV cache and the expert slots share what weights and draft leave of the budg
 
 import contextlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,6 +16,8 @@ from speq.config import RunConfig
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.devices.card import summary, watching
+from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.files.alignment import aligned_bytes
 from speq.governor.draft_length import FixedDraftLength, Governor
@@ -31,7 +35,8 @@ from speq.planning.settle import replan
 from speq.planning.ways import drafter_of
 from speq.registries import DRAFTERS
 from speq.scheduler.reader_threads import ReaderThreads
-from speq.scheduler.transfer import SynchronousTransfer, TransferEngine
+from speq.scheduler.stream_transfer import StreamTransfer
+from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, RunStats
 
 logger = logging.getLogger("speq")
@@ -101,6 +106,16 @@ class Runtime:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory = self._loaded.memory(self.plan)
         return RunStats(start_s, memory, self.holding.codec, self.planned)
+
+    @contextmanager
+    def watched(self, stats: RunStats) -> Iterator[None]:
+        """Note in `stats` what the driver says of the card during the block."""
+        device = self._loaded.device
+        with watching(None if isinstance(device, Processor) else device.card()) as readings:
+            try:
+                yield
+            finally:
+                stats.card = summary(readings)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -172,11 +187,7 @@ class Runtime:
                 loaded.opened.store.codec.experts(slots, loaded.arena),
                 self._transfer(slots),
                 MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
-                Scheduling(
-                    self.config.cache_policy,
-                    self.config.prefetch,
-                    beside=self._loaded.host is None,
-                ),
+                Scheduling(self.config.cache_policy, self.config.prefetch),
                 self.recorder,
             ),
             drafter=drafter,
@@ -187,11 +198,12 @@ class Runtime:
 
     def _transfer(self, slots: Tensor) -> TransferEngine:
         """Whatever fills the slots: reading threads, or copies from host memory."""
-        source = self._loaded.host or self.opened.store
-        fetch, moved, recorder = fetch_from(source), moved_from(source), self.recorder
-        if self._loaded.host is not None:
-            return SynchronousTransfer(fetch, slots, moved, recorder)
-        return ReaderThreads(fetch, slots, moved, recorder, self.config.reader_threads)
+        device, store, recorder = self._loaded.device, self.opened.store, self.recorder
+        readers = self.config.reader_threads
+        if isinstance(device, Processor):
+            return ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)
+        assert self._loaded.host is not None
+        return StreamTransfer(device, self._loaded.host, slots, recorder, readers)
 
     def _no_draft_reason(self) -> str:
         if self._loaded.settled.gives_up_draft:

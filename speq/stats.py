@@ -306,6 +306,9 @@ FIGURES = {
     "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`; on a GPU also `device_overhead` "
     "(what libraries and torch's allocator take of it), `host_records` (memory of the host that "
     "experts take, beside the budget) and `host_pinned` (what of it the system locked)",
+    "card": "figures of the GPU that its driver gave during the run (NVML), where it gave any: "
+    "bytes received over PCIe per second, on average and at most, clocks, and the most memory in "
+    "use",
     "codec": "how experts lay in slots: the name of the codec",
     "planned": "the planner's reason for codec and draft, if a profile let it choose",
 }
@@ -337,12 +340,14 @@ class RunStats:
 
     codec    of the experts in slots
     planned  why, where a profile let the planner choose that and the draft
+    card     figures of the GPU during the run, where its driver gave any
     """
 
     start_s: float
     memory: dict[str, int]
     codec: str = "raw"
     planned: str | None = None
+    card: dict[str, Any] | None = None
     steps: list[StepStats] = field(default_factory=list)
     layers: dict[int, LayerStats] = field(default_factory=dict)
     _details: int = 0
@@ -415,6 +420,7 @@ class RunStats:
                 {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
             ],
             "memory": dict(self.memory),
+            "card": self.card,
             "codec": self.codec,
             "planned": self.planned,
         }

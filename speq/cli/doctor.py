@@ -1,5 +1,6 @@
 """`speq doctor`: what runs on this machine, how fast its memory is, and what is missing."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,8 +14,11 @@ from speq.options.declared import Options
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
+    from speq.devices.card import CardReading
     from speq.devices.device import Accelerator, Processor
     from speq.measure.report import Column, Report
+
+logger = logging.getLogger("speq")
 
 # Read to measure the memory; less where a quarter of what is free is less.
 READ_BYTES = 1 << 30
@@ -80,8 +84,21 @@ def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Repor
         "default_host_bytes": default_host_bytes(),
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
+        "card": None if (card := card_reading(on)) is None else asdict(card),
     }
     return Report("doctor", device.type, settings, rows)
+
+
+def card_reading(on: "Processor | Accelerator") -> "CardReading | None":
+    """What the driver says of the card now; None, said why, where it says nothing."""
+    from speq.devices.device import Processor
+
+    card = None if isinstance(on, Processor) else on.card()
+    try:
+        return None if card is None else card.read()
+    except Exception as error:  # NVML's errors are made as they occur
+        logger.info("no figures of PCIe and clocks: NVML says %s", error)
+        return None
 
 
 def findings(report: "Report") -> list[str]:
@@ -97,6 +114,7 @@ def findings(report: "Report") -> list[str]:
         f"{format_bytes(found['default_host_bytes'])} of it ({HOST_SHARE:.0%}), or what "
         "--host-budget says",
         f"GPU:           {machine['gpu'] or 'none that torch sees'}",
+        *_card(found["card"]),
         f"torch:         {machine['torch']}, {machine['torch_threads']} threads; "
         f"Python {machine['python']}, {machine['system']}",
         f"memory speed:  {found['read_gb_per_s']:.1f} GB/s: a plain read of "
@@ -111,6 +129,17 @@ def findings(report: "Report") -> list[str]:
             f"speed.{_advice(found['device'], missing)}"
         )
     return lines
+
+
+def _card(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    return [
+        f"card:          {format_bytes(found['used_bytes'])} of "
+        f"{format_bytes(found['total_bytes'])} in use; PCIe {found['link_generation']} "
+        f"x{found['link_width']} now; {found['sm_clock_mhz']} MHz, "
+        f"memory {found['memory_clock_mhz']} MHz",
+    ]
 
 
 def _instructions(found: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speq.devices.card import Card
 from speq.machine import available_bytes
 
 
@@ -80,8 +81,16 @@ class Accelerator(Device, Protocol):
     def stream(self) -> Stream:
         """A further one, beside the others."""
 
+    def while_waiting(self, work: Callable[[], None] | None) -> None:
+        """Have `work` done, again and again, whenever the host waits for an event. It waits for
+        none. None: nothing is to be done.
+        """
+
     def elapsed_s(self, start: Event, end: Event) -> float:
         """Seconds between two events that are done."""
+
+    def card(self) -> Card | None:
+        """What tells of the card besides; None where nothing does."""
 
     def pin(self, memory: Tensor) -> bool:
         """Lock host memory, so that copies run beside the host; whether the system let us.

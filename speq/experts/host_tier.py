@@ -233,10 +233,7 @@ class HostTier:
         return self._records[at]
 
     def record_bytes(self, layer: int, expert: int) -> int:
-        return self._store.record_bytes(layer, expert)
-
-    def moved_bytes(self, layer: int, expert: int) -> int:
-        """What has to be moved to the device: a record."""
+        """Bytes of an expert's record: what a copy to the device moves."""
         return self._store.record_bytes(layer, expert)
 
     def read(self, layer: int, expert: int, record: Tensor) -> int:
@@ -245,20 +242,6 @@ class HostTier:
         Threads may read at the same time, into different records.
         """
         return self._store.read(layer, expert, record)
-
-    def fill(self, layer: int, expert: int, slot: Tensor) -> int:
-        """Fill a slot on the device, while the caller waits; the bytes read from the disk.
-
-        For one caller at a time: what is not held comes through the last record.
-        """
-        nbytes, read_bytes = self.record_bytes(layer, expert), 0
-        if (layer, expert) in self.contents:
-            record = self.record(self.contents.index((layer, expert)))
-        else:
-            record = self.record(self.num_records - 1)
-            read_bytes = self.read(layer, expert, record)
-        slot[:nbytes].copy_(record[:nbytes])
-        return read_bytes
 
     def close(self) -> None:
         """Unlock the memory and give it back."""

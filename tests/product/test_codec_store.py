@@ -35,9 +35,9 @@ from speq.planning.settle import automatic
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial
 from tests.helpers.gptq_files import Packing, Written, write_gptq
+from tests.helpers.host_device import HostDevice
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to, without_checksums
-from tests.helpers.pinning import Pinning
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import (
     FAMILIES,
@@ -369,16 +369,15 @@ def test_host_memory_holds_records(fits: bool, source: Path, tmp_path: Path) -> 
     store = opened.store
     count = store.num_layers * store.num_experts
     limit = (count - (not fits)) * store.codec.slot_bytes
-    tier = HostTier.filled(store, HostRoom(Pinning().accelerator, limit, readers=2))
+    tier = HostTier.filled(store, HostRoom(HostDevice(), limit, readers=2))
     assert tier.resident == fits
-    ours, theirs = expert_slot(store), expert_slot(store)
-    for at in (0, 7, store.num_layers * store.num_experts - 1):
-        key = divmod(at, store.num_experts)
-        tier.fill(*key, ours)
+    theirs = expert_slot(store)
+    for at, key in enumerate(tier.contents):
         store.read(*key, theirs)
-        nbytes = tier.moved_bytes(*key)
+        nbytes = tier.record_bytes(*key)
         assert nbytes == store.record_bytes(*key) < store.codec.slot_bytes
-        assert torch.equal(ours[:nbytes], theirs[:nbytes])
+        assert torch.equal(tier.record(at)[:nbytes], theirs[:nbytes])
+    tier.close()
     opened.close()
 
 

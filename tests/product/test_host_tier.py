@@ -24,10 +24,22 @@ from speq.experts.passes import over_all, spread
 from speq.experts.pinned_arena import PinnedArena
 from speq.files.alignment import ALIGNMENT, aligned
 from speq.models.opened import Opened, open_model
-from tests.helpers.pinning import Pinning
+from tests.helpers.host_device import HostDevice
 
 READERS = 2
 CHUNK = 3 << 14  # of a few records
+
+
+class Locking(HostDevice):
+    """A device that remembers what it was asked to lock, and locks the first few of it."""
+
+    def __init__(self, granted: int = 1 << 30) -> None:
+        super().__init__(may_pin=lambda: len(self.asked) <= granted)
+        self.asked: list[int] = []
+
+    def pin(self, memory: Tensor) -> bool:
+        self.asked.append(memory.nbytes)
+        return super().pin(memory)
 
 
 @pytest.fixture
@@ -64,8 +76,8 @@ class Counting:
         return read_bytes
 
 
-def room(limit_bytes: int, pinning: Pinning | None = None) -> HostRoom:
-    return HostRoom((pinning or Pinning()).accelerator, limit_bytes, READERS, CHUNK)
+def room(limit_bytes: int, device: Locking | None = None) -> HostRoom:
+    return HostRoom(device or Locking(), limit_bytes, READERS, CHUNK)
 
 
 def encoding(store: ExpertStore) -> EncodingStore:
@@ -88,13 +100,13 @@ def check_contents(tier: HostTier, store: ExpertStore) -> None:
     for at, key in enumerate(tier.contents):
         nbytes = tier.record_bytes(*key)
         assert torch.equal(tier.record(at)[:nbytes], records[key])
-        assert tier.moved_bytes(*key) == nbytes == len(records[key])
+        assert nbytes == len(records[key])
 
 
 @pytest.mark.parametrize("encoded", [False, True])
 def test_all_experts_are_read_once_and_held(encoded: bool, opened: Opened) -> None:
     plain = Counting(opened.store)
-    pinning = Pinning()
+    device = Locking()
     told: list[tuple[int, int]] = []
 
     def tell(done: int, total: int) -> None:
@@ -102,10 +114,10 @@ def test_all_experts_are_read_once_and_held(encoded: bool, opened: Opened) -> No
 
     if encoded:
         store: ExpertStore = encoding(plain)
-        tier = HostTier.encoded(store, None, room(1 << 30, pinning), tell)  # type: ignore[arg-type]
+        tier = HostTier.encoded(store, None, room(1 << 30, device), tell)  # type: ignore[arg-type]
     else:
         store = opened.store
-        tier = HostTier.filled(plain, room(1 << 30, pinning), tell)
+        tier = HostTier.filled(plain, room(1 << 30, device), tell)
     count = store.num_layers * store.num_experts
     assert tier.resident and tier.num_records == len(tier.contents) == count
     assert plain.reads == Counter(spread(store.num_layers, store.num_experts))
@@ -113,13 +125,13 @@ def test_all_experts_are_read_once_and_held(encoded: bool, opened: Opened) -> No
     check_contents(tier, store)
     assert tier.codec == store.codec
     # All in chunks of a size, but for the last one; each is locked by itself.
-    assert len(pinning.asked) > 2
-    assert len(set(pinning.asked[:-1])) == 1 and pinning.asked[-1] <= pinning.asked[0] <= CHUNK
-    assert tier.pinned_bytes == tier.nbytes == sum(pinning.held.values())
+    assert len(device.asked) > 2
+    assert len(set(device.asked[:-1])) == 1 and device.asked[-1] <= device.asked[0] <= CHUNK
+    assert tier.pinned_bytes == tier.nbytes == sum(device.pinned.values())
     fewest = sum(aligned(store.record_bytes(*key)) for key in tier.contents)
     assert fewest <= tier.nbytes < 1.2 * fewest + CHUNK
     tier.close()
-    assert pinning.held == {} and tier.nbytes == 0
+    assert device.pinned == {} and tier.nbytes == 0
     tier.close()
 
 
@@ -167,49 +179,36 @@ def test_as_many_as_fit_of_all_layers_alike(
     tier.close()
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_slots_are_filled_one_at_a_time(fits: bool, opened: Opened) -> None:
-    store = opened.store
-    count = store.num_layers * store.num_experts
-    tier = HostTier.filled(store, room((count - (not fits)) * store.codec.slot_bytes))
-    for key, record in expected(store).items():
-        slot = torch.full((store.codec.slot_bytes,), 255, dtype=torch.uint8)
-        read_bytes = tier.fill(*key, slot)
-        assert (read_bytes == 0) == (key in tier.contents)
-        assert torch.equal(slot[: len(record)], record)
-    tier.close()
-
-
 @pytest.mark.parametrize("encoded", [False, True])
 def test_too_little_memory_says_how_much_more_is_needed(encoded: bool, opened: Opened) -> None:
     store = encoding(opened.store) if encoded else opened.store
-    pinning = Pinning()
+    device = Locking()
 
     def tier_of(limit: int) -> HostTier:
         if isinstance(store, EncodingStore):
-            return HostTier.encoded(store, None, room(limit, pinning))
-        return HostTier.filled(store, room(limit, pinning))
+            return HostTier.encoded(store, None, room(limit, device))
+        return HostTier.filled(store, room(limit, device))
 
     with pytest.raises(SpeqError, match="host_budget that is larger by") as caught:
         tier_of(ALIGNMENT)
     fewest = fewest_records(READERS, store.num_layers * store.num_experts)
     short = fewest * store.codec.slot_bytes - ALIGNMENT
     assert f"larger by {short} bytes" in str(caught.value)
-    assert pinning.held == {}
+    assert device.pinned == {}
 
 
 def test_what_the_system_does_not_lock_is_said_once(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pinning = Pinning(granted=2)
-    tier = HostTier.filled(opened.store, room(1 << 30, pinning))
+    device = Locking(granted=2)
+    tier = HostTier.filled(opened.store, room(1 << 30, device))
     check_contents(tier, opened.store)
-    assert tier.pinned_bytes == sum(pinning.held.values()) == 2 * pinning.asked[0]
+    assert tier.pinned_bytes == sum(device.pinned.values()) == 2 * device.asked[0]
     (record,) = (r for r in caplog.records if "did not lock" in r.message)
     share = 100 * (1 - tier.pinned_bytes / tier.nbytes)
     assert f"({share:.0f} %)" in record.message and record.levelno == logging.WARNING
     tier.close()
-    assert pinning.held == {}
+    assert device.pinned == {}
 
 
 @pytest.mark.parametrize("encoded", [False, True])
@@ -218,58 +217,58 @@ def test_nothing_stays_locked_after_a_failure(
     error: type[BaseException], encoded: bool, opened: Opened
 ) -> None:
     plain = Counting(opened.store, failing=(1, 1), error=error)
-    pinning = Pinning()
+    device = Locking()
     with pytest.raises(error, match="the disk is gone"):
         if encoded:
-            HostTier.encoded(encoding(plain), None, room(1 << 30, pinning))
+            HostTier.encoded(encoding(plain), None, room(1 << 30, device))
         else:
-            HostTier.filled(plain, room(1 << 30, pinning))
-    assert pinning.asked != [] and pinning.held == {}
+            HostTier.filled(plain, room(1 << 30, device))
+    assert device.asked != [] and device.pinned == {}
 
 
 @pytest.mark.parametrize("encoded", [False, True])
 def test_an_interrupt_ends_reading_and_unlocks(encoded: bool, opened: Opened) -> None:
     """Ctrl-C strikes the caller's thread, here where it hears of progress."""
     plain = Counting(opened.store)
-    pinning = Pinning()
+    device = Locking()
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         if encoded:
-            HostTier.encoded(encoding(plain), None, room(1 << 30, pinning), interrupt)
+            HostTier.encoded(encoding(plain), None, room(1 << 30, device), interrupt)
         else:
-            HostTier.filled(plain, room(1 << 30, pinning), interrupt)
-    assert pinning.held == {}
+            HostTier.filled(plain, room(1 << 30, device), interrupt)
+    assert device.pinned == {}
     reads = plain.reads.total()
     gc.collect()
     assert plain.reads.total() == reads  # no thread goes on
 
 
 def test_a_lock_that_fails_with_an_error_leaves_none(opened: Opened) -> None:
-    pinning = Pinning()
-    pin = pinning.pin
+    device = Locking()
+    pin = device.pin
 
     def pin_twice(memory: Tensor) -> bool:
         granted = pin(memory)
-        if len(pinning.asked) == 2:
+        if len(device.asked) == 2:
             raise RuntimeError("CUDA error: the device is lost")
         return granted
 
-    pinning.pin = pin_twice  # type: ignore[method-assign]
+    device.pin = pin_twice  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the device is lost"):
-        HostTier.filled(opened.store, room(1 << 30, pinning))
-    assert pinning.held == {}
+        HostTier.filled(opened.store, room(1 << 30, device))
+    assert device.pinned == {}
 
 
 def test_what_nobody_closes_is_unlocked_when_nobody_holds_it(opened: Opened) -> None:
-    pinning = Pinning()
-    tier = HostTier.filled(opened.store, room(1 << 30, pinning))
-    assert pinning.held != {}
+    device = Locking()
+    tier = HostTier.filled(opened.store, room(1 << 30, device))
+    assert device.pinned != {}
     del tier
     gc.collect()
-    assert pinning.held == {}
+    assert device.pinned == {}
 
 
 def test_a_pass_does_each_once_and_begins_none_after_an_error(
@@ -303,8 +302,8 @@ def test_a_pass_does_each_once_and_begins_none_after_an_error(
 
 
 def test_an_arena_is_cut_into_whole_blocks() -> None:
-    pinning = Pinning()
-    arena = PinnedArena(pinning.accelerator, 5 * ALIGNMENT, chunk_bytes=2 * ALIGNMENT)
+    device = Locking()
+    arena = PinnedArena(device, 5 * ALIGNMENT, chunk_bytes=2 * ALIGNMENT)
     taken = [arena.take(nbytes, 1 << 20) for nbytes in (1, ALIGNMENT, 2 * ALIGNMENT + 1, 1)]
     assert [None if one is None else len(one) for one in taken] == [
         1,
@@ -312,8 +311,8 @@ def test_an_arena_is_cut_into_whole_blocks() -> None:
         2 * ALIGNMENT + 1,
         None,
     ]
-    assert pinning.asked == [2 * ALIGNMENT, 3 * ALIGNMENT] and arena.nbytes == 5 * ALIGNMENT
-    small = PinnedArena(pinning.accelerator, 1 << 20, chunk_bytes=1 << 19)
+    assert device.asked == [2 * ALIGNMENT, 3 * ALIGNMENT] and arena.nbytes == 5 * ALIGNMENT
+    small = PinnedArena(device, 1 << 20, chunk_bytes=1 << 19)
     assert small.take(1, expected_bytes=ALIGNMENT + 1) is not None
     assert small.nbytes == 2 * ALIGNMENT  # no more than is expected
 
