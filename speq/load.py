@@ -38,7 +38,7 @@ from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial
+from speq.planning.trial import Trial, Trials, Use
 from speq.planning.ways import agree, drafter_of, wants_int4
 from speq.units import Done, Progress, format_bytes
 
@@ -111,7 +111,9 @@ def load(
     with contextlib.closing(draft_source(opened, config)) as draft:
         subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
         budget = budget_of(config, context, device)
-        settled = settle(subject, budget, config, profile, partial(Trial.of, opened.store))
+        settled = settle(
+            subject, budget, config, profile, trials_of(opened, device, subject, config)
+        )
         check_room(settled.memory, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
@@ -199,6 +201,19 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
         source.close()
         raise
     return source
+
+
+def trials_of(
+    opened: Opened, device: Processor | Accelerator, subject: Subject, config: RunConfig
+) -> Trials:
+    """What may be tried before anything is loaded, within half of the budget."""
+    store = opened.store
+    encoding = partial(Trial.of, store)
+    if isinstance(device, Processor):
+        return Trials(encoding)
+    limit_bytes = config.memory_budget // 2
+    use = partial(Use.of, store, device, opened.shape, subject.dtype, limit_bytes)
+    return Trials(encoding, use)
 
 
 def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
