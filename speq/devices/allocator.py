@@ -10,8 +10,7 @@ from collections.abc import Iterable
 BLOCK_BYTES = 512
 # kSmallSize: tensors up to it come out of segments of kSmallBuffer.
 SMALL_BYTES, SMALL_SEGMENT_BYTES = 1 << 20, 2 << 20
-# kMinLargeAlloc: those below it come out of segments of kLargeBuffer, and a rest of more than
-# kSmallSize is used again.
+# kMinLargeAlloc: those below it come out of segments of kLargeBuffer.
 LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 << 20, 20 << 20
 # kRoundLarge: larger ones have a segment each, of its multiples.
 ROUND_BYTES = 2 << 20
@@ -42,9 +41,7 @@ def segment_bytes(sizes: Iterable[int]) -> int:
         if block >= LARGE_BYTES:
             total += up_to(block, ROUND_BYTES)
             continue
-        small = block <= SMALL_BYTES
-        segment = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
-        usable = BLOCK_BYTES if small else SMALL_BYTES + BLOCK_BYTES
+        segment = SMALL_SEGMENT_BYTES if block <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         open_rests = rests[segment]
         fitting = [rest for rest in open_rests if rest >= block]
         if fitting:
@@ -53,7 +50,7 @@ def segment_bytes(sizes: Iterable[int]) -> int:
         else:
             rest = segment
             total += segment
-        if rest - block >= usable:
+        if rest > block:
             open_rests.append(rest - block)
     return total
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq import SpeqError
+from speq import Generator, SpeqError
 from speq.experts import encoding_store, passes
 from speq.experts.codec import codec_of
 from speq.experts.encoding_store import EncodingStore
@@ -24,9 +24,11 @@ from speq.experts.passes import over_all, spread
 from speq.experts.pinned_arena import PinnedArena
 from speq.files.alignment import ALIGNMENT, aligned
 from speq.models.opened import Opened, open_model
-from tests.helpers.host_device import HostDevice
+from tests.helpers.host_device import HostDevice, host_device
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 READERS = 2
+PROMPT = [1, 2, 3, 4]
 CHUNK = 3 << 14  # of a few records
 
 
@@ -334,3 +336,26 @@ def test_a_store_that_only_measures_holds_nothing(
     sizes = {key: len(record) for key, record in expected(store).items()}
     assert {key: store.record_bytes(*key) for key in sizes} == sizes
     assert store.codec.slot_bytes == aligned(max(sizes.values()))
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_run_brings_experts_from_both(codec: str, tmp_path: Path) -> None:
+    """The whole engine, on a device of the host's making."""
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4}
+    model = write_model(tmp_path / "model", "olmoe", torch.bfloat16, **sizes)
+    expected_ids = greedy_tokens(load_plain(model), PROMPT, 6)
+    with host_device() as device:
+        generator = Generator.from_pretrained(
+            model, "700KiB", device="cuda", codec=codec, draft_length=0, host_budget="700KiB"
+        )
+        made = generator.generate(PROMPT, max_new_tokens=6, ignore_eos=True)
+        run = generator.last_run
+        generator.close()
+    assert made.token_ids == expected_ids
+    assert made.stats["codec"] == codec
+    memory = made.stats["memory"]
+    assert 0 < memory["host_pinned"] == memory["host_records"] <= 700 << 10
+    assert run is not None
+    moved = [e for step in run.steps for e in step.events if e.kind == "transfer"]
+    assert {event.read_bytes > 0 for event in moved} == {True, False}  # some from disk, some not
+    assert device.pinned == {}
