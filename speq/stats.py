@@ -306,9 +306,8 @@ FIGURES = {
     "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`; on a GPU also `device_overhead` "
     "(what libraries and torch's allocator take of it), `host_records` (memory of the host that "
     "experts take, beside the budget) and `host_pinned` (what of it the system locked)",
-    "card": "figures of the GPU that its driver gave during the run (NVML), where it gave any: "
-    "bytes received over PCIe per second, on average and at most, clocks, and the most memory in "
-    "use",
+    "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
+    "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",
     "planned": "the planner's reason for codec and draft, if a profile let it choose",
 }

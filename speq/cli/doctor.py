@@ -134,12 +134,10 @@ def findings(report: "Report") -> list[str]:
 def _card(found: dict[str, Any] | None) -> list[str]:
     if found is None:
         return []
-    return [
-        f"card:          {format_bytes(found['used_bytes'])} of "
-        f"{format_bytes(found['total_bytes'])} in use; PCIe {found['link_generation']} "
-        f"x{found['link_width']} now; {found['sm_clock_mhz']} MHz, "
-        f"memory {found['memory_clock_mhz']} MHz",
-    ]
+    memory = f"{format_bytes(found['used_bytes'])} of {format_bytes(found['total_bytes'])} in use"
+    link = f"PCIe {found['link_generation']} x{found['link_width']} now"
+    clocks = f"{found['sm_clock_mhz']} MHz, memory {found['memory_clock_mhz']} MHz"
+    return [f"card:          {memory}; {link}; {clocks}"]
 
 
 def _instructions(found: dict[str, Any]) -> str:

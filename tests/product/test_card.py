@@ -151,5 +151,5 @@ def test_doctor_shows_a_card() -> None:
         }
     )
     assert line == (
-        "card:          2.00 GiB of 8.00 GiB in use; PCIe 4 x16 now; 1800 MHz, memory 9000 MHz"
+        "card:          2 GiB of 8 GiB in use; PCIe 4 x16 now; 1800 MHz, memory 9000 MHz"
     )
