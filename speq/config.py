@@ -15,6 +15,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
+# Share of the host's free memory that experts take where nothing is said: the rest is for programs
+# beside this one, and for what the process itself takes.
+HOST_SHARE = 0.8
 MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
 
 # Options that commands have without the rest of a run's.
@@ -27,6 +30,14 @@ Model = Annotated[
     ),
 ]
 MemoryBudget = Annotated[int, Option("Memory for everything on the device, such as 8GiB.", Size())]
+HostBudget = Annotated[
+    int | None,
+    Option(
+        "On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk. "
+        f"Default: {HOST_SHARE:.0%} of what is free.",
+        Size(),
+    ),
+]
 Device = Annotated[str, Option("Where to compute.", Choice(DEVICES))]
 Dtype = Annotated[str, Option("Compute dtype; auto is the checkpoint's.", Choice(DTYPES))]
 ContextLength = Annotated[
@@ -58,7 +69,7 @@ Profile = Annotated[
 ]
 ReaderThreads = Annotated[
     int,
-    Option("Experts read from disk at a time, on the device cpu.", Whole(1, MAX_READER_THREADS)),
+    Option("Experts read from disk at a time.", Whole(1, MAX_READER_THREADS)),
 ]
 
 
@@ -99,6 +110,7 @@ class RunConfig(Options):
         bool, Option("Compare experts with the checksums of a pack at every read.", Switch())
     ] = False
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    host_budget: HostBudget = None
     tpot_slo_ms: Annotated[
         float | None,
         Option("With draft length auto: time per token, at most, in milliseconds.", MILLISECONDS),

@@ -1,5 +1,6 @@
 """What users call: a model under a memory budget that turns prompts into text."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from transformers import GenerationConfig
 from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
 from speq.decode.sequence import Sequence as Request
+from speq.devices.failures import in_a_sentence
 from speq.errors import SpeqError, checked_int
 from speq.load import check_context, load
 from speq.models.opened import open_model
@@ -104,7 +106,8 @@ class Generator:
     ) -> "Generator":
         """As `from_pretrained`, with the options in one object."""
         opened = open_model(model, config.verify_reads)
-        try:
+        with contextlib.ExitStack() as undo, in_a_sentence():
+            undo.callback(opened.close)
             tokenizer = load_tokenizer(opened.checkpoint.path)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
             context = 0
@@ -112,10 +115,11 @@ class Generator:
                 prompt, max_new_tokens = first_request
                 context = len(encoder.encode(prompt)) + max_new_tokens
                 check_context(context, config.context_length, opened.shape.max_context)
-            return cls(Runtime(load(opened, config, progress, context)), encoder)
-        except BaseException:
-            opened.close()
-            raise
+            loaded = load(opened, config, progress, context)
+            undo.callback(loaded.close)
+            generator = cls(Runtime(loaded), encoder)
+            undo.pop_all()
+        return generator
 
     @property
     def runtime(self) -> Runtime:
@@ -192,7 +196,7 @@ class Generator:
     ) -> Run:
         request = self._request(prompt, config, options)
         start_s = time.perf_counter()
-        with self._own_turn():
+        with self._own_turn(), in_a_sentence():
             self._streaming_thread = threading.get_ident()
             try:
                 # Text goes on from text; an answer in a chat begins one.
@@ -264,7 +268,7 @@ class Generator:
 
     def reserve(self, context: int) -> None:
         """Lay out memory for a context now, rather than at the first request that needs it."""
-        with self._own_turn():
+        with self._own_turn(), in_a_sentence():
             self._runtime.reserve(context)
 
     def close(self) -> None:

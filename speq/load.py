@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from speq.config import RunConfig
-from speq.devices.device import Accelerator, Device, Processor
+from speq.devices.device import Accelerator, Processor
 from speq.devices.named import device_named
 from speq.drafts.draft_source import RoundedDraft, open_draft
 from speq.errors import SpeqError
@@ -21,21 +21,24 @@ from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
+from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
 from speq.governor.adaptive import make_governor
-from speq.governor.draft_length import Governor
+from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
+from speq.machine import default_host_bytes
 from speq.models import moe_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.planning import profiles
-from speq.planning.demand import Budget
+from speq.planning.demand import Beside, Budget
+from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial
+from speq.planning.trial import Trial, Trials, Use
 from speq.planning.ways import agree, drafter_of, wants_int4
 from speq.units import Done, Progress, format_bytes
 
@@ -43,6 +46,8 @@ logger = logging.getLogger("speq")
 
 # Contexts grow in these steps, so that a chat does not lay its arenas out anew at every turn.
 CONTEXT_STEP = 64
+# What a pass over published experts is called, which are encoded.
+ENCODING = "measuring encoded experts"
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class Loaded:
     subject   the model as it was planned for, its slots as large as was measured
     settled   the holding, with memory planned for the first request
     draft_bank  the INT4 copy, where one is held
+    host      exact experts in the host's memory, for a device with memory of its own
     governor  outlives arenas that are laid out anew, with what it has learnt
     """
 
@@ -64,10 +70,26 @@ class Loaded:
     model: MoEModel
     arena: Int4Arena | None
     draft_bank: DraftExperts | None
+    host: HostTier | None
     governor: Governor
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
+
+    def memory(self, plan: MemoryPlan) -> dict[str, int]:
+        """A plan item by item, in bytes, with what is taken of the host."""
+        if self.host is None:
+            return plan.report()
+        return plan.report() | {
+            "host_records": self.host.nbytes,
+            "host_pinned": self.host.pinned_bytes,
+        }
+
+    def close(self) -> None:
+        """Give back files, and the host's memory."""
+        if self.host is not None:
+            self.host.close()
+        self.opened.close()
 
 
 def load(
@@ -89,7 +111,9 @@ def load(
     with contextlib.closing(draft_source(opened, config)) as draft:
         subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
         budget = budget_of(config, context, device)
-        settled = settle(subject, budget, config, profile, partial(Trial.of, opened.store))
+        settled = settle(
+            subject, budget, config, profile, trials_of(opened, device, subject, config)
+        )
         check_room(settled.memory, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
@@ -98,11 +122,20 @@ def load(
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
-    if encoding is not None:
-        settled = measured(encoding, arena, subject, settled, budget, progress)
-    bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
-    governor = governor_of(config, profile, settled)
-    return Loaded(config, opened, device, subject, settled, model, arena, bank, governor)
+    base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
+    with contextlib.ExitStack() as undo:
+        host = None
+        if not isinstance(device, Processor):
+            host = host_tier(opened.store, base, device, subject, settled, budget, progress)
+            undo.callback(host.close)
+        elif encoding is not None:
+            encoding.measure(base, budget.readers, labelled(progress, ENCODING))
+        if encoding is not None:
+            settled = measured(encoding, subject, settled, budget)
+        bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
+        governor = governor_of(config, profile, settled)
+        undo.pop_all()
+    return Loaded(config, opened, device, subject, settled, model, arena, bank, host, governor)
 
 
 def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:
@@ -128,11 +161,24 @@ def check_context(context: int, fixed: int | None, longest: int) -> int:
     return limit
 
 
-def budget_of(config: RunConfig, context: int, device: Device) -> Budget:
-    on_cpu = isinstance(device, Processor)
-    if config.draft_length is None:
-        return Budget(config.memory_budget, context, on_cpu, config.reader_threads)
-    return Budget(config.memory_budget, context, on_cpu, config.reader_threads, config.draft_length)
+def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) -> Budget:
+    """Raises SpeqError for a host budget on the CPU."""
+    check_host_budget(config.host_budget, isinstance(device, Processor))
+    beside = None
+    if not isinstance(device, Processor):
+        beside = Beside(config.host_budget or default_host_bytes(), device.overhead_bytes)
+    longest = LONGEST if config.draft_length is None else config.draft_length
+    readers = config.reader_threads
+    return Budget(config.memory_budget, context, beside is None, readers, longest, beside)
+
+
+def check_host_budget(host_budget: int | None, on_cpu: bool) -> None:
+    """Raise SpeqError for a host budget where there is one memory, and one budget."""
+    if on_cpu and host_budget is not None:
+        raise SpeqError(
+            "host_budget is given and the device is cpu, where experts lie in the memory of "
+            "memory_budget or on the disk; leave it out"
+        )
 
 
 def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
@@ -157,6 +203,19 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     return source
 
 
+def trials_of(
+    opened: Opened, device: Processor | Accelerator, subject: Subject, config: RunConfig
+) -> Trials:
+    """What may be tried before anything is loaded, within half of the budget."""
+    store = opened.store
+    encoding = partial(Trial.of, store)
+    if isinstance(device, Processor):
+        return Trials(encoding)
+    limit_bytes = config.memory_budget // 2
+    use = partial(Use.of, store, device, opened.shape, subject.dtype, limit_bytes)
+    return Trials(encoding, use)
+
+
 def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
     """The store that encodes published experts as it reads them, where that is settled."""
     if not settled.holding.encoded:
@@ -164,7 +223,7 @@ def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
     return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
 
 
-def check_room(memory: MemoryPlan, device: Device) -> None:
+def check_room(memory: MemoryPlan, device: Processor | Accelerator) -> None:
     """The budget is a promise about memory that must exist."""
     planned = sum(memory.items.values())
     free = device.free_bytes()
@@ -205,19 +264,27 @@ def int4_copy(
     return arena
 
 
-def measured(
-    store: EncodingStore,
-    arena: Int4Arena | None,
+def host_tier(
+    store: ExpertStore,
+    base: Int4Arena | None,
+    device: Accelerator,
     subject: Subject,
     settled: Settled,
     budget: Budget,
     progress: Progress | None,
-) -> Settled:
+) -> HostTier:
+    """The host's memory with as many experts as it is given, encoded where that is settled."""
+    planned = host_plan(subject, settled.holding, budget)
+    assert planned is not None, "planned for an accelerator"
+    room = HostRoom(device, planned.limit_bytes, budget.readers)
+    if isinstance(store, EncodingStore):
+        return HostTier.encoded(store, base, room, labelled(progress, ENCODING))
+    return HostTier.filled(store, room, labelled(progress, "reading experts into host memory"))
+
+
+def measured(store: EncodingStore, subject: Subject, settled: Settled, budget: Budget) -> Settled:
     """The same holding with slots that are known to hold the largest expert."""
-    base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
-    store.measure(base, budget.readers, labelled(progress, "measuring encoded experts"))
-    slot_bytes = store.codec.slot_bytes
-    known = replace(settled.holding, slot_bytes=slot_bytes, estimated=False)
+    known = replace(settled.holding, slot_bytes=store.codec.slot_bytes, estimated=False)
     holding, memory = replan(subject, known, budget)
     return replace(settled, holding=holding, memory=memory)
 

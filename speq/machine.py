@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from speq.config import HOST_SHARE
+
 
 def device_name(device: str) -> str:
     """Of the device "cpu" or "cuda": its kind, and the processor or card that it is."""
@@ -70,3 +72,8 @@ def available_bytes() -> int:
     except (OSError, ValueError):
         pass  # not Linux, or no such limit
     return free
+
+
+def default_host_bytes() -> int:
+    """What exact experts may take of the host's memory where nothing is said."""
+    return int(available_bytes() * HOST_SHARE)

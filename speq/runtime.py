@@ -19,7 +19,6 @@ from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, of
 from speq.devices.card import summary, watching
 from speq.devices.device import Processor
 from speq.errors import SpeqError
-from speq.experts.host_tier import HostTier
 from speq.files.alignment import aligned_bytes
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.governor.holding import Holding
@@ -55,9 +54,6 @@ class Runtime:
         self.holding: Holding = loaded.settled.holding
         self.plan: MemoryPlan = loaded.settled.memory
         self.recorder = Recorder()
-        store = loaded.opened.store
-        device = loaded.device
-        self._host_tier = None if isinstance(device, Processor) else HostTier(store, device)
         self._drop_draft(self.holding, self.plan)
         self.engine = self._lay_out()
 
@@ -108,7 +104,8 @@ class Runtime:
 
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
-        return RunStats(start_s, self.plan.report(), self.holding.codec, self.planned)
+        memory = self._loaded.memory(self.plan)
+        return RunStats(start_s, memory, self.holding.codec, self.planned)
 
     @contextmanager
     def watched(self, stats: RunStats) -> Iterator[None]:
@@ -134,6 +131,7 @@ class Runtime:
                 before = fit(loaded.subject, plain, loaded.budget(self.plan.context))
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
+            self._loaded.device.release_cached()
             try:
                 self.holding, self.plan = holding, plan
                 self.engine = self._lay_out()
@@ -204,8 +202,8 @@ class Runtime:
         readers = self.config.reader_threads
         if isinstance(device, Processor):
             return ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)
-        assert self._host_tier is not None
-        return StreamTransfer(device, self._host_tier, slots, recorder, readers)
+        assert self._loaded.host is not None
+        return StreamTransfer(device, self._loaded.host, slots, recorder, readers)
 
     def _no_draft_reason(self) -> str:
         if self._loaded.settled.gives_up_draft:
@@ -215,7 +213,7 @@ class Runtime:
 
     def close(self) -> None:
         """Give back memory, files and transfers."""
-        self.engine.close()
-        if self._host_tier is not None:
-            self._host_tier.close()
-        self.opened.close()
+        try:
+            self.engine.close()
+        finally:  # also where the device is lost
+            self._loaded.close()

@@ -303,7 +303,9 @@ FIGURES = {
     "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
     "layers": "figures of each MoE layer while decoding, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
-    "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`",
+    "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`; on a GPU also `device_overhead` "
+    "(what libraries and torch's allocator take of it), `host_records` (memory of the host that "
+    "experts take, beside the budget) and `host_pinned` (what of it the system locked)",
     "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
     "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",

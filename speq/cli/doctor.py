@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from speq.cli import options as opt
-from speq.config import Device
+from speq.config import HOST_SHARE, Device
 from speq.options.declared import Options
 from speq.units import format_bytes
 
@@ -60,6 +60,7 @@ def doctor(settings: DoctorSettings, output: opt.Output) -> None:
 def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Report":
     """What runs each op on a device, with the speed of its memory among the settings."""
     from speq.kernels import library
+    from speq.machine import available_bytes, default_host_bytes
     from speq.measure.memory_read import MemoryRead, read_gb_per_s
     from speq.measure.report import Report
 
@@ -80,6 +81,8 @@ def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Repor
         "isa": library.isa() if built else None,
         "supported_isas": list(library.supported_isas()) if built else [],
         "missing": {name: library.MISSING[name] for name in ("cpu", "cuda")},
+        "available_bytes": available_bytes(),
+        "default_host_bytes": default_host_bytes(),
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
         "card": None if (card := card_reading(on)) is None else asdict(card),
@@ -108,6 +111,9 @@ def findings(report: "Report") -> list[str]:
     lines = [
         f"processor:     {machine['processor']}, {machine['cores']} cores, "
         f"{format_bytes(machine['memory_bytes'])} of memory",
+        f"free memory:   {format_bytes(found['available_bytes'])}; on a GPU experts take "
+        f"{format_bytes(found['default_host_bytes'])} of it ({HOST_SHARE:.0%}), or what "
+        "--host-budget says",
         f"GPU:           {machine['gpu'] or 'none that torch sees'}",
         *_card(found["card"]),
         f"torch:         {machine['torch']}, {machine['torch_threads']} threads; "

@@ -86,8 +86,11 @@ def findings(made: "BudgetPlan") -> list[str]:
     at_hand = made.subject.codec.name
     lines.append(f"the experts at hand are {at_hand}; `speq pack --codec` makes others of them")
     elsewhere = made.subject.count * made.subject.codec.shape.nbytes
-    place = "on the disk" if made.budget.on_cpu else "in host memory"
-    lines.append(f"all exact experts, {format_bytes(elsewhere)} as published, stay {place}")
+    if made.host is None:
+        place = "on the disk" if made.budget.on_cpu else "in host memory"
+        lines.append(f"all exact experts, {format_bytes(elsewhere)} as published, stay {place}")
+    else:
+        lines.append(f"{made.host.sentence} ({format_bytes(elsewhere)} as published)")
     lines.append(
         f"assumed: {assumed.source}; {assumed.locality.source}; acceptance "
         f"{assumed.acceptance:.2f}; a context of {made.budget.context} tokens; "

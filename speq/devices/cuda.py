@@ -1,12 +1,14 @@
 """A GPU, by way of torch.cuda."""
 
+import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from speq.devices import allocator
 from speq.devices.card import Card, card_of
 from speq.devices.device import Event, Graph
 
@@ -75,6 +77,13 @@ class CudaDevice:
         idle = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return free + idle
 
+    def overhead_bytes(self, sizes: Iterable[int]) -> int:
+        major, _ = torch.cuda.get_device_capability(self.torch)
+        return allocator.overhead_bytes(sizes, allocator.blas_bytes(major))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
 
@@ -87,10 +96,20 @@ class CudaDevice:
     def pin(self, memory: Tensor) -> bool:
         # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
         registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        return int(registered) == 0
+        return self._went_well(int(registered))
 
     def unpin(self, memory: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        self._went_well(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+    @staticmethod
+    def _went_well(status: int) -> bool:
+        """Whether a call did; an error is forgotten, which torch would blame on the next kernel."""
+        if status != 0:
+            # Of the runtime that torch has opened for the whole process.
+            forget = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
+            if forget is not None:
+                forget()
+        return status == 0
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)

@@ -5,7 +5,7 @@ that the runtime knows of streams goes through these protocols. `speq.devices.cu
 GPU; tests have a device on the host whose streams run in any order that events allow.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -57,6 +57,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that is left for tensors."""
 
+    def release_cached(self) -> None:
+        """Give back memory that is kept for tensors to come, and that none holds."""
+
     def synchronize(self) -> None:
         """Return when all that was asked of the device is done."""
 
@@ -69,6 +72,11 @@ class Accelerator(Device, Protocol):
 
     @property
     def compute(self) -> Stream: ...
+
+    def overhead_bytes(self, sizes: Iterable[int]) -> int:
+        """What is taken of it beyond tensors of so many bytes that are kept, slots and activations:
+        by libraries, and by an allocator that rounds up.
+        """
 
     def stream(self) -> Stream:
         """A further one, beside the others."""
@@ -91,7 +99,7 @@ class Accelerator(Device, Protocol):
         """
 
     def unpin(self, memory: Tensor) -> None:
-        """Take one `pin` back, before the memory is given back."""
+        """Take one `pin` back, before the memory is given back; nothing where there was none."""
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """[size] of pinned memory for small copies, given back as tensors are."""
@@ -111,6 +119,9 @@ class Processor:
 
     def free_bytes(self) -> int:
         return available_bytes()
+
+    def release_cached(self) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

@@ -1,24 +1,52 @@
 """Devices by the names that users give them."""
 
+import logging
+import warnings
+
 import torch
 
 from speq.devices.cuda import CudaDevice
 from speq.devices.device import Accelerator, Processor
+from speq.devices.failures import first_sentence
 from speq.errors import SpeqError
+
+logger = logging.getLogger("speq")
+
+# What torch says of a GPU that is there and that it cannot use (c10/cuda/CUDAFunctions.cpp).
+TOO_OLD = "driver on your system is too old"
 
 
 def device_named(name: str) -> Processor | Accelerator:
     """The device "cpu" or "cuda", or for "auto" the GPU where there is one.
 
-    Raises SpeqError where torch sees no GPU and one was asked for.
+    Raises SpeqError where torch can use no GPU and one was asked for.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return Processor()
-    if not torch.cuda.is_available():
+    missing = why_no_gpu()
+    if missing is None:
+        return CudaDevice(torch.cuda.current_device())
+    advice = "install a CUDA build of torch"
+    if TOO_OLD in missing:
+        advice = "install a newer driver, or a torch that is built for this one"
+    if name == "cuda":
         raise SpeqError(
-            "device cuda was asked for, but torch sees no CUDA device; use --device cpu, or "
-            "install a CUDA build of torch"
+            f"device cuda was asked for, but torch sees no CUDA device: {missing}; use --device "
+            f"cpu, or {advice}"
         )
-    return CudaDevice(torch.cuda.current_device())
+    if TOO_OLD in missing:
+        logger.warning("there is a GPU, and the run is on the cpu: %s; %s", missing, advice)
+    return Processor()
+
+
+def why_no_gpu() -> str | None:
+    """Why torch can use no GPU, in its own words; None where it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which it also says at its first call
+        if torch.cuda.is_available():
+            return None
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return first_sentence(error)
+    return "it finds none"

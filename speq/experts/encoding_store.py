@@ -4,18 +4,22 @@ Slots hold more experts so, but each read still moves all words, and is encoded 
 model has its records on the disk.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from speq.experts.codec import ExpertCodec
+from speq.experts.codec import ExpertCodec, usual_bytes
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_draft import TiedDraft
+from speq.experts.passes import by_layer, over_all
 from speq.files.alignment import ALIGNMENT, aligned_bytes
 from speq.units import Done
+
+# Told (layer, expert, record): [n] uint8.
+Keep = Callable[[int, int, Tensor], None]
 
 
 def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
@@ -50,6 +54,11 @@ class EncodingStore:
         return self._codec
 
     @property
+    def usual_bytes(self) -> int:
+        """What a record usually takes: known before any is."""
+        return usual_bytes(self._any_size)
+
+    @property
     def source(self) -> ExpertStore:
         return self.words
 
@@ -61,31 +70,38 @@ class EncodingStore:
     def tied_draft(self) -> TiedDraft | None:
         return None
 
-    def measure(self, base: Int4Arena | None, threads: int, progress: Done | None) -> None:
+    def measure(
+        self,
+        base: Int4Arena | None,
+        threads: int,
+        progress: Done | None,
+        keys: Sequence[tuple[int, int]] | None = None,
+        keep: Keep | None = None,
+    ) -> None:
         """Encode every expert once, so that slots are known to hold the largest.
 
         base  the codes of a draft, of a codec that needs them; they must stay as they are
+        keys  all (layer, expert), in the order in which they are begun; None: layer by layer
+        keep  is given each expert's record by several threads: it may copy it, and not hold it
         """
         self._base = base
-        count = self.num_layers * self.num_experts
-        sizes: list[int] = []
+        sizes = [0] * (self.num_layers * self.num_experts)
         # Memory for the largest there can be: what no record reaches is never touched.
         rooms: SimpleQueue[Tensor] = SimpleQueue()
         for room in aligned_bytes(threads, self._any_size.slot_bytes):
             rooms.put(room)
 
-        def size_of(at: int) -> int:
+        def encode(layer: int, expert: int) -> None:
+            at = layer * self.num_experts + expert
             room = rooms.get()
             try:
-                return self._fill(at, room)[0]
+                sizes[at] = self._fill(at, room)[0]
+                if keep is not None:
+                    keep(layer, expert, room[: sizes[at]])
             finally:
                 rooms.put(room)
 
-        with ThreadPoolExecutor(threads) as pool:
-            for nbytes in pool.map(size_of, range(count)):
-                sizes.append(nbytes)
-                if progress is not None:
-                    progress(len(sizes), count)
+        over_all(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
         self._sizes = sizes
         self._codec = self._codec.holding(max(sizes))
 

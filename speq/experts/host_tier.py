@@ -1,74 +1,260 @@
 """Exact experts in host memory, for devices that have memory of their own.
 
-Pinned memory is what a GPU copies from at full speed. Where the host has too little of it for all
-experts, they stay on disk and pass through one pinned record: slower, and said so.
+Experts are encoded while they are brought here, where that is asked for: each is read, and encoded,
+once. Where the host has too little memory for all, the rest stay on disk and come through records
+that are free.
 """
 
+import ctypes
 import logging
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from speq.devices.device import Accelerator
+from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec
+from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
-from speq.files.alignment import aligned_bytes
-from speq.machine import available_bytes
-from speq.units import format_bytes
+from speq.experts.int4 import Int4Arena
+from speq.experts.passes import over_all, spread
+from speq.experts.pinned_arena import CHUNK_BYTES, PinnedArena
+from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")
 
-# Share of the host's free memory that experts may take.
-HOST_SHARE = 0.8
+# Records besides one for each reader, where experts come from disk: one is filled and one copied.
+SPARE_RECORDS = 2
+
+
+def fewest_records(readers: int, num_experts: int) -> int:
+    """The fewest with which experts come from disk without waiting for each other.
+
+    num_experts  of all layers; more records than these are of no use
+    """
+    return min(readers + SPARE_RECORDS, num_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """What experts may take of the host.
+
+    limit_bytes  of records; readers: threads that fill them
+    chunk_bytes  locked at a time
+    """
+
+    device: Accelerator
+    limit_bytes: int
+    readers: int
+    chunk_bytes: int = CHUNK_BYTES
 
 
 class HostTier:
-    """Copies experts to a device from host memory, or from disk through it.
+    """Records of experts in host memory that a device copies from.
 
-    pin          whether to lock the memory (False only where there is no device to copy to, in
-                 tests)
-    moved_bytes  (layer, expert): what has to be moved to fill a slot
+    contents  (layer, expert) of the first records, as they were filled; those behind are free
+    resident  whether all experts are held, and nothing is read any more
     """
 
-    def __init__(
-        self, store: ExpertStore, device: Accelerator, host_bytes: int | None = None
+    def __init__(self, store: ExpertStore, room: HostRoom) -> None:
+        self._store = store
+        self._arena = PinnedArena(room.device, room.limit_bytes, room.chunk_bytes)
+        self._records: list[Tensor] = []
+        self.contents: list[tuple[int, int]] = []
+
+    @classmethod
+    def filled(cls, store: ExpertStore, room: HostRoom, progress: Done | None = None) -> "HostTier":
+        """Records as they lie on the disk, which all have room for the largest.
+
+        Raises SpeqError for experts that cannot be read, and where there is room for too few.
+        """
+        slot_bytes = store.codec.slot_bytes
+        chunk_bytes = max(room.chunk_bytes // slot_bytes, 1) * slot_bytes
+        tier = cls(store, HostRoom(room.device, room.limit_bytes, room.readers, chunk_bytes))
+        with ExitStack() as undo:
+            undo.callback(tier.close)
+            tier._take_slots(slot_bytes)
+            tier._free_some(room)
+            number = {key: at for at, key in enumerate(tier.contents)}
+
+            def read(layer: int, expert: int) -> None:
+                store.read(layer, expert, tier.record(number[layer, expert]))
+
+            over_all(read, sorted(tier.contents), room.readers, progress)
+            tier._say()
+            undo.pop_all()
+        return tier
+
+    @classmethod
+    def encoded(
+        cls,
+        store: EncodingStore,
+        base: Int4Arena | None,
+        room: HostRoom,
+        progress: Done | None = None,
+    ) -> "HostTier":
+        """Published experts as records of the store's codec, whose sizes this pass tells.
+
+        Records lie close to each other, each in as many blocks as it needs, as long as all fit. For
+        others to take their place they get room for the largest afterwards, when it is known.
+
+        base  as in `EncodingStore.measure`. Raises as `filled`.
+        """
+        tier = cls(store, room)
+        with ExitStack() as undo:
+            undo.callback(tier.close)
+            tier._encode(store, base, room, progress)
+            if not tier.resident:
+                tier._lay_out_for(store.codec.slot_bytes)
+                tier._free_some(room)
+            tier._say()
+            undo.pop_all()
+        return tier
+
+    def _take_slots(self, slot_bytes: int) -> None:
+        for key in spread(self._store.num_layers, self._store.num_experts):
+            left = self._count - len(self._records)
+            record = self._arena.take(slot_bytes, left * slot_bytes)
+            if record is None:
+                return
+            self._records.append(record)
+            self.contents.append(key)
+
+    def _encode(
+        self, store: EncodingStore, base: Int4Arena | None, room: HostRoom, progress: Done | None
     ) -> None:
-        self._store, self._device = store, device
-        count = store.num_layers * store.num_experts
-        needed = count * store.codec.slot_bytes
-        limit = int(available_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
-        self.resident = needed <= limit
+        turn, expected_bytes = threading.Lock(), store.usual_bytes
+
+        def keep(layer: int, expert: int, record: Tensor) -> None:
+            with turn:
+                left = self._count - len(self._records)
+                held = self._arena.take(len(record), left * expected_bytes)
+                if held is None:
+                    return
+                self._records.append(held)
+                self.contents.append((layer, expert))
+            held.copy_(record)
+
+        keys = spread(store.num_layers, store.num_experts)
+        store.measure(base, room.readers, progress, keys, keep)
+
+    def _lay_out_for(self, slot_bytes: int) -> None:
+        """Move records that lie close to each other apart, so that each has room for the largest.
+
+        What has no place any more is forgotten.
+        """
+        held = dict(zip(self.contents, self._records, strict=True))
+        filled: list[tuple[tuple[int, int], Tensor]] = []
+        free: list[Tensor] = []
+        for chunk in self._arena.chunks:
+            start = chunk.data_ptr()
+            inside = {
+                key: record
+                for key, record in held.items()
+                if start <= record.data_ptr() < start + chunk.nbytes
+            }
+            places = [
+                chunk[at : at + slot_bytes]
+                for at in range(0, chunk.nbytes - slot_bytes + 1, slot_bytes)
+            ]
+            moved = list(zip(inside.items(), places, strict=False))
+            # None lies behind its place, so that the last one, moved first, hits no other.
+            for (_, record), place in reversed(moved):
+                ctypes.memmove(place.data_ptr(), record.data_ptr(), len(record))
+            filled += [(key, place) for (key, _), place in moved]
+            free += places[len(moved) :]
+        self.contents = [key for key, _ in filled]
+        self._records = [place for _, place in filled] + free
+
+    def _free_some(self, room: HostRoom) -> None:
+        """Leave records for experts that are read from disk, unless all are held.
+
+        Raises SpeqError where there are too few.
+        """
+        if self.resident:
+            return
+        fewest = fewest_records(room.readers, self._count)
+        if self.num_records < fewest:
+            raise too_small(room.limit_bytes, fewest, self.codec.slot_bytes)
+        del self.contents[max(self.num_records - fewest, 0) :]
+
+    def _say(self) -> None:
+        held = len(self.contents)
         if not self.resident:
             logger.warning(
-                "host memory has room for %s and the experts take %s: they stay on disk, which is "
-                "slower",
-                format_bytes(limit),
-                format_bytes(needed),
+                "%d of %d experts are held in %s of host memory; the other %d stay on disk and "
+                "come through it, which is slower; a larger host_budget holds more",
+                held,
+                self._count,
+                format_bytes(self.nbytes),
+                self._count - held,
             )
-        self.num_records = count if self.resident else max(8, limit // store.codec.slot_bytes)
-        self._slots = aligned_bytes(self.num_records, store.codec.slot_bytes)
-        self._pinned = device.pin(self._slots)
-        held = self.num_records if self.resident else 0
-        self.contents = [divmod(at, store.num_experts) for at in range(held)]
-        for at, (layer, expert) in enumerate(self.contents):
-            store.read(layer, expert, self._slots[at])
+        if self.pinned_bytes < self.nbytes:
+            logger.warning(
+                "the system did not lock %s of the %s of host memory that experts take (%.0f %%): "
+                "copies of experts there are slower; a smaller host_budget may be locked whole",
+                format_bytes(self.nbytes - self.pinned_bytes),
+                format_bytes(self.nbytes),
+                100 * (1 - self.pinned_bytes / self.nbytes),
+            )
+
+    @property
+    def _count(self) -> int:
+        return self._store.num_layers * self._store.num_experts
+
+    @property
+    def resident(self) -> bool:
+        return len(self.contents) == self._count
 
     @property
     def codec(self) -> ExpertCodec:
         return self._store.codec
 
-    def record(self, at: int) -> Tensor:
-        """[slot_bytes] uint8: record number `at`."""
-        return self._slots[at]
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
 
-    def read(self, layer: int, expert: int, record: Tensor) -> int:
-        """Fill a record from the disk; the bytes read."""
-        return self._store.read(layer, expert, record)
+    @property
+    def nbytes(self) -> int:
+        """Host memory of all records."""
+        return self._arena.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of it, what the system locked."""
+        return self._arena.pinned_bytes
+
+    def record(self, at: int) -> Tensor:
+        """Memory of a record: [slot_bytes] uint8, or its expert's bytes alone where all are held
+        and none is ever replaced.
+        """
+        return self._records[at]
 
     def record_bytes(self, layer: int, expert: int) -> int:
+        """Bytes of an expert's record: what a copy to the device moves."""
         return self._store.record_bytes(layer, expert)
 
+    def read(self, layer: int, expert: int, record: Tensor) -> int:
+        """Fill a record [slot_bytes] uint8 from the disk. Returns the bytes that this read.
+
+        Threads may read at the same time, into different records.
+        """
+        return self._store.read(layer, expert, record)
+
     def close(self) -> None:
-        """Unlock the memory."""
-        if self._pinned:
-            self._device.unpin(self._slots)
-            self._pinned = False
+        """Unlock the memory and give it back."""
+        self._records.clear()
+        self.contents.clear()
+        self._arena.close()
+
+
+def too_small(limit_bytes: int, records: int, record_bytes: int) -> SpeqError:
+    """For a host budget that leaves too little for experts that come from disk."""
+    short_bytes = records * record_bytes - max(limit_bytes, 0)
+    return SpeqError(
+        f"the host budget leaves {format_bytes(max(limit_bytes, 0))} for exact experts, and at "
+        f"least {records} of {format_bytes(record_bytes)} each are held at a time; give a "
+        f"host_budget that is larger by {short_bytes} bytes ({format_bytes(short_bytes)})"
+    )

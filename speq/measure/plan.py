@@ -2,12 +2,14 @@
 
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
 from speq.config import DEFAULT_READER_THREADS, SamplingParams
+from speq.devices.allocator import overhead_bytes
 from speq.devices.named import device_named
 from speq.errors import SpeqError
 from speq.files.checkpoint import has_weights, locate_config
@@ -15,7 +17,8 @@ from speq.governor import presets
 from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
-from speq.load import CONTEXT_STEP
+from speq.load import CONTEXT_STEP, check_host_budget
+from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
 from speq.measure.memory_read import MemoryRead, read_gb_per_s
 from speq.measure.route_trace import RouteTrace
@@ -28,7 +31,7 @@ from speq.planning import profiles
 from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 from speq.planning.budget_plan import BudgetPlan
 from speq.planning.budget_plan import plan as make_plan
-from speq.planning.demand import Budget
+from speq.planning.demand import Beside, Budget
 from speq.planning.subject import Subject
 
 # Read to measure this machine's memory: seconds, not minutes.
@@ -59,12 +62,21 @@ def plan_of(model: str | Path, settings: PlanSettings) -> BudgetPlan:
     on_cpu = not device_of(machine).startswith("cuda")
     if settings.device != "auto":
         on_cpu = settings.device == "cpu"
+    check_host_budget(settings.host_budget, on_cpu)
     context = settings.context_length or min(DEFAULT_CONTEXT, subject.shape.max_context)
-    return make_plan(
-        subject,
-        Budget.of(settings.memory_budget, context, on_cpu, subject.shape),
-        assumptions(subject, machine, settings),
-    )
+    budget = Budget.of(settings.memory_budget, context, on_cpu, subject.shape)
+    if not on_cpu:
+        # The most that any GPU takes: it need not be at hand.
+        budget = replace(budget, beside=Beside(host_bytes_of(settings), overhead_bytes))
+    return make_plan(subject, budget, assumptions(subject, machine, settings))
+
+
+def host_bytes_of(settings: PlanSettings) -> int | None:
+    """What is given; or this machine's, where its GPU is planned for; or as much as is needed."""
+    if settings.host_budget is not None:
+        return settings.host_budget
+    here = settings.preset is None and torch.cuda.is_available()
+    return default_host_bytes() if here else None
 
 
 def check_exclusions(settings: PlanSettings) -> None:

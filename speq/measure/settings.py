@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from speq.config import ContextLength, Device, Dtype, MemoryBudget, Profile, RunConfig
+from speq.config import (
+    ContextLength,
+    Device,
+    Dtype,
+    HostBudget,
+    MemoryBudget,
+    Profile,
+    RunConfig,
+)
 from speq.governor.locality import CURVES
 from speq.options.declared import Option, Options, Some
 from speq.options.kinds import Choice, File, Number, Rate, Text, Whole
@@ -52,6 +60,7 @@ class PlanSettings(Options):
     """What is planned for, and what is known of the machine and of the routes."""
 
     memory_budget: MemoryBudget
+    host_budget: HostBudget = None
     device: Device = "auto"
     dtype: Dtype = "auto"
     context_length: ContextLength = None

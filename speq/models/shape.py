@@ -40,7 +40,7 @@ class ModelShape:
     """Sizes of everything but the experts' words.
 
     attention         of every layer; one layer's scores exist at a time
-    resident_weights  parameters outside the experts, held in the compute dtype
+    resident_sizes    elements of each parameter outside the experts, held in the compute dtype
     embedding_weights of them, those of which a token reads a row; 0 where the head shares them
     buffer_bytes      what is held beside them in a dtype of its own
     max_context       tokens the model can attend over
@@ -54,10 +54,15 @@ class ModelShape:
     vocab_size: int
     dense_width: int
     attention: AttentionShape
-    resident_weights: int
+    resident_sizes: tuple[int, ...]
     embedding_weights: int
     buffer_bytes: int
     max_context: int
+
+    @property
+    def resident_weights(self) -> int:
+        """Parameters outside the experts."""
+        return sum(self.resident_sizes)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -196,7 +201,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         vocab_size=config.vocab_size,
         dense_width=max(shared, default=0),
         attention=family.attention(config),
-        resident_weights=sum(p.numel() for p in model.parameters()),
+        resident_sizes=tuple(p.numel() for p in model.parameters()),
         embedding_weights=0
         if config.tie_word_embeddings
         else config.vocab_size * config.hidden_size,

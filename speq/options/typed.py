@@ -38,7 +38,11 @@ class RunOptions(TypedDict, total=False):
     verify_reads: bool
     """Compare experts with the checksums of a pack at every read."""
     reader_threads: int
-    """Experts read from disk at a time, on the device cpu."""
+    """Experts read from disk at a time."""
+    host_budget: str | int | None
+    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
+    Default: 80% of what is free.
+    """
     tpot_slo_ms: float | None
     """With draft length auto: time per token, at most, in milliseconds."""
     latency_slo_ms: float | None
@@ -122,6 +126,10 @@ class QuantizeOptions(TypedDict, total=False):
 
 
 class PlanOptions(TypedDict, total=False):
+    host_budget: str | int | None
+    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
+    Default: 80% of what is free.
+    """
     device: str
     """Where to compute."""
     dtype: str
@@ -178,4 +186,8 @@ class TuneOptions(TypedDict, total=False):
     verify_reads: bool
     """Compare experts with the checksums of a pack at every read."""
     reader_threads: int
-    """Experts read from disk at a time, on the device cpu."""
+    """Experts read from disk at a time."""
+    host_budget: str | int | None
+    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
+    Default: 80% of what is free.
+    """

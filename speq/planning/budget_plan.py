@@ -12,6 +12,7 @@ from speq.governor.planner import choose
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
 from speq.planning.fitting import fitted, least_refusal
+from speq.planning.host_memory import HostPlan, host_plan
 from speq.planning.memory import MemoryPlan
 from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
@@ -40,6 +41,11 @@ class BudgetPlan:
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
+    def host(self) -> HostPlan | None:
+        """The host's memory with the best of them; None where no limit is set to it."""
+        return host_plan(self.subject, self.candidates[self.best], self.budget)
+
+    @property
     def best(self) -> int:
         """Index of the candidate of the least expected time per token."""
         return min(range(len(self.candidates)), key=lambda at: self.candidates[at].tpot_s)
@@ -47,6 +53,7 @@ class BudgetPlan:
     def to_dict(self) -> dict[str, Any]:
         """The object of `--json`."""
         entries = [candidate_entry(candidate) for candidate in self.candidates]
+        host = self.host
         best = self.memory[self.best]
         return {
             "model": self.subject.name,
@@ -55,6 +62,7 @@ class BudgetPlan:
             "expert_bytes": self.subject.count * self.subject.codec.shape.nbytes,
             "items": dict(best.items),
             "unused_bytes": best.report()["unused"],
+            "host": host and host.to_dict(),
             "candidates": entries,
             "best": entries[self.best],
             "reason": self.reason,
@@ -94,7 +102,8 @@ def candidate_entry(holding: Holding) -> dict[str, Any]:
 def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPlan:
     """Plan every way to hold the experts.
 
-    Raises SpeqError, item by item, where not even the smallest fits without a draft.
+    Raises SpeqError, item by item, where not even the smallest fits without a draft, and where the
+    host's memory is too small.
     """
     left_out: dict[str, str] = {}
     ways = [way for way in ways_of(subject, budget.on_cpu) if assumptions.timed(way, budget.on_cpu)]
@@ -114,7 +123,7 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
     holdings = [holding for holding, _ in fitting]
     outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
     independent = replace(assumptions.locality, curve=None)
-    return BudgetPlan(
+    made = BudgetPlan(
         subject,
         budget,
         assumptions,
@@ -126,3 +135,5 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
         outlook.break_even_link(holdings),
         left_out,
     )
+    _ = made.host  # refuses a host budget that is too small
+    return made

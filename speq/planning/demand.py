@@ -1,10 +1,12 @@
 """The memory that a run asks for: by its model, the way its experts are held, and its budget."""
 
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import checked_int
-from speq.experts.codec import ExpertCodec, codec_of
+from speq.experts.codec import codec_of
 from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
@@ -19,12 +21,26 @@ DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What a run on a device with memory of its own takes besides tensors there.
+
+    host_bytes  of the host's memory, for exact experts; None: as much as all of them take
+    overhead    bytes of tensors that are kept -> what the device takes beyond them, as
+                `speq.devices.device.Accelerator.overhead_bytes`
+    """
+
+    host_bytes: int | None
+    overhead: Callable[[Iterable[int]], int]
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """What is planned for.
 
     context        tokens of KV cache
-    readers        threads that read, on the CPU
+    readers        threads that read
     longest_draft  tokens of a draft that is to be verified, at most
+    beside         what is taken besides tensors on a device; None: nothing of that is asked
     """
 
     budget_bytes: int
@@ -32,6 +48,7 @@ class Budget:
     on_cpu: bool
     readers: int = DEFAULT_READER_THREADS
     longest_draft: int = LONGEST
+    beside: Beside | None = None
 
     @classmethod
     def of(
@@ -68,17 +85,40 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
         draft_bytes=holding.draft_bytes + order_bytes,
         kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
-        reading_bytes=ALIGNMENT + readers * _reading_bytes(subject, holding, codec),
+        reading_bytes=ALIGNMENT + readers * reading_bytes_of(subject, holding),
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
         workspace=workspace,
+        overhead=overhead_of(subject, holding, budget),
     )
 
 
-def _reading_bytes(subject: Subject, holding: Holding, codec: ExpertCodec) -> int:
+def overhead_of(subject: Subject, holding: Holding, budget: Budget) -> Callable[[int], int] | None:
+    """Tokens of context -> what the device takes beyond all tensors."""
+    beside = budget.beside
+    if beside is None:
+        return None
+    return lambda context: beside.overhead(kept_bytes(subject, holding, context))
+
+
+def reading_bytes_of(subject: Subject, holding: Holding) -> int:
     """Memory of each thread that reads; records go straight into their slots."""
+    codec = codec_of(holding.codec, subject.codec.shape)
     if holding.encoded:
         return subject.reading_bytes + encoding_bytes(subject.codec, codec)
     if holding.codec == subject.codec.name:
         return subject.reading_bytes
     return ENDS_BYTES + ALIGNMENT if codec.usual_bits is None else 0
+
+
+def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int]:
+    """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
+    weights, the INT4 copy part by part, and the KV cache.
+    """
+    shape, size = subject.shape, subject.dtype.itemsize
+    yield from (elements * size for elements in shape.resident_sizes)
+    if holding.draft_bytes and subject.draft is not None:
+        for part, dtype in subject.draft.shapes.values():
+            yield subject.count * math.prod(part) * dtype.itemsize
+    for _ in range(shape.num_layers):
+        yield from (heads * width * context * size for heads, width in shape.attention.kv_shapes)

@@ -23,6 +23,7 @@ class Demand:
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
+    overhead       tokens of context -> what a device takes beyond all tensors; None on the CPU
     """
 
     non_expert_bytes: int
@@ -33,6 +34,7 @@ class Demand:
     slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
+    overhead: Callable[[int], int] | None = None
 
 
 class BudgetTooSmall(SpeqError):
@@ -79,6 +81,8 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         "kv_cache": context * demand.kv_bytes_per_token,
         "read_buffers": demand.reading_bytes,
     }
+    if demand.overhead is not None:
+        items["device_overhead"] = demand.overhead(context)
     room = budget - sum(items.values()) - fewest * demand.slot_bytes
     spare = room - (demand.num_experts - fewest) * demand.slot_bytes
     chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)

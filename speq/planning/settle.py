@@ -21,16 +21,14 @@ from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
 from speq.planning.fitting import Fitting, fit, fitted, least_refusal, smallest
+from speq.planning.host_memory import host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial
+from speq.planning.trial import Trial, Trials, Use
 from speq.planning.ways import drafter_of, open_ways
 from speq.units import format_bytes
 
 logger = logging.getLogger("speq")
-
-# Times a few published experts by a codec.
-Try = Callable[[ExpertCodec], Trial]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Settled:
 
 
 def settle(
-    subject: Subject, budget: Budget, config: RunConfig, profile: Profile | None, trial: Try
+    subject: Subject, budget: Budget, config: RunConfig, profile: Profile | None, trials: Trials
 ) -> Settled:
     """The way to hold the experts, and its memory.
 
@@ -67,11 +65,12 @@ def settle(
     if profile is not None:
         settled = by_profile(subject, budget, config, profile, fitting)
     if settled is None:
-        settled = by_rule(subject, budget, config, fitting + more, trial)
+        settled = by_rule(subject, budget, config, fitting + more, trials)
     holding = smallest(subject, settled.holding)
     if holding.slot_bytes != settled.holding.slot_bytes:
         holding, made = fit(subject, holding, budget)
         settled = replace(settled, holding=holding, memory=made)
+    host_plan(subject, holding, budget)  # refuses a host budget that is too small
     if drafter_of(config) != "none" and not holding.drafts and not settled.gives_up_draft:
         logger.warning(
             "the INT4 draft takes %s and does not fit the budget: running without one",
@@ -81,14 +80,19 @@ def settle(
 
 
 def by_rule(
-    subject: Subject, budget: Budget, config: RunConfig, fitting: Sequence[Fitting], trial: Try
+    subject: Subject, budget: Budget, config: RunConfig, fitting: Sequence[Fitting], trials: Trials
 ) -> Settled:
-    """Without a profile: a draft where it fits; the codec by `automatic` where it is left open."""
+    """Without a profile: a draft where it fits; the codec by `automatic`, or by `by_use`, where it
+    is left open.
+    """
     codec = config.codec if subject.published else subject.codec.name
     if codec == "auto":
         published = [entry for entry in fitting if entry[0].codec == subject.codec.name]
         all_fit = bool(published) and drafting_first(published)[0].slots == subject.count
-        codec = automatic(subject, all_fit, budget, trial)
+        if trials.use is None:
+            codec = automatic(subject, all_fit, budget, trials.encoding)
+        else:
+            codec = by_use(subject, all_fit, fitting, trials.use)
     allowed = [entry for entry in fitting if entry[0].codec == codec]
     return Settled(*drafting_first(allowed or fitting))
 
@@ -98,24 +102,18 @@ def drafting_first(fitting: Sequence[Fitting]) -> Fitting:
     return next((entry for entry in fitting if entry[0].drafts), fitting[0])
 
 
-def automatic(subject: Subject, all_fit: bool, budget: Budget, trial: Try) -> str:
-    """The codec of published experts where the words of some lie outside the slots.
+def automatic(
+    subject: Subject, all_fit: bool, budget: Budget, trial: Callable[[ExpertCodec], Trial]
+) -> str:
+    """On the CPU, the codec of published experts where the words of some lie outside the slots.
 
     As published where all fit, where no compact codec codes them or where only the slow reference
     could run records; else compact where the reading threads together encode faster than one of
     them reads; else as published.
     """
     given = subject.codec
-    made = [codec_of(name, given.shape) for name in codecs_for(given.shape.dtype)]
-    compact = [codec for codec in made if codec.usual_bits is not None and not codec.needs_draft]
-    if all_fit or not compact:
-        return given.name
-    codec = compact[0]
-    backend = library.backend_of(codec.op, "cpu" if budget.on_cpu else "cuda")
-    if backend.name == "reference":
-        logger.info(
-            "codec %s: %s has no fast kernel here (%s)", given.name, codec.name, backend.reason
-        )
+    codec = None if all_fit else compact_codec(subject, "cpu")
+    if codec is None:
         return given.name
     speeds = trial(codec)
     encoded = budget.readers * speeds.encode_bytes_per_s
@@ -131,6 +129,70 @@ def automatic(subject: Subject, all_fit: bool, budget: Budget, trial: Try) -> st
         codec.name,
     )
     return codec.name if worth else given.name
+
+
+def compact_codec(subject: Subject, device: str) -> ExpertCodec | None:
+    """What published experts can be encoded by without a draft; None where there is none, or only
+    the slow reference could run it.
+    """
+    given = subject.codec
+    made = [codec_of(name, given.shape) for name in codecs_for(given.shape.dtype)]
+    for codec in made:
+        if codec.usual_bits is None or codec.needs_draft:
+            continue
+        backend = library.backend_of(codec.op, device)
+        if backend.name != "reference":
+            return codec
+        logger.info(
+            "codec %s: %s has no fast kernel here (%s)", given.name, codec.name, backend.reason
+        )
+    return None
+
+
+def by_use(
+    subject: Subject,
+    all_fit: bool,
+    fitting: Sequence[Fitting],
+    use: Callable[[ExpertCodec], Use],
+) -> str:
+    """On a device with memory of its own, the codec of published experts.
+
+    As published where all fit, or where no fast kernel runs compact records; else that of the least
+    time that a token's expert is expected to take (`Use.expected_s`). The disk does not count: host
+    memory holds records.
+    """
+    given = subject.codec
+    codec = None if all_fit else compact_codec(subject, "cuda")
+    if codec is None:
+        return given.name
+    held: dict[str, float] = {}
+    for name in (given.name, codec.name):
+        ways = [entry for entry in fitting if entry[0].codec == name]
+        if ways:
+            held[name] = drafting_first(ways)[0].slots / subject.count
+    if set(held) != {given.name, codec.name}:  # one of them does not fit, or none
+        return next(iter(held), given.name)
+    uses = {given.name: use(given), codec.name: use(codec)}
+    chosen = least_expected(uses, held)
+    logger.info(
+        "codec %s: of each expert of a token, %s",
+        chosen,
+        " and ".join(
+            f"{name} is expected to take {each.expected_s(held[name]) * 1e6:.0f} us "
+            f"({each.run_s * 1e6:.0f} to run, {each.copy_s * 1e6:.0f} to move where it lies in no "
+            f"slot, as {1 - held[name]:.0%} do)"
+            for name, each in uses.items()
+        ),
+    )
+    return chosen
+
+
+def least_expected(uses: dict[str, Use], held: dict[str, float]) -> str:
+    """The codec whose experts are expected to take least; the first of those that take the same.
+
+    held  by codec: the share of all experts that lie in slots
+    """
+    return min(uses, key=lambda name: uses[name].expected_s(held[name]))
 
 
 def by_profile(

@@ -25,7 +25,7 @@ from speq.experts import record_writer
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
-from speq.experts.host_tier import HostTier
+from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
 from speq.models import moe_model
@@ -35,6 +35,7 @@ from speq.planning.settle import automatic
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial
 from tests.helpers.gptq_files import Packing, Written, write_gptq
+from tests.helpers.host_device import HostDevice
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to, without_checksums
 from tests.helpers.quantising import SETTINGS, quantise_to
@@ -366,15 +367,17 @@ def test_encoded_as_they_are_read(codec: str, source: Path, tmp_path: Path) -> N
 def test_host_memory_holds_records(fits: bool, source: Path, tmp_path: Path) -> None:
     opened = pack_to(source, tmp_path / "packed", codec="lossless")
     store = opened.store
-    tier = HostTier(store, host_bytes=1 << 30 if fits else 0, pin=False)
-    ours, theirs = expert_slot(store), expert_slot(store)
-    for at in (0, 7, store.num_layers * store.num_experts - 1):
-        key = divmod(at, store.num_experts)
-        tier.read(*key, ours)
+    count = store.num_layers * store.num_experts
+    limit = (count - (not fits)) * store.codec.slot_bytes
+    tier = HostTier.filled(store, HostRoom(HostDevice(), limit, readers=2))
+    assert tier.resident == fits
+    theirs = expert_slot(store)
+    for at, key in enumerate(tier.contents):
         store.read(*key, theirs)
-        nbytes = tier.moved_bytes(*key)
+        nbytes = tier.record_bytes(*key)
         assert nbytes == store.record_bytes(*key) < store.codec.slot_bytes
-        assert torch.equal(ours[:nbytes], theirs[:nbytes])
+        assert torch.equal(tier.record(at)[:nbytes], theirs[:nbytes])
+    tier.close()
     opened.close()
 
 

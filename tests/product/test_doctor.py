@@ -120,6 +120,16 @@ def test_memory_speed_is_the_median_of_five(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(marks) == []
 
 
+def test_free_memory_and_a_gpus_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speq.machine.available_bytes", lambda: 10 << 30)
+    report = doctor.examine(Processor(), clock=iter(range(100)).__next__)
+    assert report.settings["available_bytes"] == 10 << 30
+    assert report.settings["default_host_bytes"] == 8 << 30
+    assert (
+        "free memory:   10 GiB; on a GPU experts take 8 GiB of it (80%), or what --host-budget says"
+    ) in doctor.findings(report)
+
+
 def test_little_memory_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speq.devices.device.available_bytes", lambda: 400_004)
     report = doctor.examine(Processor(), clock=iter(range(100)).__next__)

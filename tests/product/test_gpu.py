@@ -1,5 +1,8 @@
 """What needs a CUDA device. Run by `make gpu`; elsewhere these skip visibly."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +30,7 @@ def test_greedy_tokens_are_the_exact_models(
     """In float32, against plain transformers on the same device."""
     expected = greedy_tokens(load_plain(tiny(family)).cuda(), PROMPT, 100)
     generator = Generator.from_pretrained(
-        tiny(family), "16MiB", device="cuda", draft_length=draft_length
+        tiny(family), "128MiB", device="cuda", draft_length=draft_length
     )
     result = generator.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
     assert result.token_ids == expected
@@ -35,16 +38,38 @@ def test_greedy_tokens_are_the_exact_models(
     generator.close()
 
 
-def test_bundled_model_stays_within_its_budget(bundled: Path) -> None:
-    """Allocations of ours on the device, at their peak, over a whole run."""
-    budget = 24 << 20
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    generator = Generator.from_pretrained(bundled, budget, device="cuda", draft_length=4)
-    result = generator.generate(PROMPT, max_new_tokens=64, ignore_eos=True)
-    assert len(result.token_ids) == 64
-    assert torch.cuda.max_memory_allocated() - before <= budget
-    generator.close()
+# What torch's allocator may keep at its peak beyond the plan: it rounds activations of different
+# sizes up and keeps them apart, and the plan counts them once, by their bytes.
+KEPT_BYTES = 20 << 20
+# A process of its own, in which cuBLAS has no workspace yet that others paid for.
+PEAK = """
+import json, re, sys, torch
+from speq import Generator, SpeqError
+
+options = dict(device="cuda", draft_length=4, codec="raw")
+try:
+    Generator.from_pretrained(sys.argv[1], 1 << 20, **options)
+except SpeqError as error:
+    least = int(re.search(r"smallest workable budget is (\\d+) bytes", str(error))[1])
+generator = Generator.from_pretrained(sys.argv[1], least + (8 << 20), **options)
+result = generator.generate([*range(40, 60)], max_new_tokens=64, ignore_eos=True)
+memory = result.stats["memory"]
+planned = memory["budget"] - memory["unused"]
+peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+generator.close()
+print(json.dumps([len(result.token_ids), planned, memory["device_overhead"], *peaks]))
+"""
+
+
+def test_bundled_model_stays_within_its_plan(bundled: Path) -> None:
+    """What a whole run takes of the device at its peak, by tensors and by the allocator."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(bundled)], capture_output=True, text=True, check=True
+    )
+    tokens, planned, overhead, allocated, reserved = json.loads(done.stdout.splitlines()[-1])
+    assert tokens == 64 and overhead > 0
+    assert allocated <= planned
+    assert reserved <= planned + KEPT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ TABLE = {
     ),
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
-        ("speq.generator",), ("leaves", "models", "decode", "runtime", "text", "generator")
+        ("speq.generator",),
+        ("leaves", "devices", "models", "decode", "runtime", "text", "generator"),
     ),
     "package": Layer(("speq",), ("leaves", "generator", "measure", "conversions")),
     "measure": Layer(

@@ -2,20 +2,24 @@
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.governor.holding import Holding
+from speq.load import load
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
-from speq.planning.demand import Budget, demand_of
+from speq.planning.demand import Beside, Budget, demand_of, kept_bytes
+from speq.planning.host_memory import host_plan
 from speq.planning.memory import Demand, MemoryPlan, plan
 from speq.planning.subject import Subject
+from speq.runtime import Runtime
 
 Folder = Callable[[str], Path]
 ITEMS = ("non_expert_weights", "draft", "kv_cache", "read_buffers", "workspace", "slots")
@@ -238,3 +242,73 @@ def test_memory_of_a_pass_on_the_processor(tiny_bfloat16: Folder) -> None:
     for rows, nbytes in sizes.items():
         assert shape.workspace_bytes(rows, 5, 1024, torch.float32) == nbytes
         assert demand.workspace(rows, 1024) == shape.workspace_bytes(rows, 1, 1024, torch.float32)
+
+
+# What a device takes besides.
+
+
+def test_overhead_is_an_item_and_less_is_left_for_slots() -> None:
+    over = replace(DEMAND, overhead=lambda context: 7 * context + 20_000)
+    plain, made = plan(DEMAND, 400_000, 64), plan(over, 400_000, 64)
+    assert made.items["device_overhead"] == 7 * 64 + 20_000
+    assert set(made.items) - set(plain.items) == {"device_overhead"}
+    assert sum(made.items.values()) <= 400_000 and made.slots < plain.slots
+    assert smallest(over, 64) == smallest(DEMAND, 64) + 7 * 64 + 20_000
+    with pytest.raises(SpeqError, match=r"device overhead 20 KiB"):
+        plan(over, 1024, 64)
+
+
+def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
+    """Weights, the parts of the draft and the KV cache, each with its bytes."""
+    config = RunConfig.of("8MiB", dtype="float32", device="cpu", draft_length=2, codec="raw")
+    loaded = load(open_model(tiny_bfloat16("olmoe")), config)
+    runtime = Runtime(loaded)
+    arena, context = loaded.arena, runtime.plan.context
+    assert arena is not None
+    made = [
+        *(weights.nbytes for weights in loaded.model._hf_model.parameters()),
+        *(part.nbytes for part in arena.parts.values()),
+        *(tensor.nbytes for tensor in runtime.engine.cache.tensors()),
+    ]
+    assert list(kept_bytes(loaded.subject, runtime.holding, context)) == made
+    told: list[list[int]] = []
+
+    def overhead(sizes: Iterable[int]) -> int:
+        told.append(list(sizes))
+        return 5
+
+    beside = replace(loaded.budget(context), beside=Beside(None, overhead))
+    demand = demand_of(loaded.subject, runtime.holding, beside)
+    assert demand.overhead is not None and demand.overhead(context) == 5
+    assert told == [made]
+    runtime.close()
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 200_000, 100_000])
+def test_what_the_hosts_memory_holds(budget: int, tiny_bfloat16: Folder) -> None:
+    opened = open_model(tiny_bfloat16("olmoe"))
+    subject = Subject.of_model("tiny", opened, "bfloat16")
+    opened.close()
+    given = Budget(1 << 30, 64, on_cpu=False, readers=3, beside=Beside(budget, sum))
+    holding = Holding("raw", "none", 1 << 14, 1 << 14, 1 << 14)
+    reading = 3 * subject.reading_bytes
+    fitting = (budget - reading) >> 14
+    if fitting < 5:  # one for each reader, one that is filled and one that is copied
+        short = (5 << 14) - (budget - reading)
+        with pytest.raises(SpeqError, match=rf"host_budget that is larger by {short} bytes"):
+            host_plan(subject, holding, given)
+        return
+    made = host_plan(subject, holding, given)
+    assert made is not None
+    assert made.records == min(fitting, 24) and made.resident == (fitting >= 24)
+    assert made.to_dict() == {
+        "budget_bytes": budget,
+        "records": made.records,
+        "record_bytes": made.records << 14,
+        "read_buffer_bytes": reading,
+        "on_disk": 24 - made.records,
+    }
+    stays = "hold all 24 experts" if made.resident else f"other {24 - made.records} stay on disk"
+    assert stays in made.sentence
+    for without in (None, Beside(None, sum)):
+        assert host_plan(subject, holding, replace(given, beside=without)) is None

@@ -427,6 +427,28 @@ def test_what_is_printed_says_what_it_rests_on() -> None:
     assert "break-even" in text and "in host memory" not in text.partition("break-even")[0]
 
 
+def test_what_the_hosts_memory_holds_is_said() -> None:
+    given = (QWEN, "--memory-budget", "12GiB", "--preset", "rtx-4090")
+    found = json.loads(run(*given, "--host-budget", "8GiB", *JSON))
+    host = found["host"]
+    assert host["budget_bytes"] == 8 * GIB and host["records"] + host["on_disk"] == 24 * 60
+    assert 0.9 * 8 * GIB < host["record_bytes"] <= 8 * GIB
+    assert found["items"]["device_overhead"] > 50 << 20  # cuBLAS's workspace, segments not full
+    text = " ".join(run(*given, "--host-budget", "8GiB").split())
+    assert f"8 GiB of host memory hold {host['records']} of 1440 experts" in text
+    assert f"the other {host['on_disk']} stay on disk and come through it" in text
+    assert "device overhead" in text
+    text = " ".join(run(*given, "--host-budget", "64GiB").split())
+    assert "64 GiB of host memory hold all 1440 experts" in text
+    # Of another machine nobody knows what it has: all are thought to fit.
+    assert json.loads(run(*given, *JSON))["host"] is None
+    assert "as published, stay in host memory" in run(*given)
+    with pytest.raises(SpeqError, match=r"the host budget leaves .* larger by"):
+        run(*given, "--host-budget", "16MiB")
+    on_cpu = run(*given[:3], "--device", "cpu", "--link", "2GB/s", "--memory-bandwidth", "20GB/s")
+    assert "device overhead" not in on_cpu
+
+
 def test_a_trace_and_a_profile_are_taken_at_their_word(tmp_path: Path) -> None:
     made = tmp_path / "profile.json"
     made.write_text(profile(acceptance=0.77).to_json())

@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
-from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Layout
 from speq.experts.pack import Packing, pack
+from speq.files.alignment import aligned_bytes
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
@@ -29,9 +30,9 @@ from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit
-from speq.planning.settle import Settled, settle
+from speq.planning.settle import Settled, least_expected, settle
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial
+from speq.planning.trial import TIMED_PASSES, Trial, Trials, Use, copied_s, some_records
 from speq.planning.ways import ways_of
 from speq.text.tokenizer import load_tokenizer, tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
@@ -115,6 +116,9 @@ def never_tried(codec: ExpertCodec) -> Trial:
     raise AssertionError("a profile says how fast experts are encoded")
 
 
+NEVER_TRIED = Trials(never_tried)
+
+
 def planned(model: Path, made: Profile | None, **options: Any) -> Settled:
     """What a run with these options would settle on, without loading the model."""
     opened = open_model(model)
@@ -125,7 +129,7 @@ def planned(model: Path, made: Profile | None, **options: Any) -> Settled:
     config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
     longest = {} if config.draft_length is None else {"longest_draft": config.draft_length}
     budget = Budget(BUDGET_BYTES, 64, on_cpu=True, **longest)
-    return settle(subject, budget, config, made, never_tried)
+    return settle(subject, budget, config, made, NEVER_TRIED)
 
 
 # In the runtime.
@@ -323,7 +327,7 @@ def test_the_draft_goes_exactly_where_it_leaves_fewer_than_two_slots(
     fits = []
     for size in range(1 << 20, 3 << 20, 4096):
         try:
-            made = settle(subject, Budget(size, 64, on_cpu=True), config, None, never_tried)
+            made = settle(subject, Budget(size, 64, on_cpu=True), config, None, NEVER_TRIED)
         except SpeqError:
             continue
         fits.append((size, made.holding.drafts, made.memory.slots))
@@ -516,3 +520,166 @@ def test_encoding_is_timed_by_all_threads_together() -> None:
         times = iter((3.0, 5.0))
         speed = codec_speed.encode_bytes_per_s(codec_of(codec, shape), 3, times.__next__)
         assert speed == 3 * codec_speed.ENCODED * shape.nbytes / 2
+
+
+# On a device with memory of its own.
+
+
+@pytest.mark.parametrize(
+    ("lossless", "held", "chosen"),
+    [
+        # run_s and copy_s; shares in slots of raw and lossless. raw: 10 to run, 100 to move.
+        (Use(copy_s=70, run_s=20), (0.2, 0.3), "lossless"),  # 90 against 69
+        (Use(copy_s=70, run_s=20), (0.9, 0.95), "raw"),  # 20 against 23.5
+        (Use(copy_s=70, run_s=200), (0.0, 0.0), "raw"),  # 110 against 270
+        (Use(copy_s=70, run_s=40), (0.0, 0.0), "raw"),  # 110 and 110
+        (Use(copy_s=70, run_s=39), (0.0, 0.0), "lossless"),
+        # More of them lie in slots: that alone can do it.
+        (Use(copy_s=100, run_s=30), (0.5, 0.8), "lossless"),  # 60 against 50
+    ],
+)
+def test_bytes_on_the_link_are_weighed_against_decoding(
+    lossless: Use, held: tuple[float, float], chosen: str
+) -> None:
+    uses = {"raw": Use(copy_s=100, run_s=10), "lossless": lossless}
+    shares = dict(zip(uses, held, strict=True))
+    assert least_expected(uses, shares) == chosen
+    for name, use in uses.items():
+        missing = 1 - shares[name]
+        assert use.expected_s(shares[name]) == pytest.approx(use.run_s + missing * use.copy_s)
+
+
+def on_device(model: Path, uses: dict[str, Use], budget_bytes: int) -> Settled:
+    """What a run on a device with memory of its own would settle on, by made-up times."""
+    opened = open_model(model)
+    try:
+        subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48))
+    finally:
+        opened.close()
+    tried: list[str] = []
+
+    def use(codec: ExpertCodec) -> Use:
+        tried.append(codec.name)
+        return uses[codec.name]
+
+    config = RunConfig.of(budget_bytes, device="cuda", draft_length=0)
+    budget = Budget(budget_bytes, 64, on_cpu=False, longest_draft=0)
+    settled = settle(subject, budget, config, None, Trials(never_tried, use))
+    assert tried in ([], ["raw", "lossless"])
+    assert (tried == []) == (uses == {})
+    return settled
+
+
+@pytest.mark.parametrize(("run_us", "codec"), [(20, "lossless"), (500, "raw")])
+def test_a_device_is_tried_where_not_all_experts_fit(
+    run_us: int,
+    codec: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    fast = type("Fast", (), {"name": "cuda", "reason": "fast"})()
+    monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: fast)
+    uses = {"raw": Use(100e-6, 10e-6), "lossless": Use(70e-6, run_us * 1e-6)}
+    settled = on_device(model, uses, 5 << 19)
+    assert settled.holding.codec == codec
+    assert settled.holding.encoded == (codec == "lossless")
+    assert f"codec {codec}: of each expert of a token, raw is expected to take" in caplog.text
+    assert f"({run_us} to run, 70 to move" in caplog.text
+    assert on_device(model, {}, 1 << 26).holding.codec == "raw"  # all fit: nothing is tried
+
+
+def test_a_device_without_a_fast_kernel_takes_words_as_they_are(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    slow = type("Slow", (), {"name": "reference", "reason": "nothing was built"})()
+    monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: slow)
+    assert on_device(model, {}, 5 << 19).holding.codec == "raw"
+    assert "lossless has no fast kernel here (nothing was built)" in caplog.text
+
+
+class Scripted:
+    """A device on the CPU: copies are made at once, and events are a second apart more each time.
+    gives_back: times that it was asked for what it keeps.
+    """
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self.now_s, self.events, self.gives_back = 0.0, 0, 0
+
+    @property
+    def compute(self) -> "Scripted":
+        return self
+
+    def stream(self) -> "Scripted":
+        return self
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def record(self) -> "Instant":
+        self.now_s += self.events
+        self.events += 1
+        return Instant(self.now_s)
+
+    def elapsed_s(self, start: "Instant", end: "Instant") -> float:
+        return end.at_s - start.at_s
+
+    def staging(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    def release_cached(self) -> None:
+        self.gives_back += 1
+
+
+@dataclass(frozen=True)
+class Instant:
+    at_s: float
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_an_experts_use_is_timed_by_the_devices_events(codec: str, model: Path) -> None:
+    opened = open_model(model)
+    try:
+        store = opened.store
+        given: Any = Scripted()
+        made = codec_of(codec, store.codec.shape)
+        # Room for eight experts: between the nth pair of events there are 2n - 1 seconds.
+        limit = 8 * made.shape.nbytes
+        use = Use.of(store, given, opened.shape, torch.float32, limit, made)
+        assert use.copy_s == pytest.approx(sum(2 * n - 1 for n in range(2, 9)) / 7)
+        assert use.run_s == pytest.approx((2 * 9 - 1) / (TIMED_PASSES * TOP_K))
+        assert given.gives_back == 1
+        few: Any = Scripted()  # a token's experts are run, whatever is allowed
+        assert Use.of(store, few, opened.shape, torch.float32, 1, made).copy_s == (3 + 5 + 7) / 3
+    finally:
+        opened.close()
+
+
+def test_timed_experts_are_records_of_the_codec(model: Path) -> None:
+    opened = open_model(model)
+    try:
+        store = opened.store
+        lossless = codec_of("lossless", store.codec.shape)
+        records = some_records(store, lossless, 3)
+        words = expert_slot(store)
+        for at, record in zip(
+            (0, LAYERS * EXPERTS // 3, 2 * LAYERS * EXPERTS // 3), records, strict=True
+        ):
+            store.read(*divmod(at, EXPERTS), words)
+            for ours, theirs in zip(
+                lossless.decode(record), store.codec.decode(words), strict=True
+            ):
+                assert torch.equal(ours, theirs)
+        slots = aligned_bytes(3, lossless.slot_bytes)
+        device: Any = Scripted()
+        copied_s(device, slots, records)
+        for slot, record in zip(slots, records, strict=True):
+            assert torch.equal(slot[: len(record)], record)
+    finally:
+        opened.close()

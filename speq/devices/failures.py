@@ -1,0 +1,58 @@
+"""Failures of a device, each in one sentence for users."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from speq.errors import SpeqError
+
+# How torch's RuntimeErrors begin, where there is no type of their own for them.
+OF_THE_DEVICE = ("CUDA error: ", "CUDA driver error: ", "CUBLAS_STATUS_", "cuBLAS")
+# Its allocator's, of the host's memory.
+OF_THE_HOST = "DefaultCPUAllocator"
+
+
+@contextmanager
+def in_a_sentence() -> Iterator[None]:
+    """Raise SpeqError where a device, or the host's memory, fails in this block."""
+    try:
+        yield
+    except SpeqError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise SpeqError(
+            f"the GPU has no memory left ({first_sentence(error)}); give a smaller memory_budget, "
+            "or end other programs that use the GPU"
+        ) from error
+    except MemoryError as error:
+        raise no_host_memory(error) from error
+    except RuntimeError as error:
+        if OF_THE_HOST in str(error):
+            raise no_host_memory(error) from error
+        if not of_the_device(error):
+            raise
+        raise SpeqError(
+            f"the GPU failed ({first_sentence(error)}); what it was doing is lost: start again, "
+            "and see `nvidia-smi` and the system's log where it fails again"
+        ) from error
+
+
+def of_the_device(error: RuntimeError) -> bool:
+    """Whether a device is what failed: a lost one, one that was reset, a launch that it refused."""
+    return isinstance(error, torch.AcceleratorError) or any(
+        beginning in str(error) for beginning in OF_THE_DEVICE
+    )
+
+
+def no_host_memory(error: BaseException) -> SpeqError:
+    return SpeqError(
+        f"the host has no memory left ({first_sentence(error)}); give a smaller host_budget or "
+        "memory_budget, or end other programs"
+    )
+
+
+def first_sentence(error: BaseException) -> str:
+    """What a failure says first: torch goes on with advice, and with traces."""
+    line = str(error).strip().partition("\n")[0]
+    return line.partition(". ")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,78 @@
+"""Host memory that a device copies from, in chunks of which each is locked by itself."""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from speq.devices.device import Accelerator
+from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+
+# Locked at a time: a system that refuses one chunk may still grant others, and none is a long wait.
+CHUNK_BYTES = 256 << 20
+
+
+class PinnedArena:
+    """Memory that is taken bit by bit, and never given back but all at once.
+
+    A chunk that the system does not lock stays as it is: copies of it are right, and slower.
+
+    limit_bytes  of all chunks together
+    chunks       [n] uint8 each, in the order in which they were taken
+    """
+
+    def __init__(
+        self, device: Accelerator, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._device = device
+        self._limit_bytes, self._chunk_bytes = limit_bytes, chunk_bytes
+        self.chunks: list[Tensor] = []
+        self._pinned: list[Tensor] = []
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        # What nobody closes is unlocked when nobody holds it, but not while the process ends: the
+        # system does that, and the device may be gone.
+        self._release = weakref.finalize(self, unlock, device, self._pinned)
+        self._release.atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._pinned)
+
+    def take(self, nbytes: int, expected_bytes: int) -> Tensor | None:
+        """[nbytes] uint8, which begin at a multiple of ALIGNMENT; None where the limit is reached.
+
+        expected_bytes  that will still be asked for, these included: no chunk is much larger
+        """
+        size = aligned(nbytes)
+        if size > self._rest.nbytes and not self._grow(size, aligned(expected_bytes)):
+            return None
+        taken, self._rest = self._rest[:nbytes], self._rest[size:]
+        return taken
+
+    def _grow(self, fewest_bytes: int, expected_bytes: int) -> bool:
+        left = (self._limit_bytes - self.nbytes) // ALIGNMENT * ALIGNMENT
+        size = min(max(fewest_bytes, self._chunk_bytes), max(fewest_bytes, expected_bytes), left)
+        if size < fewest_bytes:
+            return False
+        chunk = self._rest = aligned_bytes(1, size)[0]
+        self.chunks.append(chunk)
+        # Entered before it is locked: an interrupt between the two leaves no lock behind.
+        self._pinned.append(chunk)
+        if not self._device.pin(chunk):
+            self._pinned.pop()
+        return True
+
+    def close(self) -> None:
+        """Unlock all of it, and hold on to none."""
+        self._release()
+        self.chunks.clear()
+        self._rest = self._rest[:0].clone()
+
+
+def unlock(device: Accelerator, pinned: list[Tensor]) -> None:
+    while pinned:
+        device.unpin(pinned.pop())

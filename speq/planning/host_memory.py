@@ -1,0 +1,75 @@
+"""The host's memory, of a device that has its own: what it holds, and what stays on the disk."""
+
+from dataclasses import dataclass
+
+from speq.experts.host_tier import fewest_records, too_small
+from speq.governor.holding import Holding
+from speq.planning.demand import Budget, reading_bytes_of
+from speq.planning.subject import Subject
+from speq.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """How a host budget is spent.
+
+    budget         bytes; reading_bytes: of it, what threads that read take beside records
+    records        of `record_bytes` each; experts: of the model, that there could be records for
+    """
+
+    budget: int
+    reading_bytes: int
+    record_bytes: int
+    records: int
+    experts: int
+
+    @property
+    def limit_bytes(self) -> int:
+        """What records may take."""
+        return self.budget - self.reading_bytes
+
+    @property
+    def resident(self) -> bool:
+        """Whether all experts are held."""
+        return self.records == self.experts
+
+    @property
+    def nbytes(self) -> int:
+        return self.records * self.record_bytes
+
+    def to_dict(self) -> dict[str, int]:
+        """The object of `--json`."""
+        return {
+            "budget_bytes": self.budget,
+            "records": self.records,
+            "record_bytes": self.nbytes,
+            "read_buffer_bytes": self.reading_bytes,
+            "on_disk": self.experts - self.records,
+        }
+
+    @property
+    def sentence(self) -> str:
+        room = f"{format_bytes(self.budget)} of host memory"
+        if self.resident:
+            return f"{room} hold all {self.experts} experts, which take {format_bytes(self.nbytes)}"
+        return (
+            f"{room} hold {self.records} of {self.experts} experts; the other "
+            f"{self.experts - self.records} stay on disk and come through it"
+        )
+
+
+def host_plan(subject: Subject, holding: Holding, budget: Budget) -> HostPlan | None:
+    """The host's part in a run; None where it has none of its own, or no limit is set.
+
+    Raises SpeqError where too few experts could be held to bring others from disk.
+    """
+    if budget.beside is None or budget.beside.host_bytes is None:
+        return None
+    host_bytes = budget.beside.host_bytes
+    reading = budget.readers * reading_bytes_of(subject, holding)
+    fitting = max(host_bytes - reading, 0) // holding.slot_bytes
+    fewest = fewest_records(budget.readers, subject.count)
+    if fitting < fewest:
+        raise too_small(host_bytes - reading, fewest, holding.slot_bytes)
+    records = min(fitting, subject.count)
+    return HostPlan(host_bytes, reading, holding.slot_bytes, records, subject.count)
