@@ -7,6 +7,7 @@ followed by the first one, for the next chunk.
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
@@ -29,6 +30,8 @@ class LayerStream:
 
     ahead  whether to load for the next layer, which is pointless if the caller waits for transfers
     """
+
+    foresees: ClassVar[bool] = False
 
     def __init__(
         self, supply: ExpertSupply, history: RouteHistory, num_layers: int, ahead: bool

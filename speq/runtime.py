@@ -14,6 +14,7 @@ from speq.config import RunConfig
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.decode.sampler import sampler_on
 from speq.errors import SpeqError
 from speq.experts.host_tier import HostTier
 from speq.files.alignment import aligned_bytes
@@ -158,11 +159,12 @@ class Runtime:
         cache = KVCache(
             shape.num_layers, shape.attention.kv_shapes, plan.context, self.dtype, self.device
         )
+        sampler = sampler_on(loaded.device)
         drafter: Drafter = PlainDecoding()
         governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.holding.drafts:
             drafter = DRAFTERS[self.holding.drafter](
-                DraftBase(self.model, cache, loaded.draft_bank)
+                DraftBase(self.model, cache, loaded.draft_bank, sampler, shape.top_k)
             )
             governor = loaded.governor
         return Engine(
@@ -178,12 +180,14 @@ class Runtime:
                     self.config.prefetch,
                     beside=self._host_tier is None,
                 ),
+                loaded.device,
                 self.recorder,
             ),
             drafter=drafter,
             governor=governor,
             recorder=self.recorder,
             chunk=plan.chunk,
+            sampler=sampler,
         )
 
     def _transfer(self, slots: Tensor) -> TransferEngine:

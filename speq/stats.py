@@ -292,7 +292,7 @@ FIGURES = {
     "stall_s": "time in which the computation waited for experts, while decoding",
     "late_s": "part of `stall_s` spent on experts that were asked for ahead",
     "draft_s": "time in drafting",
-    "verify_s": "time in verifying, stalls included",
+    "verify_s": "time in verifying, stalls and the choice of tokens included",
     "transfer_s": "time in moving experts while decoding, summed over reader threads",
     "link_s": "time in which at least one expert was being moved",
     "hidden_share": "share of `link_s` in which the computation did not wait",

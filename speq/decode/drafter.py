@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
@@ -17,13 +18,17 @@ GoOn = Callable[[int], bool]
 class DraftBase:
     """The loaded parts that a drafter may draft with.
 
-    cache  the exact model's; a drafter leaves its length as it was
-    int4   the INT4 copy of the experts, where one is held
+    cache    the exact model's; a drafter leaves its length as it was
+    int4     the INT4 copy of the experts, where one is held
+    sampler  chooses tokens where the model computes
+    top_k    experts of a token in each layer
     """
 
     model: MoEModel
     cache: KVCache
     int4: DraftExperts | None
+    sampler: Sampler
+    top_k: int
 
 
 class Drafter(Protocol):

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from speq.decode.drafter import DraftBase, GoOn
-from speq.decode.sampling import chosen
+from speq.decode.drafters.draft_pass import draft_pass_over
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 
@@ -14,8 +14,8 @@ class Int4Drafter:
     needs_int4: ClassVar[bool] = True
 
     def __init__(self, base: DraftBase) -> None:
-        assert base.int4 is not None, "planned for"
-        self._model, self._bank, self._cache = base.model, base.int4, base.cache
+        self._cache = base.cache
+        self._pass = draft_pass_over(base)
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
@@ -31,15 +31,13 @@ class Int4Drafter:
             while len(tokens) < draft_length:
                 if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
                     break
-                self._bank.begin(len(tokens), on_route)
-                last = tokens[-1] if tokens else sequence.pending_id
-                logits = self._model.score(self._bank, self._cache, [last]).logits
+                token = self._pass.next(sequence, tokens, on_route)
                 self._cache.advance(1)
                 written += 1
-                if not logits.isfinite().all():  # damaged codes must not end what needs no draft
+                if token is None:  # damaged codes must not end what needs no draft
                     break
-                tokens.append(chosen(logits[0], sequence, tokens))
+                tokens.append(token)
         finally:
             self._cache.rewind(written)
-            self._bank.begin(0, None)
+            self._pass.end()
         return Draft.chain(tokens)
