@@ -21,14 +21,12 @@ class DraftBase:
     cache    the exact model's; a drafter leaves its length as it was
     int4     the INT4 copy of the experts, where one is held
     sampler  chooses tokens where the model computes
-    top_k    experts of a token in each layer
     """
 
     model: MoEModel
     cache: KVCache
     int4: DraftExperts | None
     sampler: Sampler
-    top_k: int
 
 
 class Drafter(Protocol):

@@ -194,9 +194,7 @@ def test_the_exact_model_is_its_own_perfect_draft(
         perfect: Any = ExactAsDraft(runtime)
         monkeypatch.setattr(Runtime, "draft_bank", perfect)
         engine = runtime.engine
-        engine.drafter = Int4Drafter(
-            DraftBase(runtime.model, engine.cache, perfect, HostSampler(), 0)
-        )
+        engine.drafter = Int4Drafter(DraftBase(runtime.model, engine.cache, perfect, HostSampler()))
         found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)
     finally:
         generator.close()

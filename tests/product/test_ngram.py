@@ -12,7 +12,7 @@ from speq.decode.sequence import Draft, Sequence
 
 
 def drafter() -> NgramDrafter:
-    return NgramDrafter(DraftBase(None, None, None, HostSampler(), 2))  # type: ignore[arg-type]
+    return NgramDrafter(DraftBase(None, None, None, HostSampler()))  # type: ignore[arg-type]
 
 
 def sequence(prompt: list[int], eos: frozenset[int] = frozenset()) -> Sequence:

@@ -1,9 +1,11 @@
 """The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
 
+from functools import partial
 from typing import ClassVar
 
+from speq.decode.draft_pass import DraftPass, EagerPass
 from speq.decode.drafter import DraftBase, GoOn
-from speq.decode.drafters.draft_pass import draft_pass_over
+from speq.decode.drafters.next_token import next_token_on
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 
@@ -14,8 +16,10 @@ class Int4Drafter:
     needs_int4: ClassVar[bool] = True
 
     def __init__(self, base: DraftBase) -> None:
+        assert base.int4 is not None, "planned for"
         self._cache = base.cache
-        self._pass = draft_pass_over(base)
+        self._pass: DraftPass = EagerPass(base.model, base.cache, base.int4)
+        self._next_token = next_token_on(base.sampler)
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
@@ -31,7 +35,9 @@ class Int4Drafter:
             while len(tokens) < draft_length:
                 if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
                     break
-                token = self._pass.next(sequence, tokens, on_route)
+                last = tokens[-1] if tokens else sequence.pending_id
+                run, on_layer = partial(self._pass.run, last), partial(on_route, len(tokens))
+                token = self._next_token(run, sequence, tokens, on_layer)
                 self._cache.advance(1)
                 written += 1
                 if token is None:  # damaged codes must not end what needs no draft
@@ -39,5 +45,4 @@ class Int4Drafter:
                 tokens.append(token)
         finally:
             self._cache.rewind(written)
-            self._pass.end()
         return Draft.chain(tokens)
