@@ -67,8 +67,8 @@ class DeviceSampler:
             scores = torch.stack([before.penalise(row, sampling) for before, row in rows])
         if sampling.greedy:
             return scores.argmax(-1)
-        positions = [sequence.position + len(ahead) for ahead in aheads]
-        clocks = self._noise.at(sequence.seed, positions, vocab_size)
+        depths = [len(ahead) for ahead in aheads]
+        clocks = self._noise.at(sequence.seed, sequence.position, depths, vocab_size)
         return (shaped(scores, sampling) / clocks).argmax(-1)
 
     def _before(self, sequence: Sequence, ahead: list[int], vocab_size: int) -> Before:
@@ -86,17 +86,19 @@ class DeviceNoise:
         self._seed = -1
         self._rows: dict[int, Tensor] = {}
 
-    def at(self, seed: int, positions: list[int], size: int) -> Tensor:
-        """`sampling.noise` at each position: [N, size]. Those before the first are forgotten."""
+    def at(self, seed: int, start: int, depths: list[int], size: int) -> Tensor:
+        """`sampling.noise` at each position start + depth: [N, size].
+
+        start  of the text's next token: what belongs to positions before it is forgotten
+        """
         if seed != self._seed:
             self._seed, self._rows = seed, {}
-        first = min(positions)
-        rows = {at: row for at, row in self._rows.items() if at >= first and len(row) == size}
-        for at in positions:
-            if at not in rows:
-                rows[at] = self._uploads.send(noise(seed, at, size))
+        rows = {at: row for at, row in self._rows.items() if at >= start and len(row) == size}
         self._rows = rows
-        return torch.stack([rows[at] for at in positions])
+        for depth in depths:
+            if start + depth not in rows:
+                rows[start + depth] = self._uploads.send(noise(seed, start + depth, size))
+        return torch.stack([rows[start + depth] for depth in depths])
 
 
 def sampler_on(device: Processor | Accelerator) -> Sampler:
