@@ -8,6 +8,7 @@ from torch import Tensor
 
 from speq.experts.slots import SlotExperts
 from speq.kernels import ops
+from speq.kernels.grouping import Grouping
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
 from speq.routing import Route
@@ -59,14 +60,16 @@ class ExactExperts:
         self._routes.read(route, self._server.foresees)
         self._on_route(layer, route)
         outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
-        waves = self._server.serve(layer, route.experts)
+        grouping = Grouping.of(route.topk_ids, route.host_ids)
+        waves = self._server.serve(layer, grouping.experts)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._recorder.timed("layer", layer):
             for slots in waves:
                 self._experts.run(
                     layer,
                     hidden_states,
-                    route.topk_ids,
+                    grouping,
+                    slots,
                     self._slot_table.of(slots),
                     self._activation,
                     outputs,

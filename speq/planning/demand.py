@@ -55,6 +55,14 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
+
+    def workspace(rows: int, context: int) -> int:
+        rows = max(rows, scored)
+        if budget.on_cpu:
+            return shape.workspace_bytes(rows, scored, context, dtype)
+        kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
+        return shape.activation_bytes(rows, scored, context, dtype) + kernels
+
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
         loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
@@ -63,9 +71,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         reading_bytes=ALIGNMENT + readers * _reading_bytes(subject, holding, codec),
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
-        workspace=lambda rows, context: shape.workspace_bytes(
-            max(rows, scored), scored, context, dtype
-        ),
+        workspace=workspace,
     )
 
 
