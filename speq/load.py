@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from speq.config import RunConfig
-from speq.devices.device import Device, Processor
+from speq.devices.device import Accelerator, Device, Processor
 from speq.devices.named import device_named
 from speq.drafts.draft_source import RoundedDraft, open_draft
 from speq.errors import SpeqError
@@ -58,7 +58,7 @@ class Loaded:
 
     config: RunConfig
     opened: Opened
-    device: Device
+    device: Processor | Accelerator
     subject: Subject
     settled: Settled
     model: MoEModel
@@ -94,7 +94,7 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
-        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device.torch)
+        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)

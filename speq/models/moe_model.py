@@ -1,22 +1,26 @@
 """A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
+from speq.devices.device import Accelerator, Processor
+from speq.devices.upload import sender
 from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
-from speq.models.kv_cache import KVCache, attention_mask
+from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import make_resident
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
@@ -35,12 +39,13 @@ class Scored:
 class MoEModel:
     """Everything of a model but its experts, which come from the bank given to each pass."""
 
-    def __init__(self, hf_model: Any, family: Family, device: torch.device) -> None:
+    def __init__(self, hf_model: Any, family: Family, device: Processor | Accelerator) -> None:
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
         self._switch = BankSwitch()
-        self.device = device
+        self.device = device.torch
+        self._send = sender(device)
         self.dtype: torch.dtype = hf_model.dtype
         blocks = family.moe_blocks(hf_model)
         routers = [block.router for block in blocks.values()]
@@ -111,17 +116,50 @@ class MoEModel:
         The tokens are a chain unless depths and ancestors (see `attention_mask`) make them a tree.
         Their entries are written behind each row's length, which stays as it is.
         """
+        assert (depths is None) == (ancestors is None)
         nodes = token_ids.shape[1]
-        depth = torch.arange(nodes) if depths is None else torch.tensor(depths)
-        if ancestors is None:
-            ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-        lengths = torch.tensor(cache.lengths)
+        end = max(cache.lengths) + nodes
+        lengths = self._send(torch.tensor(cache.lengths))
+        if depths is None or ancestors is None:
+            positions = lengths[:, None] + torch.arange(nodes, device=self.device)
+            mask = partial(causal_mask, positions, end)
+        else:
+            steps, above = self._send(torch.tensor(depths)), self._send(ancestors)
+            positions = lengths[:, None] + steps
+            mask = partial(attention_mask, lengths, steps, above, end)
+        return self._run(bank, cache, self._send(token_ids), positions, mask)
+
+    @torch.inference_mode()
+    def forward_at(
+        self, bank: ExpertBank, cache: KVCache, token_ids: Tensor, positions: Tensor, seen: int
+    ) -> Tensor:
+        """Run one row's token [1, 1] on the device; return its last hidden states [1, 1, H].
+
+        positions  [1, 1] int64 on the device: entries before it, behind which its own is written
+        seen       entries that attention runs over, more than that number
+
+        No shape depends on a position and nothing is read by the host, so that a graph of the pass
+        is right for all positions below `seen`.
+        """
+        placed = cache.placed(positions.view(1), seen)
+        mask = partial(causal_mask, positions, seen)
+        return self._run(bank, placed, token_ids, positions, mask)
+
+    def _run(
+        self,
+        bank: ExpertBank,
+        cache: Cache,
+        token_ids: Tensor,
+        positions: Tensor,
+        mask: Callable[[int | None], Tensor],
+    ) -> Tensor:
+        """mask: what tokens see of the entries, given how far they look back."""
         self._switch.bank = bank
         try:
             output = self._hf_model.model(
-                input_ids=token_ids.to(self.device),
-                attention_mask=self._masks(lengths, depth, ancestors),
-                position_ids=(lengths[:, None] + depth).to(self.device),
+                input_ids=token_ids,
+                attention_mask=self._masks(mask),
+                position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -154,10 +192,7 @@ class MoEModel:
             cache.advance(len(tokens))
         return Scored(self.logits(last), last)
 
-    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Any:
-        def mask(window: int | None) -> Tensor:
-            return attention_mask(lengths, depths, ancestors, window).to(self.device)
-
+    def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
         window = getattr(self._config, "sliding_window", None) or None  # some store 0 for none
         if not self._family.typed_masks:
             return mask(window if self._family.window else None)
@@ -180,7 +215,10 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load(
-    family: Family, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    family: Family,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: Processor | Accelerator,
 ) -> MoEModel:
     """Load all of a model but its experts.
 
@@ -225,9 +263,9 @@ def load(
             sorted(unexpected)[0],
         )
     check = checkpoint.tensor_check()
-    if device.type == "cpu":
+    if isinstance(device, Processor):
         make_resident(model, checkpoint, check)
     check.finish()
-    if device.type == "cpu":
+    if isinstance(device, Processor):
         stream_linears(model)
-    return MoEModel(model.eval().to(device), family, device)
+    return MoEModel(model.eval().to(device.torch), family, device)

@@ -8,6 +8,7 @@ import torch
 
 from speq.bench.machine import step
 from speq.bench.machine.step import PartClock, Settings, summarise
+from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
@@ -74,7 +75,7 @@ def test_summary_adds_up_to_the_whole() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_belongs_to_a_part(family: str, tiny: Callable[[str], Path]) -> None:
     opened = open_model(tiny(family))
-    model = moe_model.load(opened.family, opened.checkpoint, torch.float32, torch.device("cpu"))
+    model = moe_model.load(opened.family, opened.checkpoint, torch.float32, Processor())
     parts = model.parts()
     opened.checkpoint.close()
     assert {"attention", "router", "norms", "head", EXPERTS, WHOLE} <= set(parts)
