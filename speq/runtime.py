@@ -162,7 +162,7 @@ class Runtime:
         governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.holding.drafts:
             drafter = DRAFTERS[self.holding.drafter](
-                DraftBase(self.model, cache, loaded.draft_bank)
+                DraftBase(self.model, cache, loaded.draft_bank, loaded.graphs_on)
             )
             governor = loaded.governor
         return Engine(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from speq.decode.sequence import Draft, Sequence
+from speq.devices.device import Accelerator
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -19,11 +20,13 @@ class DraftBase:
 
     cache  the exact model's; a drafter leaves its length as it was
     int4   the INT4 copy of the experts, where one is held
+    graphs_on  the device that passes may be recorded on; None: they are not
     """
 
     model: MoEModel
     cache: KVCache
     int4: DraftExperts | None
+    graphs_on: Accelerator | None = None
 
 
 class Drafter(Protocol):

@@ -37,6 +37,14 @@ class CudaStream:
         self.stream.wait_event(own(event).event)
 
 
+@dataclass(frozen=True, slots=True)
+class CudaGraph:
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 def own(event: Event) -> CudaEvent:
     assert isinstance(event, CudaEvent), "an event of another device"
     return event
@@ -47,6 +55,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
+        self._recorded = torch.cuda.Stream(self.torch)
 
     @property
     def compute(self) -> CudaStream:
@@ -78,14 +87,20 @@ class CudaDevice:
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        # Kernels are set up, and libraries opened, at their first call: no part of a graph.
-        beside = torch.cuda.Stream(self.torch)
-        beside.wait_stream(torch.cuda.current_stream(self.torch))
-        with torch.cuda.stream(beside):
+    def capture(self, run: Callable[[], None], beside: Graph | None = None) -> CudaGraph:
+        # Kernels are set up, and libraries opened, at their first call: no part of a graph. The
+        # first call is on the stream that is recorded: cuBLAS has a workspace for each.
+        stream = self._recorded
+        stream.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(stream):
             run()
-        torch.cuda.current_stream(self.torch).wait_stream(beside)
+        torch.cuda.current_stream(self.torch).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        pool = None
+        if beside is not None:
+            assert isinstance(beside, CudaGraph), "a graph of another device"
+            pool = beside.graph.pool()
+        # Threads that look whether their copies are through would end a capture of mode "global".
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             run()
-        return graph
+        return CudaGraph(graph)

@@ -87,11 +87,15 @@ class Accelerator(Device, Protocol):
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """[size] of pinned memory for small copies, given back as tensors are."""
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Record what `run` queues on the compute stream.
+    def capture(self, run: Callable[[], None], beside: Graph | None = None) -> Graph:
+        """Record what `run` queues on the compute stream. It is run first, outside the graph.
 
-        It neither reads the device nor copies from memory that is not pinned. Tensors that it makes
-        keep their places as long as the graph is kept.
+        beside  a graph whose memory this one may use as well. Results that are to outlive a replay
+                of either then have memory from before both.
+
+        `run` neither reads the device nor copies from memory that is not pinned. Tensors that it
+        makes keep their places as long as the graph is kept. Raises RuntimeError where it does
+        what cannot be recorded.
         """
 
 

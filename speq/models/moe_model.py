@@ -67,6 +67,16 @@ class MoEModel:
         return sum(tensor.nbytes for tensor in tensors)
 
     @property
+    def unrecordable(self) -> str | None:
+        """Why no graph of a pass may be recorded; None where one may."""
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
+        for kind in sorted(str(each.get("rope_type")) for each in (by_layer or [rope])):
+            if kind == "longrope" or "dynamic" in kind:
+                return f"rotary embeddings of type {kind} look at positions on the host"
+        return None
+
+    @property
     def bank(self) -> ExpertBank | None:
         """The experts of the pass under way."""
         return self._switch.bank

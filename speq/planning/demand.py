@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import checked_int
 from speq.experts.codec import ExpertCodec, codec_of
@@ -25,6 +27,7 @@ class Budget:
     context        tokens of KV cache
     readers        threads that read, on the CPU
     longest_draft  tokens of a draft that is to be verified, at most
+    graphs         whether passes of the INT4 draft are recorded, which the CPU never does
     """
 
     budget_bytes: int
@@ -32,6 +35,7 @@ class Budget:
     on_cpu: bool
     readers: int = DEFAULT_READER_THREADS
     longest_draft: int = LONGEST
+    graphs: bool = True
 
     @classmethod
     def of(
@@ -55,6 +59,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
+    recorded = budget.graphs and not budget.on_cpu and holding.drafter == "int4"
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
         loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
@@ -66,7 +71,13 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         workspace=lambda rows, context: shape.workspace_bytes(
             max(rows, scored), scored, context, dtype
         ),
+        graphs=(lambda context: graph_bytes(shape, context, dtype)) if recorded else None,
     )
+
+
+def graph_bytes(shape: ModelShape, context: int, dtype: torch.dtype) -> int:
+    """The memory that graphs of passes share, for the widest of them, and the logits they leave."""
+    return shape.workspace_bytes(1, 1, context, dtype) + shape.vocab_size * dtype.itemsize
 
 
 def _reading_bytes(subject: Subject, holding: Holding, codec: ExpertCodec) -> int:

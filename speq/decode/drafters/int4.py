@@ -1,7 +1,9 @@
 """The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
 
+from functools import partial
 from typing import ClassVar
 
+from speq.decode.draft_pass import DraftPass, EagerPass, RecordedPass
 from speq.decode.drafter import DraftBase, GoOn
 from speq.decode.sampling import chosen
 from speq.decode.sequence import Draft, Sequence
@@ -15,7 +17,12 @@ class Int4Drafter:
 
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
-        self._model, self._bank, self._cache = base.model, base.int4, base.cache
+        self._cache = base.cache
+        self._pass: DraftPass = (
+            EagerPass(base.model, base.cache, base.int4)
+            if base.graphs_on is None
+            else RecordedPass(base.model, base.cache, base.int4, base.graphs_on)
+        )
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
@@ -31,9 +38,8 @@ class Int4Drafter:
             while len(tokens) < draft_length:
                 if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
                     break
-                self._bank.begin(len(tokens), on_route)
                 last = tokens[-1] if tokens else sequence.pending_id
-                logits = self._model.score(self._bank, self._cache, [last]).logits
+                logits = self._pass.run(last, partial(on_route, len(tokens)))
                 self._cache.advance(1)
                 written += 1
                 if not logits.isfinite().all():  # damaged codes must not end what needs no draft
@@ -41,5 +47,4 @@ class Int4Drafter:
                 tokens.append(chosen(logits[0], sequence, tokens))
         finally:
             self._cache.rewind(written)
-            self._bank.begin(0, None)
         return Draft.chain(tokens)

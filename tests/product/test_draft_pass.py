@@ -1,0 +1,293 @@
+"""Passes of a draft that are recorded as graphs: the same numbers, from fixed memory."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq.config import RunConfig
+from speq.decode import draft_pass
+from speq.decode.draft_pass import EagerPass, RecordedPass, recording_device
+from speq.devices.device import Processor
+from speq.layers.draft_experts import DraftExperts
+from speq.load import Loaded, load
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+from speq.models.opened import open_model
+from speq.routing import Route
+from tests.helpers.host_graph import HostGraph, capture
+from tests.helpers.tiny_models import FAMILIES, write_model
+
+CPU = torch.device("cpu")
+TEXT = [7, 21, 200, 3, 90, 41, 5, 17, 133, 64, 2, 77]
+CAPACITY = 24
+BUCKET = 8
+# Two ways to one number in float32, which sum in different orders.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class DoneEvent:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class PlainStream:
+    """Copies at once."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def record(self) -> DoneEvent:
+        return DoneEvent()
+
+
+class Recorder:
+    """The processor, as a device that records graphs.
+
+    captured  graphs so far
+    """
+
+    def __init__(self) -> None:
+        self.torch = CPU
+        self.compute = PlainStream()
+        self.captured: list[HostGraph] = []
+
+    def staging(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    def capture(self, run: Callable[[], None], beside: Any = None) -> HostGraph:
+        self.captured.append(capture(run, CPU, beside))
+        return self.captured[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A tiny model with a draft in memory, and two caches to run it over."""
+
+    loaded: Loaded
+    bank: DraftExperts
+    plain: KVCache
+    recorded: KVCache
+
+    @property
+    def model(self) -> MoEModel:
+        return self.loaded.model
+
+    def eager(self) -> EagerPass:
+        return EagerPass(self.model, self.plain, self.bank)
+
+    def graphs(self, device: Recorder) -> RecordedPass:
+        return RecordedPass(self.model, self.recorded, self.bank, device)  # type: ignore[arg-type]
+
+
+@contextmanager
+def ready(path: Path) -> Iterator[Ready]:
+    opened = open_model(path)
+    loaded = load(opened, RunConfig.of("32MiB", 4, dtype="float32", device="cpu"))
+    assert loaded.draft_bank is not None
+    layers, shapes = opened.shape.num_layers, opened.shape.attention.kv_shapes
+    caches = [KVCache(layers, shapes, CAPACITY, torch.float32, CPU) for _ in range(2)]
+    yield Ready(loaded, loaded.draft_bank, caches[0], caches[1])
+    opened.close()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_pass, "BUCKET", BUCKET)
+
+
+class Told:
+    """Routes as they are told, kept."""
+
+    def __init__(self) -> None:
+        self.routes: list[tuple[int, list[int], Tensor]] = []
+
+    def __call__(self, layer: int, route: Route) -> None:
+        self.routes.append((layer, route.topk_ids.tolist(), route.topk_weights.clone()))
+
+
+def compare(eager: EagerPass, recorded: RecordedPass, token_id: int) -> None:
+    """One token by both: logits, and routes of all layers in their order."""
+    wanted, got = Told(), Told()
+    logits = eager.run(token_id, wanted)
+    torch.testing.assert_close(recorded.run(token_id, got), logits, **CLOSE)
+    assert [route[:2] for route in got.routes] == [route[:2] for route in wanted.routes]
+    for (_, _, weights), (_, _, expected) in zip(got.routes, wanted.routes, strict=True):
+        torch.testing.assert_close(weights, expected, **CLOSE)
+
+
+def compare_caches(made: Ready, length: int) -> None:
+    for got, wanted in zip(made.recorded.tensors(), made.plain.tensors(), strict=True):
+        torch.testing.assert_close(got[:, :, :length], wanted[:, :, :length], **CLOSE)
+        assert not got[:, :, length:].any()  # nothing was written behind
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_give_what_launched_passes_give(family: str, tiny: Callable[[str], Path]) -> None:
+    """Token by token over three buckets, the last one no longer than the cache."""
+    device = Recorder()
+    with ready(tiny(family)) as made:
+        eager, recorded = made.eager(), made.graphs(device)
+        for at in range(20):
+            compare(eager, recorded, TEXT[at % len(TEXT)])
+            made.plain.advance(1)
+            made.recorded.advance(1)
+            compare_caches(made, at + 1)
+        assert recorded.buckets == [8, 16, 24]
+        assert len(device.captured) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
+        ),
+    ],
+    ids=["one window", "a window in some layers"],
+)
+def test_windows_of_graphs_move_on(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    with ready(write_model(tmp_path / family, family, **overrides)) as made:
+        eager, recorded = made.eager(), made.graphs(Recorder())
+        for token_id in TEXT:
+            compare(eager, recorded, token_id)
+            made.plain.advance(1)
+            made.recorded.advance(1)
+        compare_caches(made, len(TEXT))
+
+
+def test_drafts_are_rewound_and_run_again(tiny: Callable[[str], Path]) -> None:
+    """Forgotten entries lie behind the position and are not seen, across a bucket's end as well."""
+    device = Recorder()
+    with ready(tiny("mixtral")) as made:
+        eager, recorded = made.eager(), made.graphs(device)
+        caches = (made.plain, made.recorded)
+        for token_id in TEXT[:6]:
+            compare(eager, recorded, token_id)
+            for cache in caches:
+                cache.advance(1)
+        for other in (50, 60, 70):
+            for token_id in (other, other + 1, other + 2, other + 3):
+                compare(eager, recorded, token_id)
+                for cache in caches:
+                    cache.advance(1)
+            for cache in caches:
+                cache.rewind(4)
+        assert len(device.captured) == 2
+
+
+def test_the_graphs_used_last_are_kept(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all use the memory of the first: what one leaves there is nothing to the others."""
+    monkeypatch.setattr(draft_pass, "MAX_GRAPHS", 2)
+    device = Recorder()
+    with ready(tiny("olmoe")) as made:
+        eager, recorded = made.eager(), made.graphs(device)
+        kept = []
+        for length in (0, 9, 1, 17, 2, 10):
+            made.plain.lengths[0] = made.recorded.lengths[0] = length
+            compare(eager, recorded, 33)
+            kept.append(recorded.buckets)
+        assert kept == [[8], [8, 16], [16, 8], [8, 24], [24, 8], [8, 16]]
+        assert len(device.captured) == 4
+        assert all(graph.beside is device.captured[0].beside for graph in device.captured)
+
+
+def test_a_length_that_python_knows_is_caught(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of the usual pass goes on writing where it was recorded."""
+
+    def usual(self: MoEModel, bank: Any, cache: KVCache, token: Tensor, *_: Any) -> Tensor:
+        return self.forward(bank, cache, token)
+
+    monkeypatch.setattr(MoEModel, "forward_at", usual)
+    with ready(tiny("qwen3_moe")) as made:
+        eager, recorded = made.eager(), made.graphs(Recorder())
+        compare(eager, recorded, TEXT[0])
+        for cache in (made.plain, made.recorded):
+            cache.advance(1)
+        with pytest.raises(AssertionError):
+            compare(eager, recorded, TEXT[1])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda hidden: hidden.sum().item(),
+        lambda hidden: hidden[hidden > 0],
+        lambda hidden: bool(hidden.isnan().any()),
+        lambda hidden: hidden.nonzero(),
+    ],
+    ids=["item", "mask", "bool", "nonzero"],
+)
+def test_a_read_in_the_pass_cannot_be_recorded(
+    read: Callable[[Tensor], object],
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The recording fails; drafts go on without it and say so once."""
+    with ready(tiny("qwen2_moe")) as made:
+        kernel = made.bank.kernel
+
+        def reading(hidden_states: Tensor, *rest: Any) -> Tensor:
+            read(hidden_states)
+            return kernel(hidden_states, *rest)
+
+        monkeypatch.setattr(made.bank, "kernel", reading)
+        device = Recorder()
+        eager, recorded = made.eager(), made.graphs(device)
+        with caplog.at_level(logging.WARNING, "speq"):
+            for token_id in TEXT[:3]:
+                compare(eager, recorded, token_id)
+                for cache in (made.plain, made.recorded):
+                    cache.advance(1)
+        [message] = caplog.messages
+        assert message.startswith("drafts run without graphs, which could not be recorded: aten.")
+        assert message.endswith(" while a graph is recorded")
+        assert recorded.buckets == device.captured == []
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_the_host_looks_at_are_not_recorded(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    factors = [1.0] * 8
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": factors, "long_factor": factors}
+        rope["original_max_position_embeddings"] = 512
+    path = write_model(tmp_path / "model", "mixtral", rope_parameters=rope, head_dim=16)
+    device: Any = Recorder()
+    with ready(path) as made, caplog.at_level(logging.WARNING, "speq"):
+        assert recording_device("auto", device, made.model) is None
+        assert caplog.messages == [
+            f"drafts run without graphs: rotary embeddings of type {kind} look at positions on the "
+            "host"
+        ]
+
+
+def test_who_records(tiny: Callable[[str], Path]) -> None:
+    device: Any = Recorder()
+    with ready(tiny("mixtral")) as made:
+        assert recording_device("auto", device, made.model) is device
+        assert recording_device("none", device, made.model) is None
+        assert recording_device("auto", Processor(), made.model) is None
+        assert made.loaded.graphs_on is None
