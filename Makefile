@@ -1,5 +1,6 @@
 # make demo       set up, build, and generate text from the bundled model under a small budget
 # make test       set up, lint, and run the tests
+# make host       the CUDA kernels for the processor, which `make test` needs
 # make wide       what CI runs besides: the kernels under sanitizers, and wider products
 # make test-full  all of that, and the long products as well
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
@@ -17,7 +18,7 @@ READY := $(VENV)/.ready
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo test wide test-full sanitize lint format gpu clean
+.PHONY: setup demo host test wide test-full sanitize lint format gpu clean
 
 setup: $(READY)
 
@@ -43,15 +44,27 @@ demo: $(READY)
 	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
 	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
 
+# The CUDA kernels for the processor, and what lets torch without CUDA take part: tests need no GPU.
+HOST := build/host/.ready
+TORCH_PREFIX = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
+host: $(HOST)
+$(HOST): $(READY) $(shell find tests/cuda_host -type f)
+	@echo "building the CUDA kernels for the processor"
+	@PATH="$(abspath $(BIN)):$$PATH" cmake -GNinja -S. -Bbuild/host -DCMAKE_BUILD_TYPE=Release \
+	  -DTORCH_PREFIX="$(TORCH_PREFIX)" -DSPEQ_CUDA=OFF > build/host.log || { cat build/host.log >&2; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/host \
+	  --target speq_cuda_on_host speq_host_guard >> build/host.log || { cat build/host.log >&2; exit 1; }
+	@touch $@
+
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
 
-test: lint
+test: lint host
 	$(PYTEST) -m "not wide and not full and not gpu"
 
-wide: sanitize
+wide: sanitize host
 	$(PYTEST) -m "wide and not full and not gpu"
 
-test-full: lint sanitize
+test-full: lint sanitize host
 	$(PYTEST) -m "not gpu"
 
 # The kernels written for a GPU run here on the processor, which is slow and finds every stray access.

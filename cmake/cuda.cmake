@@ -8,6 +8,12 @@ target_link_libraries(speq_cuda_on_host PRIVATE speq_options)
 target_include_directories(speq_cuda_on_host PRIVATE tests)
 target_compile_options(speq_cuda_on_host PRIVATE -Wno-unknown-pragmas) # of nvcc
 
+# Torch without CUDA then makes tensors of a device that tests stand in for.
+find_library(TORCH_C10 c10 PATHS "${TORCH_PREFIX}/lib" NO_DEFAULT_PATH REQUIRED)
+add_library(speq_host_guard SHARED EXCLUDE_FROM_ALL tests/cuda_host/guard.cpp)
+target_include_directories(speq_host_guard SYSTEM PRIVATE "${TORCH_PREFIX}/include")
+target_link_libraries(speq_host_guard PRIVATE "${TORCH_C10}")
+
 option(SPEQ_CUDA "Build the CUDA kernels where there is an nvcc" ON)
 if(NOT SPEQ_CUDA)
   return()

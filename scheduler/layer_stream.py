@@ -25,19 +25,13 @@ WAVE = 4
 
 
 class LayerStream:
-    """Serves the layers of a prompt's passes.
+    """Serves the layers of a prompt's passes."""
 
-    ahead  whether to load for the next layer, which is pointless if the caller waits for transfers
-    """
-
-    def __init__(
-        self, supply: ExpertSupply, history: RouteHistory, num_layers: int, ahead: bool
-    ) -> None:
+    def __init__(self, supply: ExpertSupply, history: RouteHistory, num_layers: int) -> None:
         self._supply = supply
         self.history = history
         self._num_layers = num_layers
         self._num_experts = num_layers * history.num_experts
-        self._ahead = ahead
         self._tokens = self._chunk = self._done = self._rows = 0
         self._progress: Done | None = None
 
@@ -59,8 +53,7 @@ class LayerStream:
     def observe(self, layer: int, route: Route) -> None:
         """Hear a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
-        if self._ahead:
-            self.history.observe(layer, route)
+        self.history.observe(layer, route)
         if self._progress is not None:
             self._progress(self._done + self._rows * layer // self._num_layers, self._tokens)
 
@@ -70,7 +63,7 @@ class LayerStream:
         if following == self._num_layers:
             self._done += self._rows
             following, rows = 0, min(self._chunk, self._tokens - self._done)
-        if not self._ahead or rows <= 0:
+        if rows <= 0:
             return self._supply.serve(layer, experts, wave=WAVE)
         likely = self.history.likely(following, rows)
         self._supply.cache.policy.foretell(following, likely)

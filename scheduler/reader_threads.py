@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -25,12 +25,14 @@ from speq.stats import Event, Recorder
 class Line:
     """The tickets that wait and those under way, shared by the readers and the engine.
 
+    place  gives the memory of a slot, by its number
+
     A prefetch under way cannot be called back, so `prefetch_limit` keeps a reader free for demands.
     `calls` wakes a reader for each ticket put in line. A reader that finds no work waits again.
     """
 
     fetch: Fetch
-    slots: Tensor
+    place: Callable[[int], Tensor]
     clock: Callable[[], float]
     prefetch_limit: int
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -94,7 +96,7 @@ class Line:
         ticket.reader = reader
         ticket.start_s = self.clock()
         try:
-            ticket.read_bytes = self.fetch(ticket.key, self.slots[ticket.slot])
+            ticket.read_bytes = self.fetch(ticket.key, self.place(ticket.slot))
         except BaseException as error:
             ticket.error = error
         ticket.end_s = self.clock()
@@ -167,8 +169,11 @@ class ReaderThreads:
         assert readers > 0
         self._moved_bytes = moved_bytes
         self._recorder = recorder
-        self._line = Line(fetch, slots, recorder.clock, prefetch_limit=max(1, readers - 1))
+        self._line = Line(
+            fetch, slots.__getitem__, recorder.clock, prefetch_limit=max(1, readers - 1)
+        )
         self._readers = [Reader(self._line, number) for number in range(readers)]
+        self._done: list[Ticket] = []
         self._dismiss = weakref.finalize(self, dismiss, self._line, self._readers)
         for reader in self._readers:
             reader.start()
@@ -177,7 +182,7 @@ class ReaderThreads:
         assert not self._line.closed, "the engine was closed"
         ticket = Ticket(key, slot, priority)
         self._line.put(ticket, priority)
-        self.report()
+        self._report()
         return ticket
 
     def hasten(self, ticket: Ticket) -> None:
@@ -192,29 +197,38 @@ class ReaderThreads:
             until_finished(ticket)
             end_s = self._recorder.clock()
             self._recorder.add(Event("stall", start_s, end_s, *ticket.key, ahead=ticket.ahead))
-        self.report()
+        self._report()
         if ticket.error is not None:
             raise ticket.error
 
     def cancel(self, ticket: Ticket) -> bool:
         return self._line.withdraw(ticket)
 
-    def report(self) -> None:
+    def launched(self, slots: Collection[int]) -> None:
+        pass  # kernels have ended when they return
+
+    def report(self) -> list[Ticket]:
+        self._report()
+        done, self._done = self._done, []
+        return done
+
+    def _report(self) -> None:
         # Only the caller's thread tells the recorder of transfers.
         while self._line.ended:
             ticket = self._line.ended.popleft()
             if ticket.error is None:
                 record(self._recorder, ticket, self._moved_bytes(ticket.key))
+                self._done.append(ticket)
 
     def quiesce(self) -> None:
         for ticket in self._line.withdraw_all():
             until_finished(ticket)
-        self.report()
+        self._report()
 
     def close(self) -> None:
         dismiss(self._line, self._readers)
         self._dismiss.detach()  # only now: an interrupt may have cut that short
-        self.report()
+        self._report()
 
 
 def until_finished(ticket: Ticket) -> None:

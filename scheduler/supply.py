@@ -66,6 +66,7 @@ class ExpertSupply:
                 try:
                     yield {key.expert: slot for key, slot in passing.items()}
                 finally:
+                    self._transfer.launched(passing.values())
                     self.cache.unpin(passing)
                 self.cache.trim(layer)
                 self.land(waiting)
@@ -143,8 +144,9 @@ class ExpertSupply:
         Raises the error of a failed transfer if its expert is `wanted`. Other failed experts are
         asked for again when they are needed.
         """
+        for ticket in self._transfer.report():
+            self.pace.ended(ticket)
         ended = [item for item in self._under_way.items() if item[1].ended]
-        self._transfer.report()
         for key, ticket in ended:
             self._close(key, ticket)
             if ticket.error is not None and key in wanted:
@@ -175,7 +177,6 @@ class ExpertSupply:
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
         del self._under_way[key]
         if ticket.state is State.DONE:
-            self.pace.ended(ticket)
             self.cache.publish(key, ticket.slot, ticket.ahead)
         else:
             self.cache.release(key.layer, ticket.slot)

@@ -1,7 +1,7 @@
 """The protocol of engines that move exact experts from the slow tier into slots."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum, IntEnum
 from typing import Protocol
 
@@ -78,7 +78,9 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the transfer will no longer write to its slot."""
+        """Tell whether the transfer will no longer write to its slot, as far as whoever asks the
+        device to read the slot from now on can see.
+        """
         return self.state not in (State.QUEUED, State.RUNNING)
 
 
@@ -86,7 +88,8 @@ class TransferEngine(Protocol):
     """Carries experts into slots. One thread calls it.
 
     A slot's contents are undefined until its ticket is DONE. The slot belongs to the transfer until
-    the ticket has ended.
+    the ticket has ended. On a device with streams DONE is meant in the order of its work: kernels
+    that are launched from then on find the expert, though its copy may still be under way.
     """
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
@@ -96,13 +99,18 @@ class TransferEngine(Protocol):
         """Turn a prefetch into a demand."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Hasten the ticket and return when its slot is filled. Raises the transfer's error."""
+        """Hasten the ticket and return when it is DONE. Raises the transfer's error."""
 
     def cancel(self, ticket: Ticket) -> bool:
         """Withdraw a ticket that has not begun; False if it has, and its slot is not free yet."""
 
-    def report(self) -> None:
-        """Tell the recorder which transfers ended since the last call."""
+    def launched(self, slots: Collection[int]) -> None:
+        """Kernels that read these slots were launched: nothing is written there before they end."""
+
+    def report(self) -> list[Ticket]:
+        """Tell the recorder which transfers ended since the last call; those that are done, with
+        their times.
+        """
 
     def quiesce(self) -> None:
         """Withdraw all tickets that have not begun and return when nothing is under way."""
@@ -126,47 +134,3 @@ def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
             reader=ticket.reader,
         )
     )
-
-
-class SynchronousTransfer:
-    """Moves each expert at once while the caller waits, so that all of it is stall.
-
-    slots        [S, slot_bytes] uint8, the arena
-    moved_bytes  gives the bytes that bringing an expert moves
-    """
-
-    def __init__(
-        self, fetch: Fetch, slots: Tensor, moved_bytes: MovedBytes, recorder: Recorder
-    ) -> None:
-        self._fetch = fetch
-        self._slots = slots
-        self._moved_bytes = moved_bytes
-        self._recorder = recorder
-
-    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
-        ticket = Ticket(key, slot, priority)
-        ticket.start_s = self._recorder.clock()
-        ticket.read_bytes = self._fetch(key, self._slots[slot])
-        ticket.end_s = self._recorder.clock()
-        ticket.state = State.DONE
-        record(self._recorder, ticket, self._moved_bytes(key))
-        self._recorder.add(Event("stall", ticket.start_s, ticket.end_s, key.layer, key.expert))
-        return ticket
-
-    def hasten(self, ticket: Ticket) -> None:
-        pass
-
-    def wait(self, ticket: Ticket) -> None:
-        pass
-
-    def cancel(self, ticket: Ticket) -> bool:
-        return False
-
-    def report(self) -> None:
-        pass
-
-    def quiesce(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

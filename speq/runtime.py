@@ -14,6 +14,7 @@ from speq.config import RunConfig
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.experts.host_tier import HostTier
 from speq.files.alignment import aligned_bytes
@@ -32,7 +33,8 @@ from speq.planning.settle import replan
 from speq.planning.ways import drafter_of
 from speq.registries import DRAFTERS
 from speq.scheduler.reader_threads import ReaderThreads
-from speq.scheduler.transfer import SynchronousTransfer, TransferEngine
+from speq.scheduler.stream_transfer import StreamTransfer
+from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, RunStats
 
 logger = logging.getLogger("speq")
@@ -51,7 +53,8 @@ class Runtime:
         self.plan: MemoryPlan = loaded.settled.memory
         self.recorder = Recorder()
         store = loaded.opened.store
-        self._host_tier = HostTier(store) if self.device.type == "cuda" else None
+        device = loaded.device
+        self._host_tier = None if isinstance(device, Processor) else HostTier(store, device)
         self._drop_draft(self.holding, self.plan)
         self.engine = self._lay_out()
 
@@ -173,11 +176,7 @@ class Runtime:
                 loaded.opened.store.codec.experts(slots, loaded.arena),
                 self._transfer(slots),
                 MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
-                Scheduling(
-                    self.config.cache_policy,
-                    self.config.prefetch,
-                    beside=self._host_tier is None,
-                ),
+                Scheduling(self.config.cache_policy, self.config.prefetch),
                 self.recorder,
             ),
             drafter=drafter,
@@ -188,11 +187,12 @@ class Runtime:
 
     def _transfer(self, slots: Tensor) -> TransferEngine:
         """Whatever fills the slots: reading threads, or copies from host memory."""
-        source = self._host_tier or self.opened.store
-        fetch, moved, recorder = fetch_from(source), moved_from(source), self.recorder
-        if self._host_tier is not None:
-            return SynchronousTransfer(fetch, slots, moved, recorder)
-        return ReaderThreads(fetch, slots, moved, recorder, self.config.reader_threads)
+        device, store, recorder = self._loaded.device, self.opened.store, self.recorder
+        readers = self.config.reader_threads
+        if isinstance(device, Processor):
+            return ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)
+        assert self._host_tier is not None
+        return StreamTransfer(device, self._host_tier, slots, recorder, readers)
 
     def _no_draft_reason(self) -> str:
         if self._loaded.settled.gives_up_draft:

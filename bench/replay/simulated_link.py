@@ -1,7 +1,7 @@
 """A link of given speed on a clock that moves when told to: a TransferEngine without bytes."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from speq.scheduler.expert_key import ExpertKey
@@ -44,6 +44,7 @@ class SimulatedLink:
         # Begun, in that order; their ends are known.
         self._running: list[Ticket] = []
         self._ended: list[Ticket] = []
+        self._done: list[Ticket] = []
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
         self._advance()  # what ended before it was asked for made room for others
@@ -69,7 +70,7 @@ class SimulatedLink:
         if self._clock.now > start_s:
             stall = Event("stall", start_s, self._clock.now, *ticket.key, ahead=ticket.ahead)
             self._recorder.add(stall)
-        self.report()
+        self._report()
 
     def cancel(self, ticket: Ticket) -> bool:
         self._advance()
@@ -78,10 +79,19 @@ class SimulatedLink:
         ticket.state = State.CANCELLED
         return True
 
-    def report(self) -> None:
+    def launched(self, slots: Collection[int]) -> None:
+        pass
+
+    def report(self) -> list[Ticket]:
+        self._report()
+        done, self._done = self._done, []
+        return done
+
+    def _report(self) -> None:
         self._advance()
         for ticket in self._ended:
             record(self._recorder, ticket, self._moved_bytes)
+        self._done += self._ended
         self._ended.clear()
 
     def quiesce(self) -> None:
@@ -92,7 +102,7 @@ class SimulatedLink:
         self._queue.clear()
         if self._running:
             self._clock.now = max(self._clock.now, self._running[-1].end_s)
-        self.report()
+        self._report()
 
     def close(self) -> None:
         self.quiesce()

@@ -1,13 +1,11 @@
 """Two banks of exact experts over one arena of slots, and what fills it."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from speq.experts.expert_store import ExpertStore
-from speq.experts.host_tier import HostTier
 from speq.experts.slots import SlotExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
 from speq.layers.offloaded_experts import ExpertBank
@@ -22,8 +20,6 @@ from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
 from speq.stats import Recorder
-
-logger = logging.getLogger("speq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +40,10 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How slots are filled and emptied, by name.
-
-    beside  whether transfers run beside the computation
-    """
+    """How slots are filled and emptied, by name."""
 
     cache_policy: str
     prefetch: str
-    beside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +68,11 @@ def offload_over(
         len(slots), sizes.num_layers, sizes.num_experts
     )
     supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, recorder)
-    prefetch = scheduling.prefetch
-    if prefetch != "none" and not scheduling.beside:
-        logger.warning(
-            "prefetch %s needs transfers beside the computation, which the device %s does not have "
-            "yet: experts are fetched on demand",
-            prefetch,
-            slots.device.type,
-        )
-        prefetch = "none"
-    prefetcher: Prefetcher = PREFETCHERS[prefetch](supply, LookaheadBuffer(sizes.num_layers))
+    prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
+        supply, LookaheadBuffer(sizes.num_layers)
+    )
     history = RouteHistory(sizes.num_layers, sizes.num_experts)
-    stream = LayerStream(supply, history, sizes.num_layers, ahead=scheduling.beside)
+    stream = LayerStream(supply, history, sizes.num_layers)
 
     def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
         table = SlotTable(sizes.num_experts, slots.device)
@@ -103,7 +88,7 @@ def offload_over(
     )
 
 
-def fetch_from(source: ExpertStore | HostTier) -> Fetch:
+def fetch_from(source: ExpertStore) -> Fetch:
     """Reads of one source, which holds on to nothing else."""
 
     def fetch(key: ExpertKey, slot: Tensor) -> int:
@@ -112,7 +97,7 @@ def fetch_from(source: ExpertStore | HostTier) -> Fetch:
     return fetch
 
 
-def moved_from(source: ExpertStore | HostTier) -> MovedBytes:
+def moved_from(source: ExpertStore) -> MovedBytes:
     """Bytes that such reads move."""
 
     def moved_bytes(key: ExpertKey) -> int:

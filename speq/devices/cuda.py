@@ -1,5 +1,6 @@
 """A GPU, by way of torch.cuda."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,17 +12,25 @@ from speq.devices.device import Event, Graph
 
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
+    device: "CudaDevice"
     event: torch.cuda.Event
 
     def done(self) -> bool:
         return self.event.query()
 
     def wait(self) -> None:
-        self.event.synchronize()
+        meanwhile = self.device.meanwhile
+        if meanwhile is None:
+            self.event.synchronize()
+            return
+        while not self.event.query():
+            meanwhile()
+            time.sleep(0)  # other threads take turns
 
 
 @dataclass(frozen=True, slots=True)
 class CudaStream:
+    device: "CudaDevice"
     stream: torch.cuda.Stream
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -31,7 +40,7 @@ class CudaStream:
     def record(self) -> CudaEvent:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        return CudaEvent(event)
+        return CudaEvent(self.device, event)
 
     def after(self, event: Event) -> None:
         self.stream.wait_event(own(event).event)
@@ -55,14 +64,18 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
-        self._recorded = torch.cuda.Stream(self.torch)
+        self._recorded: torch.cuda.Stream | None = None
+        self.meanwhile: Callable[[], None] | None = None
 
     @property
     def compute(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self.torch))
+        return CudaStream(self, torch.cuda.current_stream(self.torch))
 
     def stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self.torch))
+        return CudaStream(self, torch.cuda.Stream(self.torch))
+
+    def while_waiting(self, work: Callable[[], None] | None) -> None:
+        self.meanwhile = work
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch)
@@ -90,7 +103,7 @@ class CudaDevice:
     def capture(self, run: Callable[[], None], beside: Graph | None = None) -> CudaGraph:
         # Kernels are set up, and libraries opened, at their first call: no part of a graph. The
         # first call is on the stream that is recorded: cuBLAS has a workspace for each.
-        stream = self._recorded
+        stream = self._recorded = self._recorded or torch.cuda.Stream(self.torch)
         stream.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(stream):
             run()

@@ -72,6 +72,11 @@ class Accelerator(Device, Protocol):
     def stream(self) -> Stream:
         """A further one, beside the others."""
 
+    def while_waiting(self, work: Callable[[], None] | None) -> None:
+        """Have `work` done, again and again, whenever the host waits for an event. It waits for
+        none. None: nothing is to be done.
+        """
+
     def elapsed_s(self, start: Event, end: Event) -> float:
         """Seconds between two events that are done."""
 

@@ -6,9 +6,9 @@ experts, they stay on disk and pass through one pinned record: slower, and said 
 
 import logging
 
-import torch
 from torch import Tensor
 
+from speq.devices.device import Accelerator
 from speq.experts.codec import ExpertCodec
 from speq.experts.expert_store import ExpertStore
 from speq.files.alignment import aligned_bytes
@@ -29,8 +29,10 @@ class HostTier:
     moved_bytes  (layer, expert): what has to be moved to fill a slot
     """
 
-    def __init__(self, store: ExpertStore, host_bytes: int | None = None, pin: bool = True) -> None:
-        self._store = store
+    def __init__(
+        self, store: ExpertStore, device: Accelerator, host_bytes: int | None = None
+    ) -> None:
+        self._store, self._device = store, device
         count = store.num_layers * store.num_experts
         needed = count * store.codec.slot_bytes
         limit = int(available_bytes() * HOST_SHARE) if host_bytes is None else host_bytes
@@ -42,36 +44,31 @@ class HostTier:
                 format_bytes(limit),
                 format_bytes(needed),
             )
-        rows = count if self.resident else 1
-        self._slots = aligned_bytes(rows, store.codec.slot_bytes)
-        self.moved_bytes = store.record_bytes if self.resident else store.moved_bytes
-        self._pinned = pin
-        if pin:
-            # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.
-            cudart = torch.cuda.cudart()
-            torch.cuda.check_error(
-                cudart.cudaHostRegister(self._slots.data_ptr(), self._slots.nbytes, 0)
-            )
-        for at in range(count if self.resident else 0):
-            store.read(*divmod(at, store.num_experts), self._slots[at])
+        self.num_records = count if self.resident else max(8, limit // store.codec.slot_bytes)
+        self._slots = aligned_bytes(self.num_records, store.codec.slot_bytes)
+        self._pinned = device.pin(self._slots)
+        held = self.num_records if self.resident else 0
+        self.contents = [divmod(at, store.num_experts) for at in range(held)]
+        for at, (layer, expert) in enumerate(self.contents):
+            store.read(layer, expert, self._slots[at])
 
     @property
     def codec(self) -> ExpertCodec:
         return self._store.codec
 
-    def read(self, layer: int, expert: int, slot: Tensor) -> int:
-        """Fill `slot` [slot_bytes] uint8 on the device; it is there on return.
+    def record(self, at: int) -> Tensor:
+        """[slot_bytes] uint8: record number `at`."""
+        return self._slots[at]
 
-        Returns the bytes that this read from the disk.
-        """
-        at = layer * self._store.num_experts + expert if self.resident else 0
-        read_bytes = 0 if self.resident else self._store.read(layer, expert, self._slots[at])
-        nbytes = self._store.record_bytes(layer, expert)
-        slot[:nbytes].copy_(self._slots[at, :nbytes])
-        return read_bytes
+    def read(self, layer: int, expert: int, record: Tensor) -> int:
+        """Fill a record from the disk; the bytes read."""
+        return self._store.read(layer, expert, record)
+
+    def record_bytes(self, layer: int, expert: int) -> int:
+        return self._store.record_bytes(layer, expert)
 
     def close(self) -> None:
         """Unlock the memory."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._slots.data_ptr())
+            self._device.unpin(self._slots)
             self._pinned = False

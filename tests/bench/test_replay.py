@@ -458,7 +458,7 @@ def test_prefetching_waits_less_and_says_what_it_costs(slots: int, figures_of: F
         assert ahead["hit_rate"] > other["hit_rate"]
         assert ahead["hidden_share"] > other["hidden_share"]
     # Next to none of it goes again before its need comes.
-    assert ahead["wasted"] * 40 <= ahead["ahead_bytes"]
+    assert ahead["wasted"] * 30 <= ahead["ahead_bytes"]
     assert ahead["acceptance_rate"] == lru["acceptance_rate"]
     assert ahead["new_tokens"] == lru["new_tokens"]
 

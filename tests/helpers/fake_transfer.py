@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
@@ -47,6 +47,7 @@ class FakeTransfer:
         self.begun: list[ExpertKey] = []
         self.calls: list[str] = []
         self._open: list[Ticket] = []
+        self._done: list[Ticket] = []
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
         assert "close" not in self.calls
@@ -88,8 +89,12 @@ class FakeTransfer:
         self._withdraw(ticket)
         return True
 
-    def report(self) -> None:
-        pass
+    def launched(self, slots: Collection[int]) -> None:
+        assert not self.open_slots & set(slots), "a slot that is written to was read"
+
+    def report(self) -> list[Ticket]:
+        done, self._done = self._done, []
+        return done
 
     def quiesce(self) -> None:
         self.calls.append("quiesce")
@@ -161,6 +166,8 @@ class FakeTransfer:
         if ticket.error is None:
             self.contents[ticket.slot] = ticket.key
         ticket.state = State.DONE if ticket.error is None else State.FAILED
+        if ticket.error is None:
+            self._done.append(ticket)
         ticket.finished.release()
         self._fill_up()
 

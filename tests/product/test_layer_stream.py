@@ -99,7 +99,6 @@ class Stream:
         slots: int,
         layers: int,
         experts: int,
-        ahead: bool = True,
         rng: random.Random | None = None,
         depth: int = 2,
     ) -> None:
@@ -108,7 +107,7 @@ class Stream:
         self.cache = ExpertCache(slots, LruPolicy(slots, layers, experts))
         self.supply = ExpertSupply(self.cache, self.transfer, Recorder(Clock()))
         self.history = RouteHistory(layers, experts)
-        self.stream = LayerStream(self.supply, self.history, layers, ahead)
+        self.stream = LayerStream(self.supply, self.history, layers)
         self.seen: list[Choices] = [[] for _ in range(layers)]
 
     def layer(self, layer: int, choices: Choices) -> list[tuple[ExpertKey, Priority]]:
@@ -237,17 +236,6 @@ def test_the_last_layer_loads_for_the_next_chunk_and_the_last_chunk_for_nobody()
             asked = [made.layer(layer, rows) for layer in range(3)]
             ahead = [{key.layer for key, p in each if p is Priority.PREFETCH} for each in asked]
             assert ahead == [{1}, {2}, {0} if chunk < 2 else set()]
-
-
-def test_nothing_is_loaded_ahead_where_that_is_not_wanted() -> None:
-    made = Stream(12, 3, 8, ahead=False)
-    rows = [list(range(8))] * LONG_CHUNK
-    with made.stream.prompt(2 * LONG_CHUNK, LONG_CHUNK, None):
-        for _ in range(2):
-            for layer in range(3):
-                asked = made.layer(layer, rows)
-                assert {key.layer for key, _ in asked} <= {layer}
-                assert {priority for _, priority in asked} <= {Priority.DEMAND}
 
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(1, 4), (4, 4), (37, 5), (300, LONG_CHUNK)])

@@ -14,8 +14,8 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import OnDemand
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Fetch, Priority, State, SynchronousTransfer
-from speq.stats import Event, Recorder
+from speq.scheduler.transfer import Fetch, Priority
+from speq.stats import Recorder
 from tests.helpers.fake_transfer import Clock, FakeTransfer
 
 # (slots, layers, experts): roomy, tight, exactly one each, and fewer slots than layers.
@@ -610,39 +610,3 @@ def slow_tier() -> tuple[Clock, Fetch]:
         return 100 + key.expert
 
     return clock, fetch
-
-
-def test_synchronous_transfer() -> None:
-    clock, fetch = slow_tier()
-    recorder = Recorder(clock)
-    slots = torch.zeros(3, 64, dtype=torch.uint8)
-    transfer = SynchronousTransfer(fetch, slots, lambda key: 60, recorder)
-    step = recorder.begin("decode")
-    for key, slot in [(ExpertKey(1, 2), 2), (ExpertKey(0, 4), 0)]:
-        ticket = transfer.submit(key, slot, Priority.DEMAND)
-        assert (ticket.key, ticket.slot, ticket.state) == (key, slot, State.DONE)
-        assert not transfer.cancel(ticket)
-        transfer.wait(ticket)
-    transfer.quiesce()
-    assert slots[:, 0].tolist() == [4, 0, 12]
-    assert (slots == slots[:, :1]).all()
-    assert step.events == [
-        Event("transfer", 0.0, 3.0, 1, 2, moved_bytes=60, read_bytes=102, reader=0),
-        Event("stall", 0.0, 3.0, 1, 2),
-        Event("transfer", 3.0, 8.0, 0, 4, moved_bytes=60, read_bytes=104, reader=0),
-        Event("stall", 3.0, 8.0, 0, 4),
-    ]
-    assert (step.moved_bytes, step.read_bytes) == (120, 206)
-    assert (step.transfer_s, step.stall_s) == (8.0, 8.0)
-    transfer.close()
-
-
-def test_synchronous_transfer_that_fails_moves_nothing() -> None:
-    clock, fetch = slow_tier()
-    recorder = Recorder(clock)
-    slots = torch.zeros(1, 8, dtype=torch.uint8)
-    transfer = SynchronousTransfer(fetch, slots, lambda key: 8, recorder)
-    step = recorder.begin("decode")
-    with pytest.raises(OSError, match="disk is gone"):
-        transfer.submit(ExpertKey(0, 9), 0, Priority.DEMAND)
-    assert (step.moved_bytes, step.events) == (0, [])

@@ -10,8 +10,9 @@ from speq.scheduler.eviction import LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.pace import FEWEST
+from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.supply import ExpertSupply
-from speq.scheduler.transfer import Priority, SynchronousTransfer, TransferEngine
+from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from tests.helpers.fake_transfer import Clock, FakeTransfer
 
@@ -275,7 +276,7 @@ def test_the_engine_may_raise_when_it_is_asked() -> None:
         return 0
 
     slots = torch.zeros(2, 4, dtype=torch.uint8)
-    transfer: TransferEngine = SynchronousTransfer(fetch, slots, lambda key: 4, Recorder(Clock()))
+    transfer = ReaderThreads(fetch, slots, lambda key: 4, Recorder(Clock()), readers=1)
     supply = ExpertSupply(ExpertCache(2, LruPolicy(2, 1, 8)), transfer, Recorder(Clock()))
     for _ in range(3):
         with pytest.raises(OSError, match="disk is gone"):
@@ -285,6 +286,7 @@ def test_the_engine_may_raise_when_it_is_asked() -> None:
     for wave in supply.serve(0, [0, 1, 2]):
         seen |= {expert: slots[slot].tolist() for expert, slot in wave.items()}
     assert seen == {expert: [expert] * 4 for expert in range(3)}
+    transfer.close()
 
 
 @pytest.mark.parametrize("end", ["closed", "thrown into", "dropped"])

@@ -1,0 +1,325 @@
+"""The transfer engine of a device with streams: copies out of pinned memory, beside its work.
+
+No thread carries the copies: they would take turns with the one that launches kernels. The host
+keeps tickets in order, has two copies at most under way, since a copy that a stream was given can
+be neither recalled nor overtaken, and looks after them whenever it is called or waits for the
+device. Experts that lie on the disk are read into host records by threads, and copied from there.
+"""
+
+import heapq
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from speq.devices.device import Accelerator, Event, Stream
+from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.host_records import HostRecords, Tier
+from speq.scheduler.reader_threads import Line, Reader, dismiss, until_finished
+from speq.scheduler.transfer import Priority, State, Ticket, record
+from speq.stats import Event as Span
+from speq.stats import Recorder
+
+MOST_COPIES = 2
+# Seconds after which the device's clock, which counts in float32 milliseconds, is read anew.
+ANCHOR_S = 30.0
+
+
+class StreamTicket(Ticket):
+    """A transfer by way of a stream.
+
+    at      the host record that is copied from; None: none holds the expert yet
+    read    of the expert's record from the disk, where that is under way
+    began, copied  before and behind the copy, once it was given to the stream
+    waited  before and behind the place where the computation waits for it, if it does
+    """
+
+    __slots__ = ("at", "began", "copied", "read", "waited")
+
+    def __init__(self, key: ExpertKey, slot: int, priority: Priority) -> None:
+        super().__init__(key, slot, priority)
+        self.at: int | None = None
+        self.read: Ticket | None = None
+        self.began: Event | None = None
+        self.copied: Event | None = None
+        self.waited: tuple[Event, Event] | None = None
+
+
+@dataclass(slots=True)
+class Queue:
+    """Tickets in the order of their turn. A ticket's place counts for the priority it has."""
+
+    places: list[tuple[Priority, int, StreamTicket]] = field(default_factory=list)
+    order: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def put(self, ticket: StreamTicket) -> None:
+        heapq.heappush(self.places, (ticket.priority, next(self.order), ticket))
+
+    def first(self) -> StreamTicket | None:
+        """Whose turn it is."""
+        while self.places:
+            priority, _, ticket = self.places[0]
+            if ticket.state is State.QUEUED and ticket.priority is priority:
+                return ticket
+            heapq.heappop(self.places)
+        return None
+
+    def pop(self) -> None:
+        heapq.heappop(self.places)
+
+
+class DeviceClock:
+    """Tells when events were, in seconds of the recorder's clock."""
+
+    def __init__(self, device: Accelerator, recorder: Recorder) -> None:
+        self._device, self._recorder = device, recorder
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Read both clocks at once. The host waits for the device."""
+        self._event = self._device.compute.record()
+        self._event.wait()
+        self._at_s = self._recorder.clock()
+
+    @property
+    def age_s(self) -> float:
+        return self._recorder.clock() - self._at_s
+
+    def seconds(self, event: Event) -> float:
+        return self._at_s + self._device.elapsed_s(self._event, event)
+
+
+class StreamTransfer:
+    """A TransferEngine of one copy stream.
+
+    slots    [S, slot_bytes] uint8, the arena, on the device
+    tier     records in host memory, and the disk behind them
+    readers  threads that read from the disk, where not all experts are in host memory
+    """
+
+    def __init__(
+        self, device: Accelerator, tier: Tier, slots: Tensor, recorder: Recorder, readers: int
+    ) -> None:
+        self._device, self._tier, self._slots = device, tier, slots
+        self._recorder = recorder
+        self._stream: Stream = device.stream()
+        # The compute stream made the slots: what it did to that memory goes before all copies.
+        self._stream.after(device.compute.record())
+        self._clock = DeviceClock(device, recorder)
+        self._records = HostRecords(tier)
+        # By slot: behind the kernels that were last to read it.
+        self._readers: dict[int, Event] = {}
+        self._to_copy, self._to_read = Queue(), Queue()
+        self._copies: deque[StreamTicket] = deque()
+        self._reads: dict[Ticket, StreamTicket] = {}
+        self._waits: deque[StreamTicket] = deque()
+        self._done: list[Ticket] = []
+        self._line = Line(
+            lambda key, into: tier.read(*key, into),
+            tier.record,
+            recorder.clock,
+            prefetch_limit=max(1, readers - 1),
+        )
+        threads = [Reader(self._line, at) for at in range(0 if tier.resident else readers)]
+        self._threads = threads
+        self._dismiss = weakref.finalize(self, dismiss, self._line, threads)
+        for thread in threads:
+            thread.start()
+        self._quiet = False
+        device.while_waiting(_weakly(self._advance))
+
+    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
+        ticket = StreamTicket(key, slot, priority)
+        ticket.at = self._records.take(key)
+        self._put(ticket)
+        self._advance()
+        return ticket
+
+    def hasten(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, StreamTicket)
+        if ticket.priority is not Priority.DEMAND:
+            ticket.priority = Priority.DEMAND
+            if ticket.read is not None:
+                self._line.put(ticket.read, Priority.DEMAND)
+            elif ticket.state is State.QUEUED:
+                self._put(ticket)
+
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, StreamTicket)
+        assert ticket.state is not State.CANCELLED, f"nobody will carry out {ticket}"
+        if not ticket.ended:
+            compute = self._device.compute
+            asked = compute.record()
+            self.hasten(ticket)
+            while ticket.copied is None and ticket.error is None:
+                self._bring_on(ticket)
+            if ticket.copied is not None:
+                compute.after(ticket.copied)
+                ticket.waited = asked, compute.record()
+                self._waits.append(ticket)
+                ticket.state = State.DONE
+        if ticket.error is not None:
+            raise ticket.error
+
+    def cancel(self, ticket: Ticket) -> bool:
+        assert isinstance(ticket, StreamTicket)
+        if ticket.read is not None and self._line.withdraw(ticket.read):
+            del self._reads[ticket.read]
+            ticket.read, ticket.state = None, State.QUEUED
+        if ticket.state is not State.QUEUED:
+            return False
+        self._end(ticket, State.CANCELLED)
+        return True
+
+    def launched(self, slots: Collection[int]) -> None:
+        event = self._device.compute.record()
+        self._readers.update(dict.fromkeys(slots, event))
+
+    def report(self) -> list[Ticket]:
+        self._advance()
+        if not self._copies and self._clock.age_s > ANCHOR_S:
+            self._clock.anchor()
+        done, self._done = self._done, []
+        return done
+
+    def quiesce(self) -> None:
+        self._quiet = True
+        for read in self._line.withdraw_all():
+            until_finished(read)
+        # The stream, and not what is written down of it: an interrupt may have come between.
+        self._stream.record().wait()
+        self._land()
+        for ticket in {*self._queued(), *self._reads.values(), *self._copies}:
+            self._end(ticket, State.CANCELLED)
+        self._to_copy, self._to_read = Queue(), Queue()
+        self._copies.clear()
+        self._reads.clear()
+        self._line.ended.clear()
+        self._waits.clear()
+        self._records.give_back_all()
+        self._clock.anchor()
+        self._quiet = False
+
+    def close(self) -> None:
+        self._device.while_waiting(None)
+        self.quiesce()
+        dismiss(self._line, self._threads)
+        self._dismiss.detach()  # only now: an interrupt may have cut that short
+
+    def _put(self, ticket: StreamTicket) -> None:
+        """In the line it belongs in: for the stream, or for the disk."""
+        (self._to_read if ticket.at is None else self._to_copy).put(ticket)
+
+    def _advance(self) -> None:
+        """Take in what has ended, and begin what may."""
+        if self._quiet:
+            return
+        self._land()
+        while (ticket := self._to_read.first()) is not None:
+            at = self._records.claim()
+            if at is None:
+                break
+            self._to_read.pop()
+            self._read(ticket, at)
+        while len(self._copies) < MOST_COPIES and (ticket := self._to_copy.first()) is not None:
+            self._to_copy.pop()
+            self._copy(ticket)
+
+    def _bring_on(self, ticket: StreamTicket) -> None:
+        """Do what comes next for a ticket that the computation waits for, and wait for that."""
+        self._advance()
+        if ticket.copied is not None or ticket.error is not None:
+            return
+        if ticket.at is not None and ticket.read is None:
+            self._copy(ticket)  # right behind those under way, however many
+        elif ticket.read is not None:
+            until_finished(ticket.read)
+        elif self._copies:  # all records are in use, this one until its copy has ended
+            last = self._copies[0].copied
+            assert last is not None
+            last.wait()
+        else:
+            until_finished(next(iter(self._reads)))
+
+    def _read(self, ticket: StreamTicket, at: int) -> None:
+        ticket.at, ticket.state = at, State.RUNNING
+        ticket.read = Ticket(ticket.key, at, ticket.priority)
+        self._reads[ticket.read] = ticket
+        self._line.put(ticket.read, ticket.priority)
+
+    def _copy(self, ticket: StreamTicket) -> None:
+        assert ticket.at is not None
+        ticket.state = State.RUNNING
+        # Kernels may still read what the slot held before.
+        if (last := self._readers.pop(ticket.slot, None)) is not None:
+            self._stream.after(last)
+        nbytes = self._tier.record_bytes(*ticket.key)
+        ticket.began = self._stream.record()
+        self._stream.copy(self._slots[ticket.slot, :nbytes], self._tier.record(ticket.at)[:nbytes])
+        ticket.copied = self._stream.record()
+        self._copies.append(ticket)
+
+    def _land(self) -> None:
+        while self._line.ended:
+            read = self._line.ended.popleft()
+            ticket = self._reads.pop(read, None)
+            if ticket is not None:
+                self._landed(ticket, read)
+        while self._copies and (copied := self._copies[0].copied) is not None and copied.done():
+            self._complete(self._copies.popleft())
+        while self._waits and (waited := self._waits[0].waited) is not None and waited[1].done():
+            ticket = self._waits.popleft()
+            start_s, end_s = map(self._clock.seconds, waited)
+            self._recorder.add(Span("stall", start_s, end_s, *ticket.key, ahead=ticket.ahead))
+
+    def _landed(self, ticket: StreamTicket, read: Ticket) -> None:
+        """An expert was read from the disk, or could not be."""
+        assert ticket.at is not None
+        ticket.read = None
+        if read.error is not None:
+            ticket.error = read.error
+            self._end(ticket, State.FAILED)
+            return
+        ticket.start_s, ticket.reader, ticket.read_bytes = (
+            read.start_s,
+            read.reader,
+            read.read_bytes,
+        )
+        self._records.publish(ticket.at, ticket.key)
+        ticket.state = State.QUEUED
+        self._put(ticket)
+
+    def _complete(self, ticket: StreamTicket) -> None:
+        """A copy has ended."""
+        assert ticket.began is not None and ticket.copied is not None
+        if not ticket.start_s:
+            ticket.start_s = self._clock.seconds(ticket.began)
+        ticket.end_s = self._clock.seconds(ticket.copied)
+        record(self._recorder, ticket, self._tier.record_bytes(*ticket.key))
+        self._end(ticket, State.DONE)
+        self._done.append(ticket)
+
+    def _end(self, ticket: StreamTicket, state: State) -> None:
+        if ticket.at is not None:
+            self._records.give_back(ticket.at)
+            ticket.at = None
+        ticket.state = state
+
+    def _queued(self) -> list[StreamTicket]:
+        places = (*self._to_copy.places, *self._to_read.places)
+        return [ticket for _, _, ticket in places if ticket.state is State.QUEUED]
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A call of a method that does not keep its object alive: slots and threads go with it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
