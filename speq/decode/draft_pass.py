@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Graph, Processor
-from speq.devices.upload import Upload
+from speq.devices.staged import Uploads
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -73,7 +73,7 @@ class RecordedPass:
         self._eager = EagerPass(model, cache, bank)
         self._model, self._cache, self._bank = model, cache, bank
         self._device: Accelerator | None = device
-        self._upload = Upload(device)
+        self._uploads = Uploads(device)
         # The token and its position.
         self._inputs = torch.zeros(2, dtype=torch.int64, device=device.torch)
         self._graphs: dict[int, Graph] = {}
@@ -99,7 +99,7 @@ class RecordedPass:
 
     def run(self, token_id: int, on_route: OnLayer) -> Tensor:
         length = self._cache.lengths[0]
-        self._upload.fill(self._inputs, torch.tensor([token_id, length]))
+        self._uploads.write(torch.tensor([token_id, length]), self._inputs)
         graph = self._graph_over(min(-(-(length + 1) // BUCKET) * BUCKET, self._cache.capacity))
         if graph is None:
             return self._eager.run(token_id, on_route)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
 from speq.devices.device import Accelerator, Processor
-from speq.devices.upload import sender
+from speq.devices.staged import Uploads
 from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
@@ -45,7 +45,7 @@ class MoEModel:
         self._family = family
         self._switch = BankSwitch()
         self.device = device.torch
-        self._send = sender(device)
+        self._uploads = None if isinstance(device, Processor) else Uploads(device)
         self.dtype: torch.dtype = hf_model.dtype
         blocks = family.moe_blocks(hf_model)
         routers = [block.router for block in blocks.values()]
@@ -154,6 +154,10 @@ class MoEModel:
         placed = cache.placed(positions.view(1), seen)
         mask = partial(causal_mask, positions, seen)
         return self._run(bank, placed, token_ids, positions, mask)
+
+    def _send(self, values: Tensor) -> Tensor:
+        """A tensor of the host where the model computes."""
+        return values if self._uploads is None else self._uploads.send(values)
 
     def _run(
         self,

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from speq import Generator
 from speq.config import RunConfig
 from speq.decode import draft_pass
 from speq.decode.draft_pass import EagerPass, RecordedPass, recording_device
+from speq.decode.drafters.int4 import Int4Drafter
 from speq.devices.device import Processor
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded, load
@@ -21,8 +23,9 @@ from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from speq.routing import Route
+from tests.helpers.host_device import host_device
 from tests.helpers.host_graph import HostGraph, capture
-from tests.helpers.tiny_models import FAMILIES, write_model
+from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
 CPU = torch.device("cpu")
 TEXT = [7, 21, 200, 3, 90, 41, 5, 17, 133, 64, 2, 77]
@@ -137,7 +140,7 @@ def test_graphs_give_what_launched_passes_give(family: str, tiny: Callable[[str]
     device = Recorder()
     with ready(tiny(family)) as made:
         eager, recorded = made.eager(), made.graphs(device)
-        for at in range(20):
+        for at in range(18):
             compare(eager, recorded, TEXT[at % len(TEXT)])
             made.plain.advance(1)
             made.recorded.advance(1)
@@ -263,6 +266,36 @@ def test_a_read_in_the_pass_cannot_be_recorded(
         assert message.startswith("drafts run without graphs, which could not be recorded: aten.")
         assert message.endswith(" while a graph is recorded")
         assert recorded.buckets == device.captured == []
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [("qwen2_moe", "auto"), ("mixtral", "auto"), ("deepseek_v2", "auto"), ("mixtral", "none")],
+)
+def test_recorded_drafts_give_the_exact_tokens(
+    family: str, graphs: str, tiny: Callable[[str], Path]
+) -> None:
+    """On a device of the host's making, by the kernels of a GPU, over two buckets."""
+    expected = greedy_tokens(load_plain(tiny(family)), TEXT, 10)
+    with host_device() as device:
+        generator = Generator.from_pretrained(
+            tiny(family), "16MiB", device="cuda", dtype="float32", draft_length=3, graphs=graphs
+        )
+        result = generator.generate(TEXT, max_new_tokens=10, ignore_eos=True)
+        drafter = generator.runtime.engine.drafter
+        planned = generator.runtime.plan.items
+        generator.close()
+    assert result.token_ids == expected
+    assert result.stats["acceptance_rate"] > 0.3
+    assert isinstance(drafter, Int4Drafter)
+    assert ("graphs" in planned) == (graphs == "auto")
+    if graphs == "auto":
+        assert isinstance(drafter.draft_pass, RecordedPass)
+        assert drafter.draft_pass.buckets == [16, 24]
+    else:
+        assert isinstance(drafter.draft_pass, EagerPass)
+    # Nobody reads the device from within a recorded pass, or from a launched one.
+    assert not [read for read in device.reads if "draft_pass.py" in read[1]]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -18,7 +18,7 @@ class Int4Drafter:
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
         self._cache = base.cache
-        self._pass: DraftPass = (
+        self.draft_pass: DraftPass = (
             EagerPass(base.model, base.cache, base.int4)
             if base.graphs_on is None
             else RecordedPass(base.model, base.cache, base.int4, base.graphs_on)
@@ -39,7 +39,7 @@ class Int4Drafter:
                 if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
                     break
                 last = tokens[-1] if tokens else sequence.pending_id
-                logits = self._pass.run(last, partial(on_route, len(tokens)))
+                logits = self.draft_pass.run(last, partial(on_route, len(tokens)))
                 self._cache.advance(1)
                 written += 1
                 if not logits.isfinite().all():  # damaged codes must not end what needs no draft
