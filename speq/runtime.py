@@ -103,6 +103,10 @@ class Runtime:
         """Why the planner chose the holding, where a profile let it."""
         return self._loaded.settled.reason
 
+    def synchronize(self) -> None:
+        """Return when all that was asked of the device is done."""
+        self._loaded.device.synchronize()
+
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
         return RunStats(start_s, self.plan.report(), self.holding.codec, self.planned)
