@@ -59,8 +59,8 @@ Profile = Annotated[
 Graphs = Annotated[
     str,
     Option(
-        "Passes of the draft that are recorded and launched as a whole: auto (all, on the device "
-        "cuda) or none.",
+        "Passes that are recorded and launched as a whole: auto (all but those of prompts, on the "
+        "device cuda) or none.",
         Choice(("auto", "none")),
     ),
 ]

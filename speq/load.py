@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from speq.config import RunConfig
-from speq.decode.draft_pass import recording_device
 from speq.devices.device import Accelerator, Device, Processor
 from speq.devices.named import device_named
 from speq.drafts.draft_source import RoundedDraft, open_draft
@@ -31,6 +30,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.models import moe_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
+from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Budget
 from speq.planning.memory import MemoryPlan
@@ -54,7 +54,7 @@ class Loaded:
     subject   the model as it was planned for, its slots as large as was measured
     settled   the holding, with memory planned for the first request
     draft_bank  the INT4 copy, where one is held
-    graphs_on  the device that the draft's passes are recorded on; None: they are not
+    graphs_on  the device that passes are recorded on; None: they are not
     governor  outlives arenas that are laid out anew, with what it has learnt
     """
 
@@ -104,7 +104,7 @@ def load(
     if encoding is not None:
         settled = measured(encoding, arena, subject, settled, budget, progress)
     bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
-    graphs_on = None if bank is None else recording_device(config.graphs, device, model)
+    graphs_on = recording_device(config.graphs, device, model)
     governor = governor_of(config, profile, settled)
     return Loaded(config, opened, device, subject, settled, model, arena, bank, graphs_on, governor)
 

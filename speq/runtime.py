@@ -14,6 +14,7 @@ from speq.config import RunConfig
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.decode.verification import verification_over
 from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.experts.host_tier import HostTier
@@ -172,17 +173,19 @@ class Runtime:
                 DraftBase(self.model, cache, loaded.draft_bank, loaded.graphs_on)
             )
             governor = loaded.governor
+        offload = offload_over(
+            slots,
+            loaded.opened.store.codec.experts(slots, loaded.arena),
+            self._transfer(slots),
+            MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
+            Scheduling(self.config.cache_policy, self.config.prefetch),
+            self.recorder,
+        )
         return Engine(
             model=self.model,
             cache=cache,
-            offload=offload_over(
-                slots,
-                loaded.opened.store.codec.experts(slots, loaded.arena),
-                self._transfer(slots),
-                MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
-                Scheduling(self.config.cache_policy, self.config.prefetch),
-                self.recorder,
-            ),
+            offload=offload,
+            verification=verification_over(self.model, cache, offload.target, loaded.graphs_on),
             drafter=drafter,
             governor=governor,
             recorder=self.recorder,

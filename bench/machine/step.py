@@ -109,7 +109,7 @@ def drafting(
     if not tokens or not isinstance(drafter, Int4Drafter):
         return None
     made = drafter.draft_pass
-    recorded = isinstance(made, RecordedPass) and bool(made.buckets)
+    recorded = isinstance(made, RecordedPass) and bool(made.passes.shapes)
     return Drafting(tokens, sum(run.total("draft_s") for run in runs), recorded)
 
 

@@ -14,6 +14,7 @@ from speq.decode.accept import accept
 from speq.decode.drafter import Drafter, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sequence import Draft, Outcome, Sequence
+from speq.decode.verification import Verification
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
@@ -28,6 +29,7 @@ class Engine:
     model: MoEModel
     cache: KVCache
     offload: Offload
+    verification: Verification
     drafter: Drafter
     governor: Governor
     recorder: Recorder
@@ -82,13 +84,7 @@ class Engine:
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
         with self.mending(), self.recorder.timed("verify"):
-            return self.model.score(
-                self.offload.target,
-                self.cache,
-                [pending_id, *draft.token_ids],
-                draft.depths(),
-                draft.ancestors(),
-            )
+            return self.verification.score(pending_id, draft)
 
     def commit(
         self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats

@@ -56,22 +56,22 @@ class PlacedKVLayer(KVLayer):
 
     Its shapes depend on no length: a recorded pass is right for all of them.
 
-    place  [1] int64 on the device: where the next entry goes
-    seen   entries that attention gets to see; the mask hides those behind `place`
+    places  [T] int64 on the device: where the next entries go
+    seen    entries that attention gets to see; the mask hides those behind each of `places`
     """
 
-    def __init__(self, layer: KVLayer, place: Tensor, seen: int) -> None:
+    def __init__(self, layer: KVLayer, places: Tensor, seen: int) -> None:
         super().__init__(layer.keys, layer.values, layer.lengths)
         assert layer.keys.shape[0] == 1
         assert seen <= layer.keys.shape[2]
-        self._place, self._seen = place, seen
+        self._places, self._seen = places, seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one entry; return the first `seen`."""
-        self.keys.index_copy_(2, self._place, key_states)
-        self.values.index_copy_(2, self._place, value_states)
+        """Write T entries; return the first `seen`."""
+        self.keys.index_copy_(2, self._places, key_states)
+        self.values.index_copy_(2, self._places, value_states)
         return self.keys[:, :, : self._seen], self.values[:, :, : self._seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -110,9 +110,9 @@ class KVCache(Cache):
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
-    def placed(self, place: Tensor, seen: int) -> Cache:
+    def placed(self, places: Tensor, seen: int) -> Cache:
         """The same entries, seen and written as `PlacedKVLayer` says."""
-        return Cache(layers=[PlacedKVLayer(layer, place, seen) for layer in self.layers])
+        return Cache(layers=[PlacedKVLayer(layer, places, seen) for layer in self.layers])
 
     @property
     def nbytes(self) -> int:

@@ -143,15 +143,15 @@ class MoEModel:
     def forward_at(
         self, bank: ExpertBank, cache: KVCache, token_ids: Tensor, positions: Tensor, seen: int
     ) -> Tensor:
-        """Run one row's token [1, 1] on the device; return its last hidden states [1, 1, H].
+        """Run one row's chain of tokens [1, T]; return their last hidden states [1, T, H].
 
-        positions  [1, 1] int64 on the device: entries before it, behind which its own is written
-        seen       entries that attention runs over, more than that number
+        token_ids  on the device, as the positions [1, T] int64 are; entries are written there
+        seen       entries that attention runs over, more than any position
 
         No shape depends on a position and nothing is read by the host, so that a graph of the pass
         is right for all positions below `seen`.
         """
-        placed = cache.placed(positions.view(1), seen)
+        placed = cache.placed(positions[0], seen)
         mask = partial(causal_mask, positions, seen)
         return self._run(bank, placed, token_ids, positions, mask)
 

@@ -12,6 +12,7 @@ from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
+from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
 from speq.planning.memory import Demand
 from speq.planning.subject import Subject
@@ -27,7 +28,7 @@ class Budget:
     context        tokens of KV cache
     readers        threads that read, on the CPU
     longest_draft  tokens of a draft that is to be verified, at most
-    graphs         whether passes of the INT4 draft are recorded, which the CPU never does
+    graphs         whether passes are recorded, which the CPU never does
     """
 
     budget_bytes: int
@@ -59,7 +60,8 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
-    recorded = budget.graphs and not budget.on_cpu and holding.drafter == "int4"
+    recorded = budget.graphs and not budget.on_cpu
+    drafted = holding.drafter == "int4"
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
         loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
@@ -71,13 +73,31 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         workspace=lambda rows, context: shape.workspace_bytes(
             max(rows, scored), scored, context, dtype
         ),
-        graphs=(lambda context: graph_bytes(shape, context, dtype)) if recorded else None,
+        graphs=(lambda context: graph_bytes(shape, scored, drafted, context, dtype))
+        if recorded
+        else None,
     )
 
 
-def graph_bytes(shape: ModelShape, context: int, dtype: torch.dtype) -> int:
-    """The memory that graphs of passes share, for the widest of them, and the logits they leave."""
-    return shape.workspace_bytes(1, 1, context, dtype) + shape.vocab_size * dtype.itemsize
+def graph_bytes(
+    shape: ModelShape, rows: int, drafted: bool, context: int, dtype: torch.dtype
+) -> int:
+    """What recorded passes keep.
+
+    rows     tokens of the longest verification
+    drafted  whether the draft's passes are recorded as well
+
+    Graphs of one kind of pass share the memory of the widest, which no other tensor gets. Each
+    keeps its results, and verifications what lies, in every layer, where the host takes part.
+    """
+    experts, size = shape.experts, dtype.itemsize
+    result = (shape.vocab_size + experts.hidden_size) * size
+    at_cut = 2 * experts.hidden_size * size + 4 * experts.num_experts + 16 * shape.top_k
+    verification = shape.workspace_bytes(rows, rows, context, dtype)
+    verification += MAX_GRAPHS * rows * (result + len(experts.layers) * at_cut)
+    if not drafted:
+        return verification
+    return verification + shape.workspace_bytes(1, 1, context, dtype) + MAX_GRAPHS * result
 
 
 def _reading_bytes(subject: Subject, holding: Holding, codec: ExpertCodec) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.cuda._sanitizer import EventHandler
 from torch.utils._pytree import tree_leaves
 
-from speq.devices.device import Event, Graph
+from speq.devices.device import Cut, Event, Graph
 from speq.kernels import library
 from tests.helpers.host_graph import HostGraph, capture
 from tests.helpers.host_tensors import DEVICE, HostTensor, Machine, caller, host_tensors
@@ -196,7 +196,7 @@ class HostDevice(Machine):
         self._staged.append(made)
         return made
 
-    def capture(self, run: Callable[[], None], beside: Graph | None = None) -> Graph:
+    def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> Graph:
         assert beside is None or isinstance(beside, HostGraph)
         return capture(run, self.torch, beside)
 

@@ -15,6 +15,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from speq.devices.device import Cut
+
 aten = torch.ops.aten
 # Ops by which the host gets to know data: by themselves, or because their results are as long as
 # their data say.
@@ -138,13 +140,13 @@ def poison(tensor: Tensor) -> None:
 
 
 def capture(
-    run: Callable[[], None], device: torch.device, beside: HostGraph | None = None
+    run: Callable[[Cut], None], device: torch.device, beside: HostGraph | None = None
 ) -> HostGraph:
     """As `speq.devices.device.Accelerator.capture`."""
-    run()
+    run(lambda work: None)
     graph = HostGraph([] if beside is None else beside.beside)
     with Recording(graph, device), torch.no_grad():
-        run()
+        run(graph.ops.append)
     graph.beside.append(graph)
     graph.spoil()
     return graph

@@ -1,7 +1,6 @@
 """Graphs of the host's making: what they replay, and what they refuse as CUDA does."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speq.devices.device import Cut
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.host_graph import HostGraph, NotRecorded
 
@@ -23,11 +23,15 @@ def on(device: HostDevice, *values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device.torch)
 
 
+def copied(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
 def test_replays_use_what_lies_in_memory_by_then(device: HostDevice) -> None:
     inputs, place = on(device, 1, 2, 3), torch.tensor([0], device=device.torch)
     entries, sums = torch.zeros(4, 3, device=device.torch), on(device, 0)
 
-    def run() -> None:
+    def run(cut: Cut) -> None:
         entries.index_copy_(0, place, inputs[None] * 2)
         made = torch.empty_like(inputs)
         made.copy_(entries.sum(0))
@@ -48,7 +52,7 @@ def test_numbers_that_python_knew_stay_as_they_were(device: HostDevice) -> None:
     length = 1
     entries, value = torch.zeros(4, device=device.torch), on(device, 5)
 
-    def run() -> None:
+    def run(cut: Cut) -> None:
         entries[length : length + 1] = value
 
     graph = device.capture(run)
@@ -61,7 +65,7 @@ def test_what_a_recording_makes_is_nothing_before_a_replay(device: HostDevice) -
     """A GPU records without running; and graphs that share memory spoil each other's."""
     inputs, made = on(device, 3), []
 
-    def doubled() -> None:
+    def doubled(cut: Cut) -> None:
         made.append(inputs * 2)
 
     first = device.capture(doubled)
@@ -97,12 +101,35 @@ def test_the_host_has_no_part_in_a_graph(
 ) -> None:
     inputs = on(device, 1, 2, 3)
     with pytest.raises(NotRecorded, match=sentence):
-        device.capture(partial(refused, inputs))
+        device.capture(lambda cut: refused(inputs))
 
 
 def test_copies_of_host_memory_are_refused(device: HostDevice) -> None:
     inputs, there = on(device, 1, 2, 3), torch.ones(3)
     with pytest.raises(NotRecorded, match="copy_ uses host memory"):
-        device.capture(partial(inputs.copy_, there))
+        device.capture(lambda cut: copied(inputs, there))
     with pytest.raises(NotRecorded, match="copy_ uses host memory"):
-        device.capture(partial(there.copy_, inputs))
+        device.capture(lambda cut: copied(there, inputs))
+
+
+def test_the_host_works_between_the_pieces(device: HostDevice) -> None:
+    """At replays alone, and on what the pieces before have made by then."""
+    inputs, seen, outputs = on(device, 1), [], on(device, 0)
+
+    def run(cut: Cut) -> None:
+        squared, answer = inputs * inputs, torch.empty_like(inputs)
+
+        def work() -> None:
+            seen.append(squared.item())
+            answer.fill_(100)
+
+        cut(work)
+        outputs.copy_(answer + squared)
+
+    graph = device.capture(run)
+    assert seen == []
+    for value in (3, 5):
+        inputs.fill_(value)
+        graph.replay()
+        assert outputs.tolist() == [100 + value * value]
+    assert seen == [9, 25]

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import ClassVar
 
-from speq.decode.draft_pass import DraftPass, EagerPass, RecordedPass
+from speq.decode.draft_pass import draft_pass_over
 from speq.decode.drafter import DraftBase, GoOn
 from speq.decode.sampling import chosen
 from speq.decode.sequence import Draft, Sequence
@@ -18,11 +18,7 @@ class Int4Drafter:
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
         self._cache = base.cache
-        self.draft_pass: DraftPass = (
-            EagerPass(base.model, base.cache, base.int4)
-            if base.graphs_on is None
-            else RecordedPass(base.model, base.cache, base.int4, base.graphs_on)
-        )
+        self.draft_pass = draft_pass_over(base.model, base.cache, base.int4, base.graphs_on)
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn

@@ -1,4 +1,4 @@
-"""Passes of a draft that are recorded as graphs: the same numbers, from fixed memory."""
+"""Passes that are recorded as graphs: the same numbers, from fixed memory."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,15 +13,18 @@ from torch import Tensor
 
 from speq import Generator
 from speq.config import RunConfig
-from speq.decode import draft_pass
-from speq.decode.draft_pass import EagerPass, RecordedPass, recording_device
+from speq.decode.draft_pass import EagerPass, RecordedPass
 from speq.decode.drafters.int4 import Int4Drafter
-from speq.devices.device import Processor
+from speq.decode.sequence import Draft
+from speq.decode.verification import EagerVerification, RecordedVerification
+from speq.devices.device import Cut, Processor
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded, load
+from speq.models import recorded as graphs
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
+from speq.models.recorded import recording_device
 from speq.routing import Route
 from tests.helpers.host_device import host_device
 from tests.helpers.host_graph import HostGraph, capture
@@ -67,7 +70,7 @@ class Recorder:
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype)
 
-    def capture(self, run: Callable[[], None], beside: Any = None) -> HostGraph:
+    def capture(self, run: Callable[[Cut], None], beside: Any = None) -> HostGraph:
         self.captured.append(capture(run, CPU, beside))
         return self.captured[-1]
 
@@ -105,7 +108,7 @@ def ready(path: Path) -> Iterator[Ready]:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_pass, "BUCKET", BUCKET)
+    monkeypatch.setattr(graphs, "BUCKET", BUCKET)
 
 
 class Told:
@@ -128,6 +131,11 @@ def compare(eager: EagerPass, recorded: RecordedPass, token_id: int) -> None:
         torch.testing.assert_close(weights, expected, **CLOSE)
 
 
+def compare_entries(made: Ready, length: int) -> None:
+    for got, wanted in zip(made.recorded.tensors(), made.plain.tensors(), strict=True):
+        torch.testing.assert_close(got[:, :, :length], wanted[:, :, :length], **CLOSE)
+
+
 def compare_caches(made: Ready, length: int) -> None:
     for got, wanted in zip(made.recorded.tensors(), made.plain.tensors(), strict=True):
         torch.testing.assert_close(got[:, :, :length], wanted[:, :, :length], **CLOSE)
@@ -145,7 +153,7 @@ def test_graphs_give_what_launched_passes_give(family: str, tiny: Callable[[str]
             made.plain.advance(1)
             made.recorded.advance(1)
             compare_caches(made, at + 1)
-        assert recorded.buckets == [8, 16, 24]
+        assert recorded.passes.shapes == [(1, 8), (1, 16), (1, 24)]
         assert len(device.captured) == 3
 
 
@@ -194,11 +202,62 @@ def test_drafts_are_rewound_and_run_again(tiny: Callable[[str], Path]) -> None:
         assert len(device.captured) == 2
 
 
+class Counted:
+    """A bank that is told by the host when a layer's experts are asked for."""
+
+    def __init__(self, bank: DraftExperts) -> None:
+        self._bank = bank
+        self.routes: list[tuple[int, list[list[int]]]] = []
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        self.routes.append((layer, route.topk_ids.tolist()))
+        return self._bank(layer, hidden_states, route)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verifications_are_recorded_between_their_experts(
+    family: str, tiny: Callable[[str], Path]
+) -> None:
+    """Chains of several lengths, some kept in part, over the end of a bucket and at the cache's."""
+    device = Recorder()
+    with ready(tiny(family)) as made:
+        told, wanted = Counted(made.bank), Counted(made.bank)
+        eager = EagerVerification(made.model, made.plain, wanted)
+        recorded = RecordedVerification(made.model, made.recorded, told, device)  # type: ignore[arg-type]
+        length = 0
+        for drafted, kept in ((3, 2), (0, 1), (3, 4), (3, 1), (1, 2), (3, 4), (3, 2), (3, 4)):
+            draft = Draft.chain([(7 * length + 31 * at) % 250 for at in range(drafted)])
+            scores = eager.score(TEXT[length % 12], draft)
+            got = recorded.score(TEXT[length % 12], draft)
+            torch.testing.assert_close(got.logits, scores.logits, **CLOSE)
+            torch.testing.assert_close(got.hidden_states, scores.hidden_states, **CLOSE)
+            assert told.routes == wanted.routes
+            for cache in (made.plain, made.recorded):
+                cache.advance(kept)
+            length += kept
+        compare_entries(made, length)
+        shapes = [(4, 8), (1, 8), (4, 16), (2, 16), (4, 24)]
+        assert sorted(recorded.passes.shapes) == sorted(shapes)
+        # Five recordings asked no bank for anything.
+        assert len(told.routes) == 8 * made.model.num_moe_layers
+        assert len(device.captured) == len(shapes)
+
+
+def test_trees_are_launched(tiny: Callable[[str], Path]) -> None:
+    device = Recorder()
+    with ready(tiny("olmoe")) as made:
+        eager = EagerVerification(made.model, made.plain, made.bank)
+        recorded = RecordedVerification(made.model, made.recorded, made.bank, device)  # type: ignore[arg-type]
+        tree = Draft([5, 6, 7], [0, 0, 1])
+        assert torch.equal(recorded.score(3, tree).logits, eager.score(3, tree).logits)
+        assert device.captured == []
+
+
 def test_the_graphs_used_last_are_kept(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And all use the memory of the first: what one leaves there is nothing to the others."""
-    monkeypatch.setattr(draft_pass, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     device = Recorder()
     with ready(tiny("olmoe")) as made:
         eager, recorded = made.eager(), made.graphs(device)
@@ -206,7 +265,7 @@ def test_the_graphs_used_last_are_kept(
         for length in (0, 9, 1, 17, 2, 10):
             made.plain.lengths[0] = made.recorded.lengths[0] = length
             compare(eager, recorded, 33)
-            kept.append(recorded.buckets)
+            kept.append([seen for _, seen in recorded.passes.shapes])
         assert kept == [[8], [8, 16], [16, 8], [8, 24], [24, 8], [8, 16]]
         assert len(device.captured) == 4
         assert all(graph.beside is device.captured[0].beside for graph in device.captured)
@@ -263,9 +322,9 @@ def test_a_read_in_the_pass_cannot_be_recorded(
                 for cache in (made.plain, made.recorded):
                     cache.advance(1)
         [message] = caplog.messages
-        assert message.startswith("drafts run without graphs, which could not be recorded: aten.")
+        assert message.startswith("drafts run without graphs, one of which failed: aten.")
         assert message.endswith(" while a graph is recorded")
-        assert recorded.buckets == device.captured == []
+        assert recorded.passes.shapes == device.captured == []
 
 
 @pytest.mark.parametrize(
@@ -283,6 +342,7 @@ def test_recorded_drafts_give_the_exact_tokens(
         )
         result = generator.generate(TEXT, max_new_tokens=10, ignore_eos=True)
         drafter = generator.runtime.engine.drafter
+        verification = generator.runtime.engine.verification
         planned = generator.runtime.plan.items
         generator.close()
     assert result.token_ids == expected
@@ -291,9 +351,12 @@ def test_recorded_drafts_give_the_exact_tokens(
     assert ("graphs" in planned) == (graphs == "auto")
     if graphs == "auto":
         assert isinstance(drafter.draft_pass, RecordedPass)
-        assert drafter.draft_pass.buckets == [16, 24]
+        assert isinstance(verification, RecordedVerification)
+        assert (4, 24) in verification.passes.shapes
+        assert drafter.draft_pass.passes.shapes == [(1, 16), (1, 24)]
     else:
         assert isinstance(drafter.draft_pass, EagerPass)
+        assert isinstance(verification, EagerVerification)
     # Nobody reads the device from within a recorded pass, or from a launched one.
     assert not [read for read in device.reads if "draft_pass.py" in read[1]]
 
@@ -312,7 +375,7 @@ def test_positions_that_the_host_looks_at_are_not_recorded(
     with ready(path) as made, caplog.at_level(logging.WARNING, "speq"):
         assert recording_device("auto", device, made.model) is None
         assert caplog.messages == [
-            f"drafts run without graphs: rotary embeddings of type {kind} look at positions on the "
+            f"passes run without graphs: rotary embeddings of type {kind} look at positions on the "
             "host"
         ]
 
