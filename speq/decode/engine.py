@@ -112,11 +112,14 @@ class Engine:
 
     @contextmanager
     def mending(self) -> Iterator[None]:
-        """An interrupt can strike between any two lines: what lay in slots is then forgotten."""
+        """An interrupt can strike between any two lines: what lay in slots is then forgotten, and
+        so are the entries of tokens.
+        """
         try:
             yield
         except BaseException:
             self.offload.supply.forget()
+            self.cache.erase()
             raise
 
     def close(self) -> None:

@@ -122,6 +122,15 @@ class KVCache(Cache):
         for row in range(len(self.lengths)):
             self.lengths[row] = 0
 
+    def erase(self) -> None:
+        """Forget everything, and have numbers behind every length.
+
+        Recorded passes give no weight to entries there, but what is no number would remain.
+        """
+        self.clear()
+        for tensor in self.tensors():
+            tensor.zero_()
+
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written behind every row."""
         for row, length in enumerate(self.lengths):

@@ -32,8 +32,8 @@ class RunOptions(TypedDict, total=False):
     for.
     """
     graphs: str
-    """Passes of the draft that are recorded and launched as a whole: auto (all, on the device cuda)
-    or none.
+    """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
+    device cuda) or none.
     """
     profile: str | Path
     """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
@@ -180,8 +180,8 @@ class TuneOptions(TypedDict, total=False):
     for.
     """
     graphs: str
-    """Passes of the draft that are recorded and launched as a whole: auto (all, on the device cuda)
-    or none.
+    """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
+    device cuda) or none.
     """
     verify_reads: bool
     """Compare experts with the checksums of a pack at every read."""

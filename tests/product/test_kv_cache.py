@@ -80,6 +80,16 @@ def test_rewind_forgets_the_last_entries() -> None:
         cache.rewind(1)
 
 
+def test_erased_entries_are_numbers() -> None:
+    cache = new_cache()
+    write(cache, [[1, 2], [3, 4]])
+    cache.advance(2)
+    cache.layers[1].values[:, :, 2:] = float("nan")
+    cache.erase()
+    assert cache.lengths == [0, 0]
+    assert not any(tensor.any() for tensor in cache.tensors())
+
+
 def test_capacity_cannot_be_passed() -> None:
     cache = new_cache(capacity=3)
     write(cache, [[1, 2, 3], [4, 5, 6]])

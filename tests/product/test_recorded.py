@@ -243,6 +243,24 @@ def test_verifications_are_recorded_between_their_experts(
         assert len(device.captured) == len(shapes)
 
 
+def test_what_is_no_number_does_not_outlive_an_interrupt(tiny: Callable[[str], Path]) -> None:
+    """Of a pass that ended half way, in entries that recorded passes run over."""
+    expected = greedy_tokens(load_plain(tiny("olmoe")), TEXT[:4], 3)
+    with host_device():
+        generator = Generator.from_pretrained(
+            tiny("olmoe"), "16MiB", device="cuda", dtype="float32", draft_length=2
+        )
+        generator.reserve(24)
+        engine = generator.runtime.engine
+        with pytest.raises(KeyboardInterrupt), engine.mending():
+            engine.cache.layers[0].values.fill_(float("nan"))
+            raise KeyboardInterrupt
+        result = generator.generate(TEXT[:4], max_new_tokens=3, ignore_eos=True)
+        assert generator.runtime.engine is engine
+        generator.close()
+    assert result.token_ids == expected
+
+
 def test_trees_are_launched(tiny: Callable[[str], Path]) -> None:
     device = Recorder()
     with ready(tiny("olmoe")) as made:
