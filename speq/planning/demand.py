@@ -36,7 +36,7 @@ class Budget:
     on_cpu: bool
     readers: int = DEFAULT_READER_THREADS
     longest_draft: int = LONGEST
-    graphs: bool = True
+    graphs: bool = False
 
     @classmethod
     def of(
