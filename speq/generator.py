@@ -227,14 +227,16 @@ class Generator:
             if progress is not None:
                 progress("running the prompt", done, total)
 
-        emitted = engine.start(request, prompt_progress)
-        while True:
-            for token_id, piece in zip(emitted, text.take(), strict=True):
-                yield Token(token_id, piece)
-                self._streaming_thread = threading.get_ident()  # it may have been handed on
-            if request.finish_reason is not None:
-                return request, stats
-            emitted = engine.step(request, self._draft_length)
+        with self._runtime.watched(stats):
+            emitted = engine.start(request, prompt_progress)
+            while True:
+                for token_id, piece in zip(emitted, text.take(), strict=True):
+                    yield Token(token_id, piece)
+                    self._streaming_thread = threading.get_ident()  # it may have been handed on
+                if request.finish_reason is not None:
+                    break
+                emitted = engine.step(request, self._draft_length)
+        return request, stats
 
     @contextmanager
     def with_draft_length(self, draft_length: int) -> Iterator[None]:

@@ -5,6 +5,8 @@ The KV cache and the expert slots share what weights and draft leave of the budg
 
 import contextlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,6 +17,7 @@ from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
 from speq.decode.verification import verification_over
+from speq.devices.card import summary, watching
 from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.experts.host_tier import HostTier
@@ -111,6 +114,16 @@ class Runtime:
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
         return RunStats(start_s, self.plan.report(), self.holding.codec, self.planned)
+
+    @contextmanager
+    def watched(self, stats: RunStats) -> Iterator[None]:
+        """Note in `stats` what the driver says of the card during the block."""
+        device = self._loaded.device
+        with watching(None if isinstance(device, Processor) else device.card()) as readings:
+            try:
+                yield
+            finally:
+                stats.card = summary(readings)
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.

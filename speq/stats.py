@@ -305,6 +305,8 @@ FIGURES = {
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
     "`kv_cache`, `read_buffers`, `graphs` (where passes are recorded), `workspace`, `slots`, "
     "`unused`",
+    "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
+    "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",
     "planned": "the planner's reason for codec and draft, if a profile let it choose",
 }
@@ -336,12 +338,14 @@ class RunStats:
 
     codec    of the experts in slots
     planned  why, where a profile let the planner choose that and the draft
+    card     figures of the GPU during the run, where its driver gave any
     """
 
     start_s: float
     memory: dict[str, int]
     codec: str = "raw"
     planned: str | None = None
+    card: dict[str, Any] | None = None
     steps: list[StepStats] = field(default_factory=list)
     layers: dict[int, LayerStats] = field(default_factory=dict)
     _details: int = 0
@@ -414,6 +418,7 @@ class RunStats:
                 {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
             ],
             "memory": dict(self.memory),
+            "card": self.card,
             "codec": self.codec,
             "planned": self.planned,
         }

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.cells import Folder, Folders
 from tests.helpers.command import Command, command_in_process
 from tests.helpers.paths import BUNDLED
 from tests.helpers.tiny_models import write_model, write_perturbed
@@ -90,3 +91,11 @@ def poor_draft(
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the `speq` command inside this process."""
     return command_in_process(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def folders(
+    tiny: Folder, tiny_bfloat16: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Folders:
+    """The small models in the forms that cells ask for."""
+    return Folders(tmp_path_factory.mktemp("forms"), tiny, tiny_bfloat16)

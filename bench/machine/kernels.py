@@ -11,7 +11,8 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
 
     moe_int4          the draft's experts in one call
     moe_int4_unfused  the baseline: a call for each expert and projection
-    moe_grouped       the exact experts, without the weighted sum (`ops.combine`)
+    moe_grouped       the exact experts, without the weighted sum (`ops.combine`). A GPU runs many
+                      rows in blocks here. A run has its long prompts multiplied by torch.
     moe_grouped_lossless, moe_grouped_residual
                       the same out of compact records; a residual's bytes include its codes
     torch             the exact experts as transformers' eager loop runs them, in bfloat16
@@ -342,7 +343,7 @@ def measure_shape(
                 "E": shape.num_experts,
                 "experts_held": held,
                 "dtype": settings.dtype,
-                "backend": runs_on(backends[kernel], kernel, count),
+                "backend": backends[kernel],
             }
             rows.append(row | summarise(samples))
     return rows
@@ -367,7 +368,7 @@ def measure(
         drawn = draw_routes(settings.rounds * calls, rows, top_k, held)
         routes[kernel] = drawn.unflatten(0, (settings.rounds, calls))
         # The others look at their routes on the host.
-        captured = runs_on(backends[kernel], kernel, rows) == "cuda" and kernel in CAPTURED
+        captured = backends[kernel] == "cuda" and kernel in CAPTURED
         works[kernel] = Calls(kernel, layer, routes[kernel][0], dtype, captured)
     found: dict[str, list[Round]] = {kernel: [] for kernel in kernels}
     for turn in range(settings.rounds):
@@ -385,12 +386,6 @@ def measure(
                 )
             )
     return found
-
-
-def runs_on(backend: str, kernel: str, rows: int) -> str:
-    """What runs `kernel` with so many rows: on a GPU, `ops.moe_grouped` leaves many to torch."""
-    many = kernel.startswith("moe_grouped") and rows > ops.MAX_CUDA_ROWS
-    return "torch" if backend == "cuda" and many else backend
 
 
 def expert_bytes(kernel: str, layer: Layer, group_size: int) -> int:

@@ -1,5 +1,6 @@
 """`speq doctor`: what runs on this machine, how fast its memory is, and what is missing."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,8 +14,11 @@ from speq.options.declared import Options
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
+    from speq.devices.card import CardReading
     from speq.devices.device import Accelerator, Processor
     from speq.measure.report import Column, Report
+
+logger = logging.getLogger("speq")
 
 # Read to measure the memory; less where a quarter of what is free is less.
 READ_BYTES = 1 << 30
@@ -77,8 +81,21 @@ def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Repor
         "missing": dict(library.MISSING),
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
+        "card": None if (card := card_reading(on)) is None else asdict(card),
     }
     return Report("doctor", device.type, settings, rows)
+
+
+def card_reading(on: "Processor | Accelerator") -> "CardReading | None":
+    """What the driver says of the card now; None, said why, where it says nothing."""
+    from speq.devices.device import Processor
+
+    card = None if isinstance(on, Processor) else on.card()
+    try:
+        return None if card is None else card.read()
+    except Exception as error:  # NVML's errors are made as they occur
+        logger.info("no figures of PCIe and clocks: NVML says %s", error)
+        return None
 
 
 def findings(report: "Report") -> list[str]:
@@ -91,6 +108,7 @@ def findings(report: "Report") -> list[str]:
         f"processor:     {machine['processor']}, {machine['cores']} cores, "
         f"{format_bytes(machine['memory_bytes'])} of memory",
         f"GPU:           {machine['gpu'] or 'none that torch sees'}",
+        *_card(found["card"]),
         f"torch:         {machine['torch']}, {machine['torch_threads']} threads; "
         f"Python {machine['python']}, {machine['system']}",
         f"memory speed:  {found['read_gb_per_s']:.1f} GB/s: a plain read of "
@@ -105,6 +123,15 @@ def findings(report: "Report") -> list[str]:
             f"speed.{_advice(found['device'], missing)}"
         )
     return lines
+
+
+def _card(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    memory = f"{format_bytes(found['used_bytes'])} of {format_bytes(found['total_bytes'])} in use"
+    link = f"PCIe {found['link_generation']} x{found['link_width']} now"
+    clocks = f"{found['sm_clock_mhz']} MHz, memory {found['memory_clock_mhz']} MHz"
+    return [f"card:          {memory}; {link}; {clocks}"]
 
 
 def _instructions(found: dict[str, Any]) -> str:

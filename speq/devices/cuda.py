@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.devices.card import Card, card_of
 from speq.devices.device import Cut, Event, Graph
 
 PoolHandle = Any  # torch's own, of memory that graphs share
@@ -96,6 +97,9 @@ class CudaDevice:
 
     def elapsed_s(self, start: Event, end: Event) -> float:
         return own(start).event.elapsed_time(own(end).event) / 1e3
+
+    def card(self) -> Card | None:
+        return card_of(str(torch.cuda.get_device_properties(self.torch).uuid))
 
     def pin(self, memory: Tensor) -> bool:
         # Not torch's own pinned allocator: it rounds up to a power of two, gigabytes here.

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speq.devices.card import Card
 from speq.machine import available_bytes
 
 
@@ -85,6 +86,9 @@ class Accelerator(Device, Protocol):
 
     def elapsed_s(self, start: Event, end: Event) -> float:
         """Seconds between two events that are done."""
+
+    def card(self) -> Card | None:
+        """What tells of the card besides; None where nothing does."""
 
     def pin(self, memory: Tensor) -> bool:
         """Lock host memory, so that copies run beside the host; whether the system let us.

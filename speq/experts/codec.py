@@ -16,10 +16,11 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.int4 import Int4Arena, Int4Expert
-from speq.experts.slots import SlotExperts
+from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import aligned
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.ops import PlainExpert
 from speq.registries import CODECS
 
 # gate_up_proj [2F, H], gate over up, and down_proj [H, F].
@@ -51,10 +52,12 @@ class ExpertShape:
     def nbytes(self) -> int:
         return self.weights * self.dtype.itemsize
 
-    def empty(self) -> Matrices:
-        """Memory for both matrices, on the CPU."""
+    def empty(self, device: torch.device | None = None) -> Matrices:
+        """Memory for both matrices, on the CPU where no device is named."""
         shapes = (self.gate_up_shape, self.down_shape)
-        gate_up_proj, down_proj = (torch.empty(shape, dtype=self.dtype) for shape in shapes)
+        gate_up_proj, down_proj = (
+            torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes
+        )
         return gate_up_proj, down_proj
 
 
@@ -78,6 +81,10 @@ class ExpertCodec(Protocol):
     @property
     def op(self) -> str:
         """The kernel that runs experts out of slots."""
+
+    @property
+    def plain_bytes(self) -> int:
+        """What one expert's words take beside its slot, where they are wanted plain."""
 
     @property
     def shape(self) -> ExpertShape: ...
@@ -118,6 +125,7 @@ class RawCodec:
     needs_draft: ClassVar[bool] = False
     usual_bits: ClassVar[float | None] = None
     op: ClassVar[str] = "moe_grouped"
+    plain_bytes: ClassVar[int] = 0
     shape: ExpertShape
 
     @classmethod
@@ -150,8 +158,12 @@ class RawCodec:
         return gate_up_proj[0], down_proj[0]
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        matrices = self._matrices(slots)
-        return SlotExperts(ops.moe_grouped, lambda layer: matrices)
+        matrices = gate_up_proj, down_proj = self._matrices(slots)
+
+        def plain(expert: int, slot: int) -> PlainExpert:
+            return PlainExpert(gate_up_proj[slot], down_proj[slot])
+
+        return SlotExperts(ops.moe_grouped, lambda layer: matrices, lambda layer: plain)
 
     def _matrices(self, slots: Tensor) -> Matrices:
         """gate_up_proj [S, 2F, H] and down_proj [S, H, F] of slots [S, slot_bytes] uint8."""
@@ -187,6 +199,10 @@ class CompactCodec:
         return CompactLayout(shape.hidden_size, shape.expert_width, lossless=lossless)
 
     @property
+    def plain_bytes(self) -> int:
+        return self.shape.nbytes
+
+    @property
     def record_range(self) -> tuple[int, int]:
         return self.layout.fixed_bytes, self.layout.most_bytes
 
@@ -218,7 +234,17 @@ class LosslessCodec(CompactCodec):
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         held = slots, self.shape.expert_width
-        return SlotExperts(compact_ops.moe_grouped_lossless, lambda layer: held)
+
+        def plain(layer: int) -> PlainWords:
+            words = self.shape.empty(slots.device)
+
+            def read(expert: int, slot: int) -> PlainExpert:
+                compact_ops.decode_lossless(slots[slot], *words)
+                return PlainExpert(*words)
+
+            return read
+
+        return SlotExperts(compact_ops.moe_grouped_lossless, lambda layer: held, plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +270,21 @@ class ResidualCodec(CompactCodec):
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         base = needed(base)
-        held = [(slots, of_layer, base.bank) for of_layer in base.base_slots.unbind()]
-        return SlotExperts(compact_ops.moe_grouped_residual, held.__getitem__)
+        bank, base_slots = base.bank, base.base_slots
+        held = [(slots, of_layer, bank) for of_layer in base_slots.unbind()]
+        on_host = base_slots.tolist()  # now, so that nobody has to ask the device later
+
+        def plain(layer: int) -> PlainWords:
+            words = self.shape.empty(slots.device)
+
+            def read(expert: int, slot: int) -> PlainExpert:
+                gate_up, down, input_perm = bank.expert(on_host[layer][expert])
+                compact_ops.decode_residual(slots[slot], gate_up, down, *words)
+                return PlainExpert(*words, input_perm)
+
+            return read
+
+        return SlotExperts(compact_ops.moe_grouped_residual, held.__getitem__, plain)
 
 
 def needed(base: Base | None) -> Base:

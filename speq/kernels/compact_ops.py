@@ -10,10 +10,7 @@ from speq.errors import SpeqError
 from speq.kernels import library, reference_compact
 from speq.kernels.checks import FLOAT_DTYPES, activation_code, check_int4, check_tensor
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import MAX_CUDA_ROWS, Int4Bank
-
-# One expert's codes: (qweight [N, K / 2] uint8, scales [N, K / group_size] float16).
-Int4Pair = tuple[Tensor, Tensor]
+from speq.kernels.ops import Int4Bank, Int4Pair, row_blocks
 
 
 def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
@@ -79,15 +76,17 @@ def moe_grouped_lossless(
     activation: str,
     out: Tensor,
 ) -> None:
-    """`reference_compact.moe_grouped_lossless_out`; errors as of `ops.moe_grouped`."""
+    """`reference_compact.moe_grouped_lossless_out`; blocks and errors as of `ops.moe_grouped`."""
     layout = CompactLayout(hidden_states.shape[1], expert_width, lossless=True)
     _check_rows(hidden_states, topk_ids, slot_table, out)
     _check_records("slots", slots, 2, layout)
-    arguments = hidden_states, topk_ids, slot_table, slots, expert_width
-    if _on_reference(hidden_states):
-        reference_compact.moe_grouped_lossless_out(*arguments, activation, out)
-    else:
-        library.call("moe_grouped_lossless", *arguments, activation_code(activation), out)
+    code = activation_code(activation)
+    held = slot_table, slots, expert_width
+    if hidden_states.dtype == torch.float64:
+        reference_compact.moe_grouped_lossless_out(hidden_states, topk_ids, *held, activation, out)
+        return
+    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
+        library.call("moe_grouped_lossless", part, ids, *held, code, target)
 
 
 def moe_grouped_residual(
@@ -100,7 +99,7 @@ def moe_grouped_residual(
     activation: str,
     out: Tensor,
 ) -> None:
-    """`reference_compact.moe_grouped_residual_out` over a bank; errors as of `ops.moe_grouped`."""
+    """`reference_compact.moe_grouped_residual_out` over a bank; else as `ops.moe_grouped`."""
     width = bank.down[0].shape[2] * 2
     layout = CompactLayout(bank.hidden_size, width, lossless=False)
     _check_rows(hidden_states, topk_ids, slot_table, out)
@@ -111,19 +110,13 @@ def moe_grouped_residual(
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
     _check_records("slots", slots, 2, layout)
-    arguments = hidden_states, topk_ids, slot_table, slots, base_slots
-    codes = *bank.gate_up, *bank.down, bank.input_perm
-    if _on_reference(hidden_states):
-        reference_compact.moe_grouped_residual_out(*arguments, *codes, activation, out)
-    else:
-        code = activation_code(activation)
-        library.call("moe_grouped_residual", *arguments, *codes, code, out)
-
-
-def _on_reference(hidden_states: Tensor) -> bool:
-    """float64 rows, which only tests use, and prompts on a GPU."""
-    many = hidden_states.device.type == "cuda" and hidden_states.shape[0] > MAX_CUDA_ROWS
-    return hidden_states.dtype == torch.float64 or many
+    code = activation_code(activation)
+    held = slot_table, slots, base_slots, *bank.gate_up, *bank.down, bank.input_perm
+    if hidden_states.dtype == torch.float64:
+        reference_compact.moe_grouped_residual_out(hidden_states, topk_ids, *held, activation, out)
+        return
+    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
+        library.call("moe_grouped_residual", part, ids, *held, code, target)
 
 
 def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:

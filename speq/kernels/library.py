@@ -6,7 +6,8 @@ native library, where there is one, registers faster ones for its device and win
 
 import ctypes
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,34 @@ for _name, (_schema, _reference) in OPS.items():
 _OVERLOADS = {name: getattr(torch.ops.speq, f"{name}_out").default for name in OPS}
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The ops as they run for tensors of one kind of device, and how much one call of them takes.
+
+    overloads      what is called, by the name of the op
+    max_rows       rows of a call
+    max_positions  places of all routes of a call, which are rows times top_k
+    """
+
+    overloads: Mapping[str, Callable[..., None]]
+    max_rows: int = sys.maxsize
+    max_positions: int = sys.maxsize
+
+    def call_rows(self, top_k: int) -> int:
+        """Rows of a call whose routes have top_k places each; 0 where one row is too much."""
+        return min(self.max_rows, self.max_positions // max(top_k, 1))
+
+
+# By the type of the device. All rows of a call stay in a GPU's registers while weights stream by;
+# csrc/cuda/launchers.h has the same limits.
+KERNELS = {"cpu": Kernels(_OVERLOADS), "cuda": Kernels(_OVERLOADS, max_rows=16, max_positions=256)}
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """The kernels that run for tensors on the device of this one."""
+    return KERNELS["cuda" if tensor.is_cuda else "cpu"]
+
+
 def load(path: Path) -> str | None:
     """Load compiled kernels; the reason why not, where they cannot be."""
     if not path.exists():
@@ -189,6 +218,6 @@ def _cpu_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(CPU_LIBRARY))
 
 
-def call(op: str, *arguments: Tensor | int | None) -> None:
-    """Run an op by name."""
-    _OVERLOADS[op](*arguments)
+def call(op: str, tensor: Tensor, *arguments: Tensor | int | None) -> None:
+    """Run an op by name, on the device of its first argument."""
+    kernels_for(tensor).overloads[op](tensor, *arguments)

@@ -3,6 +3,7 @@
 `speq.kernels.library` chooses what runs them. `speq.kernels.reference` says what they compute.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,25 +18,31 @@ from speq.kernels.checks import (
     check_int4,
     check_tensor,
 )
+from speq.kernels.grouping import Grouping
 from speq.kernels.reference import ACTIVATIONS, combine, quantize_int4
 
 __all__ = [
     "ACTIVATIONS",
     "Int4Bank",
+    "Int4Pair",
+    "PlainExpert",
     "combine",
     "linear",
     "linear_int4",
+    "moe_by_expert",
     "moe_grouped",
     "moe_int4",
     "moe_int4_unfused",
     "quantize_int4",
     "read_sum",
+    "row_blocks",
 ]
 
-# A CUDA kernel takes so many rows at a time: all of them stay in registers while weights stream by.
-MAX_CUDA_ROWS = 16
 # Up to so many rows the native dense product is faster than torch's, which is made for many rows.
 MAX_LINEAR_ROWS = 16
+
+# Codes of a matrix: (qweight [N, K / 2] uint8, scales [N, K / group_size] float16).
+Int4Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,8 @@ class Int4Bank:
                 For down, rows of gate_up are to be packed in the order that down wants.
     """
 
-    gate_up: tuple[Tensor, Tensor]
-    down: tuple[Tensor, Tensor]
+    gate_up: Int4Pair
+    down: Int4Pair
     input_perm: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +84,24 @@ class Int4Bank:
     def hidden_size(self) -> int:
         return self.down[0].shape[1]
 
+    def expert(self, base_slot: int) -> tuple[Int4Pair, Int4Pair, Tensor | None]:
+        """gate_up, down and input_perm in one base slot, as views."""
+        gate_up, down = ((q[base_slot], s[base_slot]) for q, s in (self.gate_up, self.down))
+        return gate_up, down, None if self.input_perm is None else self.input_perm[base_slot]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExpert:
+    """One exact expert in plain words.
+
+    gate_up_proj  [2F, H], gate over up, and down_proj [H, F], in any float dtype
+    input_perm    [H] int32 or None: column c of gate_up_proj is for input input_perm[c] (desc_act)
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    input_perm: Tensor | None = None
+
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """inputs [..., K] by weight [N, K], plus bias [N]: [..., N], in one dtype throughout.
@@ -85,7 +110,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     do not depend on one another. torch runs more rows, other devices and float64.
     """
     rows = inputs.numel() // max(inputs.shape[-1], 1)
-    few = 0 < rows <= MAX_LINEAR_ROWS and inputs.device.type == "cpu"
+    few = 0 < rows <= MAX_LINEAR_ROWS and inputs.is_cpu
     if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
         return functional.linear(inputs, weight, bias)
     out = inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
@@ -111,7 +136,7 @@ def linear_int4(
         if not _is_index(input_perm, inputs.shape[1]):
             raise ValueError(f"input_perm names inputs outside the {inputs.shape[1]} there are")
     out = inputs.new_empty(inputs.shape[0], qweight.shape[0])
-    for rows, target in _row_blocks(inputs, out):
+    for rows, target in row_blocks(1, inputs, out):
         library.call("linear_int4", rows, qweight, scales, input_perm, target)
     return out
 
@@ -138,7 +163,8 @@ def moe_int4(
     code = activation_code(activation)
     weights = topk_weights.float()
     out = torch.empty_like(hidden_states)
-    for rows, ids, part, target in _row_blocks(hidden_states, topk_ids, weights, out):
+    top_k = topk_ids.shape[1]
+    for rows, ids, part, target in row_blocks(top_k, hidden_states, topk_ids, weights, out):
         library.call(
             "moe_int4",
             rows,
@@ -194,6 +220,8 @@ def moe_grouped(
 ) -> None:
     """`reference.moe_grouped_out`; shapes there. It runs float64 rows itself; only tests use them.
 
+    A GPU's kernel takes few rows, so many go in blocks. `moe_by_expert` is faster for very many.
+
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
     IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
     """
@@ -217,15 +245,44 @@ def moe_grouped(
     )
     check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
     code = activation_code(activation)
-    if hidden_states.dtype == torch.float64 or (device.type == "cuda" and rows > MAX_CUDA_ROWS):
-        # A prompt on a GPU has many rows to an expert; torch's matrix products are made for that.
+    if hidden_states.dtype == torch.float64:
         reference.moe_grouped_out(
             hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, activation, out
         )
-    else:
-        library.call(
-            "moe_grouped", hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, code, out
-        )
+        return
+    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
+        library.call("moe_grouped", part, ids, slot_table, gate_up_proj, down_proj, code, target)
+
+
+def moe_by_expert(
+    hidden_states: Tensor,
+    grouping: Grouping,
+    slots: dict[int, int],
+    plain: Callable[[int, int], PlainExpert],
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference.moe_grouped_out`, expert after expert, with torch's products for many rows.
+
+    All that says which rows and experts to run is on the host, so nothing waits for the device.
+
+    hidden_states  [T, H]; grouping: of their routes, with an index; out [T, K, H]
+    slots          the slot of each expert to run
+    plain          the words of an expert in a slot, good until its next call
+    """
+    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, hidden_states.device)
+    shape = (*grouping.topk_ids.shape, hidden_states.shape[1])
+    check_tensor("out", out, shape, (hidden_states.dtype,), hidden_states.device)
+    activation_code(activation)
+    outputs = out.flatten(0, 1)
+    for expert, slot in slots.items():
+        if expert in grouping.spans:
+            rows, places = grouping.of_expert(expert)
+            words = plain(expert, slot)
+            # No name for the rows gathered: the next expert's would exist beside them.
+            results = _swiglu(hidden_states.index_select(0, rows), words, activation)
+            outputs.index_copy_(0, places, results)
+            del results
 
 
 def read_sum(words: Tensor) -> int:
@@ -236,11 +293,20 @@ def read_sum(words: Tensor) -> int:
     return int(out)
 
 
-def _row_blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tensors in blocks of as many rows as a kernel takes."""
-    if tensors[0].device.type != "cuda" or tensors[0].shape[0] <= MAX_CUDA_ROWS:
+def row_blocks(top_k: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The tensors in blocks of as many rows as a kernel takes, each row with top_k places."""
+    rows = max(library.kernels_for(tensors[0]).call_rows(top_k), 1)
+    if tensors[0].shape[0] <= rows:
         return [tensors]
-    return list(zip(*(tensor.split(MAX_CUDA_ROWS) for tensor in tensors), strict=True))
+    return list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))
+
+
+def _swiglu(inputs: Tensor, expert: PlainExpert, activation: str) -> Tensor:
+    """inputs [R, H] through an expert, which is converted to their dtype."""
+    if expert.input_perm is not None:
+        inputs = inputs.index_select(1, expert.input_perm)
+    gate_up, down = expert.gate_up_proj.to(inputs.dtype), expert.down_proj.to(inputs.dtype)
+    return reference.swiglu(inputs, gate_up, down, activation)
 
 
 def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) -> None:

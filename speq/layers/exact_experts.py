@@ -9,6 +9,7 @@ from torch import Tensor
 
 from speq.experts.slots import SlotExperts
 from speq.kernels import ops
+from speq.kernels.grouping import Grouping
 from speq.routing import Route
 from speq.stats import Recorder
 
@@ -64,15 +65,16 @@ class ExactExperts:
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self._on_route(layer, route)
         outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
-        experts = route.topk_ids.unique().tolist()
-        waves = self._server.serve(layer, experts)
+        grouping = Grouping.of(route.topk_ids, route.topk_ids.cpu())
+        waves = self._server.serve(layer, grouping.experts)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._recorder.timed("layer", layer):
             for slots in waves:
                 self._experts.run(
                     layer,
                     hidden_states,
-                    route.topk_ids,
+                    grouping,
+                    slots,
                     self._slot_table.of(slots),
                     self._activation,
                     outputs,

@@ -14,6 +14,7 @@ from speq.experts.codec import ExpertCodec, ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import aligned_bytes
+from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
 from speq.units import Clock
 
@@ -115,9 +116,11 @@ def pass_s(
     hidden_states [T, H], topk_ids [T, K] of `num_experts`
     """
     table = torch.arange(num_experts, device=hidden_states.device)
+    slots = {expert: expert for expert in range(num_experts)}
+    grouping = Grouping.of(topk_ids, topk_ids.cpu())
     out = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1])
     start_s = clock()
-    experts.run(0, hidden_states, topk_ids, table, activation, out)
+    experts.run(0, hidden_states, grouping, slots, table, activation, out)
     if hidden_states.device.type == "cuda":
         torch.cuda.synchronize()
     return clock() - start_s

@@ -12,6 +12,8 @@ from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
 from speq.files.json_file import read_json
+from speq.kernels import library
+from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import ACTIVATIONS
 from speq.models.attention import AttentionShape
 from speq.models.bounds import check_sizes
@@ -28,6 +30,9 @@ DTYPES = {
 CONFIG_AGAIN = "download config.json again, or correct that value"
 # What one logit takes on its way to a probability: float32 copies, and a sort for top-p.
 LOGIT_TRANSIENT_BYTES = 36
+# What a position of a route takes in the fused kernels beside its values: where its expert's rows
+# begin, and what alignment adds.
+POSITION_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +68,58 @@ class ModelShape:
         return self.resident_weights * dtype.itemsize + self.buffer_bytes
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
+        """An upper estimate of what one pass on the CPU takes: activations and kernels."""
+        activations = self.activation_bytes(rows, scored, context, dtype)
+        return activations + self.cpu_kernel_bytes(rows, dtype)
+
+    def cpu_kernel_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """What the CPU's kernels of exact experts hold while they run so many rows.
+
+        Native ones hold rows in float32, the reference an expert converted to the compute dtype.
+        """
+        experts = self.experts
+        float32_rows = rows * (self.top_k * experts.expert_width + experts.hidden_size)
+        return max(self._expert_weights * dtype.itemsize, float32_rows * 4)
+
+    def gpu_kernel_bytes(
+        self, rows: int, dtype: torch.dtype, words: torch.dtype, plain_bytes: int
+    ) -> int:
+        """What a GPU's kernels of experts hold while they run so many rows.
+
+        words        the dtype of the experts as published
+        plain_bytes  of one expert decoded out of its slot; 0 where words lie in the slot itself
+
+        A fused kernel holds the positions of a block: rows and what is between projections in
+        float32 and, for INT4, who shares an expert. Experts one at a time take an expert decoded,
+        an expert converted to the compute dtype, the places of the routes, and an expert's rows:
+        gathered, and then in the order of its codes or its results. What is between projections is
+        in `activation_bytes`.
+        """
+        experts, kernels = self.experts, library.KERNELS["cuda"]
+        hidden, width = experts.hidden_size, experts.expert_width
+        block_rows = min(rows, max(kernels.call_rows(self.top_k), 1))
+        positions = block_rows * self.top_k
+        fused = positions * (4 * (hidden + width + positions) + POSITION_BYTES)
+        if rows <= most_fused_rows(kernels, self.top_k):
+            return fused
+        converted = 0 if dtype == words else self._expert_weights * dtype.itemsize
+        index_bytes = 2 * 8 * rows * self.top_k
+        gathered = 2 * rows * hidden * dtype.itemsize
+        return max(fused, plain_bytes + converted + index_bytes + gathered)
+
+    @property
+    def _expert_weights(self) -> int:
+        return 3 * self.experts.hidden_size * self.experts.expert_width
+
+    def activation_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """An upper estimate of the activations of one pass.
 
         rows     tokens in the pass; scored: tokens whose logits are wanted
         context  tokens attended over
 
         The widest moments, added up although they do not coincide: attention with its mask and
-        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs,
-        what their kernel holds (native: float32 rows; reference: an expert converted to the compute
-        dtype), and logits turned into distributions.
+        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs, and
+        logits turned into distributions.
         """
         size = dtype.itemsize
         experts, attention = self.experts, self.attention
@@ -82,10 +130,7 @@ class ModelShape:
         if attention.score_heads and size < 4:
             scores += attention.expanded_width // 2 * context * 4  # keys and values, widened
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
-        one_expert = 3 * experts.hidden_size * experts.expert_width
-        float32_rows = rows * (self.top_k * experts.expert_width + experts.hidden_size)
-        kernel = max(one_expert * size, float32_rows * 4)
-        activations = (rows * per_row + expanded) * size + kernel
+        activations = (rows * per_row + expanded) * size
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
         masks = 3 * rows * context
         logits = scored * self.vocab_size * (size + LOGIT_TRANSIENT_BYTES)

@@ -61,7 +61,17 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
     recorded = budget.graphs and not budget.on_cpu
-    drafted = holding.drafter == "int4"
+
+    def workspace(rows: int, context: int) -> int:
+        rows = max(rows, scored)
+        if budget.on_cpu:
+            return shape.workspace_bytes(rows, scored, context, dtype)
+        kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
+        return shape.activation_bytes(rows, scored, context, dtype) + kernels
+
+    def graphs(context: int) -> int:
+        return graph_bytes(shape, scored, holding.drafter == "int4", context, dtype)
+
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
         loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
@@ -70,12 +80,8 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         reading_bytes=ALIGNMENT + readers * _reading_bytes(subject, holding, codec),
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
-        workspace=lambda rows, context: shape.workspace_bytes(
-            max(rows, scored), scored, context, dtype
-        ),
-        graphs=(lambda context: graph_bytes(shape, scored, drafted, context, dtype))
-        if recorded
-        else None,
+        workspace=workspace,
+        graphs=graphs if recorded else None,
     )
 
 
@@ -93,11 +99,12 @@ def graph_bytes(
     experts, size = shape.experts, dtype.itemsize
     result = (shape.vocab_size + experts.hidden_size) * size
     at_cut = 2 * experts.hidden_size * size + 4 * experts.num_experts + 16 * shape.top_k
-    verification = shape.workspace_bytes(rows, rows, context, dtype)
+    verification = shape.activation_bytes(rows, 0, context, dtype)
     verification += MAX_GRAPHS * rows * (result + len(experts.layers) * at_cut)
     if not drafted:
         return verification
-    return verification + shape.workspace_bytes(1, 1, context, dtype) + MAX_GRAPHS * result
+    draft = shape.activation_bytes(1, 0, context, dtype) + MAX_GRAPHS * result
+    return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 
 def _reading_bytes(subject: Subject, holding: Holding, codec: ExpertCodec) -> int:

@@ -322,20 +322,12 @@ def test_the_reference_is_not_timed_unasked(op: str, monkeypatch: pytest.MonkeyP
     assert slow == {kernel for kernel, needed in bench.KERNELS.items() if needed == op}
 
 
-def test_many_rows_on_a_gpu_are_torchs() -> None:
-    most = ops.MAX_CUDA_ROWS
-    assert bench.runs_on("cuda", "moe_grouped", most) == "cuda"
-    assert bench.runs_on("cuda", "moe_grouped", most + 1) == "torch"
-    assert bench.runs_on("cuda", "moe_int4", most + 1) == "cuda"
-    assert bench.runs_on("cpu", "moe_grouped", most + 1) == "cpu"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of calls, and calls that no graph can hold."""
     monkeypatch.setitem(bench.READ_BYTES, "cuda", 1 << 26)
-    rows = run(replace(SETTINGS, device="cuda", rows=[1, 3, ops.MAX_CUDA_ROWS + 1]))
+    rows = run(replace(SETTINGS, device="cuda", rows=[1, 3, library.KERNELS["cuda"].max_rows + 1]))
     assert len(rows) == 3 * len(bench.KERNELS)
     for row in rows:
         assert row["time_s"] > 0 < row["bandwidth_share"]

@@ -3,7 +3,8 @@ on the host, which `make sanitize` builds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -36,14 +37,29 @@ CPU_BACKENDS = [f"cpu-{isa}" for isa in library.ISAS]
 CUDA_BACKENDS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The backend that a fixture's parameter names, while the test runs."""
-    kind, _, isa = request.param.partition("-")
+def need_backend(request: pytest.FixtureRequest, kind: str, isa: str = "") -> None:
+    """Skip a test without that backend, or fail it where the run is said to have one."""
     absent = reason_absent(kind, isa)
     if absent is not None:
         if kind in request.config.getoption("need_backend"):
             pytest.fail(absent)
         pytest.skip(absent)
+
+
+def cuda_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where a fixture's parameter, one of CUDA_BACKENDS, has ops run as on a GPU."""
+    need_backend(request, request.param)
+    if request.param == "cuda":
+        yield torch.device("cuda")
+        return
+    with cuda_kernels_on_host():
+        yield torch.device("cpu")
+
+
+def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The backend that a fixture's parameter names, while the test runs."""
+    kind, _, isa = request.param.partition("-")
+    need_backend(request, kind, isa)
     if kind == "cpu":
         before = library.isa()
         library.limit_isa(isa)
@@ -54,6 +70,40 @@ def backend_named(request: pytest.FixtureRequest) -> Iterator[Backend]:
     else:
         load_host_ops()
         yield Backend("cuda_on_host", namespace=HOST_NAMESPACE)
+
+
+@contextmanager
+def cuda_kernels_on_host() -> Iterator[None]:
+    """Inside, ops on tensors of the CPU run as they would on a GPU.
+
+    `ops`, `compact_ops` and all above them see the CUDA kernels, built for the host, and their
+    limits: rows go in blocks, many rows go through experts one at a time, workspaces are taken. The
+    ops that no GPU has (`library.CPU_ONLY`) stay the processor's. torch's own products are torch's.
+    """
+    load_host_ops()
+    ours = getattr(torch.ops, HOST_NAMESPACE)
+    on_host = {op: getattr(ours, f"{op}_out").default for op in library.ops_of("cuda")}
+    kernels = library.KERNELS["cuda"]
+    kernels = replace(kernels, overloads={**kernels.overloads, **on_host})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(library.KERNELS, "cpu", kernels)
+        yield
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, memory that nobody wrote to is NaN, or the largest whole number."""
+    settings = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    # torch fills memory only where it is asked for deterministic algorithms. It may only warn of
+    # others: without their workspace in the environment, products on a GPU are among them.
+    torch.set_deterministic_debug_mode("warn")
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def reason_absent(kind: str, isa: str) -> str | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.cuda._sanitizer import EventHandler
 from torch.utils._pytree import tree_leaves
 
+from speq.devices.card import Card
 from speq.devices.device import Cut, Event, Graph
 from speq.kernels import library
 from tests.helpers.host_graph import HostGraph, capture
@@ -149,6 +150,7 @@ class HostDevice(Machine):
         self.read_from: list[tuple[Tensor, Tensor]] = []
         self.pinned: dict[int, int] = {}
         self.meanwhile: Callable[[], None] | None = None
+        self.told: Card | None = None
         self._free_bytes, self._may_pin = free_bytes, may_pin
         self._staged: list[Tensor] = []
         self._events = 0
@@ -182,10 +184,14 @@ class HostDevice(Machine):
         assert start.at_s is not None and end.at_s is not None, "an event that is not done"
         return end.at_s - start.at_s
 
+    def card(self) -> Card | None:
+        return self.told
+
     def pin(self, memory: Tensor) -> bool:
         if self._may_pin():
             self.pinned[memory.data_ptr()] = memory.nbytes
             return True
+        self._staged.append(memory)  # copied all the same, while the host waits
         return False
 
     def unpin(self, memory: Tensor) -> None:

@@ -22,6 +22,7 @@ def two_slot_budget(
     draft: str = "auto",
     codec: str = "raw",
     drafter: str = "auto",
+    device: str = "cpu",
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -33,6 +34,7 @@ def two_slot_budget(
         reader_threads=reader_threads,
         codec=codec,
         drafter=drafter,
+        device=device,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

@@ -7,8 +7,6 @@ the shape of a pass does not turn near-ties.
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -21,16 +19,12 @@ from speq import Generator
 from speq.bench.machine.step import DRAFT_KERNELS
 from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
-from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
-from speq.experts.pack import pack
+from speq.experts.expert_store import ExpertStore
 from speq.measure.report import read_prompts
-from speq.models.opened import open_model
-from speq.quantizing.models import packing_of
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.transfer import Fetch
-from speq.stats import StepStats
+from tests.helpers.cells import Cell, Folder, Folders, outcomes
 from tests.helpers.fake_transfer import Reordering
-from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.pairwise import pairwise
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import (
@@ -40,10 +34,7 @@ from tests.helpers.tiny_models import (
     load_plain,
     penalties,
     write_model,
-    write_perturbed,
 )
-
-Folder = Callable[[str], Path]
 
 NEW_TOKENS = 200
 DRAFT_LENGTHS = (0, 1, 3, 8)
@@ -58,19 +49,6 @@ PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    draft_length: int
-    budget: str
-    draft: str
-    store: str = "plain"
-    readers: int = 2
-    cache_policy: str = "lru"
-    prefetch: str = "none"
-    codec: str = "raw"
-    drafter: str = "auto"
-
-
 @pytest.fixture(autouse=True)
 def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts arrive in an order that is not the one they were asked for in."""
@@ -79,67 +57,6 @@ def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
         return Reordering(fetch_from(store), seed=3)
 
     monkeypatch.setattr("speq.runtime.fetch_from", fetch)
-
-
-@dataclass(frozen=True, slots=True)
-class Folders:
-    """Where small models lie, and their drafts and packs once a cell asks for them.
-
-    Compact codecs are of bfloat16; all others run in float32, as the models are stored.
-    """
-
-    root: Path
-    float32: Folder
-    bfloat16: Folder
-
-    def published(self, family: str, cell: Cell) -> Path:
-        return (self.float32 if cell.codec == "raw" else self.bfloat16)(family)
-
-    def draft(self, family: str, cell: Cell) -> str:
-        """The draft option; where a pack has its draft in it, what it is packed with."""
-        if cell.draft == "own":
-            return "auto"
-        model = self.published(family, cell)
-        path = self.root / f"{family}-{model.parent.name}-{cell.draft}"
-        if not path.exists() and cell.draft == "poor":
-            write_perturbed(path, model, noise=0.5)
-        elif not path.exists():
-            write_gptq(path, model, Packing(2, desc_act=True, group_size=16))
-        return str(path)
-
-    def of(self, family: str, cell: Cell) -> tuple[Path, str]:
-        """The model a cell runs, and its draft option."""
-        model, draft = self.published(family, cell), self.draft(family, cell)
-        if cell.store == "plain":
-            return model, draft
-        tied = cell.codec == "residual"
-        path = self.root / f"{family}-packed-{cell.codec}{f'-{cell.draft}' if tied else ''}"
-        if not path.exists():
-            opened = open_model(model)
-            assert isinstance(opened.store, SafetensorsExpertStore)
-            packing = packing_of(opened, cell.codec, draft if tied else "auto")
-            pack(opened.checkpoint, opened.store, path, packing)
-            if packing.draft is not None:
-                packing.draft.close()
-            opened.close()
-        return path, "auto" if tied else draft
-
-
-@pytest.fixture(scope="session")
-def folders(
-    tiny: Folder, tiny_bfloat16: Folder, tmp_path_factory: pytest.TempPathFactory
-) -> Folders:
-    return Folders(tmp_path_factory.mktemp("forms"), tiny, tiny_bfloat16)
-
-
-def outcomes(steps: list[StepStats]) -> set[str]:
-    """Which of fully accepted, partly accepted and wholly rejected drafts occurred."""
-    seen = set()
-    for step in steps:
-        if step.draft_length:
-            full = step.accepted == step.draft_length
-            seen.add("full" if full else "partial" if step.accepted else "rejected")
-    return seen
 
 
 def run_cell(

@@ -2,13 +2,22 @@
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from speq.errors import SpeqError
+from speq.governor.holding import Holding
+from speq.models.opened import open_model
+from speq.models.shape import ModelShape
+from speq.planning.demand import Budget, demand_of
 from speq.planning.memory import Demand, MemoryPlan, plan
+from speq.planning.subject import Subject
 
+Folder = Callable[[str], Path]
 ITEMS = ("non_expert_weights", "draft", "kv_cache", "read_buffers", "workspace", "slots")
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -198,3 +207,44 @@ def test_longer_context_takes_from_the_slots() -> None:
     assert slots[0] > slots[-1]
     with pytest.raises(SpeqError, match="for a context of 100000 tokens"):
         plan(DEMAND, budget, 100_000)
+
+
+def tiny_demand(path: Path, codec: str, dtype: str, on_cpu: bool) -> tuple[Demand, ModelShape]:
+    """Experts of 64 by 32 in bfloat16, four to a token; drafts of four tokens."""
+    opened = open_model(path)
+    subject = Subject.of_model("tiny", opened, dtype)
+    opened.close()
+    holding = Holding(codec, "none", 1 << 14, 1 << 14, 1 << 14)
+    return demand_of(subject, holding, Budget(1 << 30, 1024, on_cpu)), subject.shape
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless", "residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_takes_memory_for_one_expert_in_plain_words(
+    tiny_bfloat16: Folder, codec: str, dtype: torch.dtype
+) -> None:
+    """Prompts go through experts one at a time: decoded, converted, its rows gathered."""
+    name = str(dtype).removeprefix("torch.")
+    demand, shape = tiny_demand(tiny_bfloat16("olmoe"), codec, name, on_cpu=False)
+    rows, weights = 1000, 3 * 64 * 32
+    kernels = demand.workspace(rows, 1024) - shape.activation_bytes(rows, 1, 1024, dtype)
+    decoded = 0 if codec == "raw" else 2 * weights
+    converted = 4 * weights if dtype == torch.float32 else 0
+    index, gathered = 2 * 8 * rows * 4, 2 * rows * 64 * dtype.itemsize
+    assert kernels == decoded + converted + index + gathered
+    # Few rows go in blocks of sixteen, in float32: inputs, and what is between projections.
+    blocks = [
+        demand.workspace(rows, 1024) - shape.activation_bytes(rows, 1, 1024, dtype)
+        for rows in (1, 16, 17, 64)
+    ]
+    assert blocks[0] < blocks[1] == blocks[2] == blocks[3]
+    assert 16 * 4 * (64 + 32) * 4 <= blocks[1] < 8 * 16 * 4 * (64 + 32) * 4
+
+
+def test_memory_of_a_pass_on_the_processor(tiny_bfloat16: Folder) -> None:
+    """What it was before a GPU had a sum of its own."""
+    demand, shape = tiny_demand(tiny_bfloat16("olmoe"), "raw", "float32", on_cpu=True)
+    sizes = {16: 827_456, 100: 2_065_088, 1000: 15_457_088}
+    for rows, nbytes in sizes.items():
+        assert shape.workspace_bytes(rows, 5, 1024, torch.float32) == nbytes
+        assert demand.workspace(rows, 1024) == shape.workspace_bytes(rows, 1, 1024, torch.float32)

@@ -350,7 +350,7 @@ def test_summary_of_a_run() -> None:
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []
     assert figures.pop("codec") == "raw"
-    assert figures.pop("planned") is None
+    assert (figures.pop("planned"), figures.pop("card")) == (None, None)
     assert figures == pytest.approx(expected)
 
 
@@ -391,6 +391,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "late_rate",
         "hidden_share",
         "prefill_hit_rate",
+        "card",
         "planned",
     }
     assert {name for name, value in nothing.items() if value is None} == undefined
@@ -406,6 +407,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
     assert {name for name, value in plain.items() if value is None} == {
         "acceptance_rate",
         "route_recall",
+        "card",
         "planned",
     }
     assert plain["accept_length_mean"] == 1

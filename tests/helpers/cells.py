@@ -1,0 +1,82 @@
+"""Cells of the products that exactness is tested over, and the models they run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.pack import pack
+from speq.models.opened import open_model
+from speq.quantizing.models import packing_of
+from speq.stats import StepStats
+from tests.helpers.gptq_files import Packing, write_gptq
+from tests.helpers.tiny_models import write_perturbed
+
+Folder = Callable[[str], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    draft_length: int
+    budget: str
+    draft: str
+    store: str = "plain"
+    readers: int = 2
+    cache_policy: str = "lru"
+    prefetch: str = "none"
+    codec: str = "raw"
+    drafter: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where small models lie, and their drafts and packs once a cell asks for them.
+
+    Compact codecs are of bfloat16; all others run in float32, as the models are stored.
+    """
+
+    root: Path
+    float32: Folder
+    bfloat16: Folder
+
+    def published(self, family: str, cell: Cell) -> Path:
+        return (self.float32 if cell.codec == "raw" else self.bfloat16)(family)
+
+    def draft(self, family: str, cell: Cell) -> str:
+        """The draft option; where a pack has its draft in it, what it is packed with."""
+        if cell.draft == "own":
+            return "auto"
+        model = self.published(family, cell)
+        path = self.root / f"{family}-{model.parent.name}-{cell.draft}"
+        if not path.exists() and cell.draft == "poor":
+            write_perturbed(path, model, noise=0.5)
+        elif not path.exists():
+            write_gptq(path, model, Packing(2, desc_act=True, group_size=16))
+        return str(path)
+
+    def of(self, family: str, cell: Cell) -> tuple[Path, str]:
+        """The model a cell runs, and its draft option."""
+        model, draft = self.published(family, cell), self.draft(family, cell)
+        if cell.store == "plain":
+            return model, draft
+        tied = cell.codec == "residual"
+        path = self.root / f"{family}-packed-{cell.codec}{f'-{cell.draft}' if tied else ''}"
+        if not path.exists():
+            opened = open_model(model)
+            assert isinstance(opened.store, SafetensorsExpertStore)
+            packing = packing_of(opened, cell.codec, draft if tied else "auto")
+            pack(opened.checkpoint, opened.store, path, packing)
+            if packing.draft is not None:
+                packing.draft.close()
+            opened.close()
+        return path, "auto" if tied else draft
+
+
+def outcomes(steps: list[StepStats]) -> set[str]:
+    """Which of fully accepted, partly accepted and wholly rejected drafts occurred."""
+    seen = set()
+    for step in steps:
+        if step.draft_length:
+            full = step.accepted == step.draft_length
+            seen.add("full" if full else "partial" if step.accepted else "rejected")
+    return seen

@@ -1,0 +1,100 @@
+"""The keystone on a device with streams: the whole path of a GPU, its kernels run by the host.
+
+Copies, events and reads by disk go on in any order that is allowed, and torch's race detector hears
+of every access to a slot.
+"""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speq import Generator
+from speq.registries import CACHE_POLICIES, CODECS, PREFETCHERS
+from speq.scheduler.stream_transfer import StreamTransfer
+from tests.helpers.cells import Cell, Folders
+from tests.helpers.host_device import ComputeStream, HostDevice, Race, host_device
+from tests.helpers.pairwise import pairwise
+from tests.helpers.smallest import two_slot_budget
+from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
+
+# A prompt of more rows than a kernel takes, and one of fewer.
+PROMPTS = ([*range(40, 60)], [7, 3, 200, 41, 9])
+NEW_TOKENS = 24
+
+
+@cache
+def cells() -> list[Cell]:
+    factors = (
+        (0, 1, 3),
+        ("two slots", "half", "all"),
+        ("own", "poor", "gptq"),
+        ("plain", "packed"),
+        (1, 2),
+        CACHE_POLICIES.names,
+        PREFETCHERS.names,
+        CODECS.names,
+    )
+    chosen = [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
+    return random.Random(7).sample(chosen, len(chosen))
+
+
+def run(cell: Cell, model: Path, draft: str, prompt: list[int], seed: int, **sampling: Any) -> Any:
+    """Tokens, and what the device saw."""
+    context = len(prompt) + NEW_TOKENS
+    with host_device(HostDevice(seed)) as device:
+        smallest, demand = two_slot_budget(
+            model,
+            context,
+            "float32",
+            cell.draft_length,
+            cell.readers,
+            draft,
+            cell.codec,
+            device="cuda",
+        )
+        more = (demand.num_experts // 2 - 2) * demand.slot_bytes
+        budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
+        generator = Generator.from_pretrained(
+            model,
+            budget,
+            device="cuda",
+            dtype="float32",
+            context_length=context,
+            draft=draft,
+            draft_length=cell.draft_length,
+            reader_threads=cell.readers,
+            cache_policy=cell.cache_policy,
+            prefetch=cell.prefetch,
+            codec=cell.codec,
+        )
+        result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
+        generator.close()
+    assert device.pinned == {}
+    return result
+
+
+@pytest.mark.parametrize("at", range(len(cells())))
+def test_greedy_tokens_are_the_exact_models(at: int, folders: Folders) -> None:
+    cell, family = cells()[at], list(FAMILIES)[at % len(FAMILIES)]
+    prompt = PROMPTS[at // len(FAMILIES) % 2]
+    expected = greedy_tokens(load_plain(folders.published(family, cell)), prompt, NEW_TOKENS)
+    result = run(cell, *folders.of(family, cell), prompt, seed=at)
+    assert result.token_ids == expected, cell
+    assert (result.stats["draft_length_mean"] > 0) == (cell.draft_length > 0)
+
+
+@pytest.mark.parametrize("missing", ["launched", "after"])
+def test_a_run_without_an_order_is_caught(
+    missing: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that are reused under kernels, and kernels that do not wait for their experts."""
+    cell = Cell(3, "two slots", "own", prefetch="three-phase")
+    if missing == "launched":
+        monkeypatch.setattr(StreamTransfer, "launched", lambda engine, slots: None)
+    else:
+        monkeypatch.setattr(ComputeStream, "after", lambda stream, event: None)
+    with pytest.raises(Race):
+        run(cell, *folders.of("qwen3_moe", cell), PROMPTS[1], seed=1)
