@@ -23,13 +23,14 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.int4 import Int4Arena
 from speq.governor.adaptive import make_governor
-from speq.governor.draft_length import Governor
+from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
 from speq.models import moe_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
+from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Budget
 from speq.planning.memory import MemoryPlan
@@ -53,6 +54,7 @@ class Loaded:
     subject   the model as it was planned for, its slots as large as was measured
     settled   the holding, with memory planned for the first request
     draft_bank  the INT4 copy, where one is held
+    graphs_on  the device that passes are recorded on; None: they are not
     governor  outlives arenas that are laid out anew, with what it has learnt
     """
 
@@ -64,6 +66,7 @@ class Loaded:
     model: MoEModel
     arena: Int4Arena | None
     draft_bank: DraftExperts | None
+    graphs_on: Accelerator | None
     governor: Governor
 
     def budget(self, context: int) -> Budget:
@@ -94,15 +97,16 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
-        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device.torch)
+        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
     if encoding is not None:
         settled = measured(encoding, arena, subject, settled, budget, progress)
     bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
+    graphs_on = recording_device(config.graphs, device, model)
     governor = governor_of(config, profile, settled)
-    return Loaded(config, opened, device, subject, settled, model, arena, bank, governor)
+    return Loaded(config, opened, device, subject, settled, model, arena, bank, graphs_on, governor)
 
 
 def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:
@@ -130,9 +134,11 @@ def check_context(context: int, fixed: int | None, longest: int) -> int:
 
 def budget_of(config: RunConfig, context: int, device: Device) -> Budget:
     on_cpu = isinstance(device, Processor)
-    if config.draft_length is None:
-        return Budget(config.memory_budget, context, on_cpu, config.reader_threads)
-    return Budget(config.memory_budget, context, on_cpu, config.reader_threads, config.draft_length)
+    longest = LONGEST if config.draft_length is None else config.draft_length
+    graphs = not on_cpu and config.graphs == "auto"
+    return Budget(
+        config.memory_budget, context, on_cpu, config.reader_threads, longest, graphs=graphs
+    )
 
 
 def draft_source(opened: Opened, config: RunConfig) -> DraftSource:

@@ -303,7 +303,8 @@ FIGURES = {
     "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
     "layers": "figures of each MoE layer while decoding, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
-    "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`",
+    "`kv_cache`, `read_buffers`, `graphs` (where passes are recorded), `workspace`, `slots`, "
+    "`unused`",
     "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
     "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",

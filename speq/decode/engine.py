@@ -15,6 +15,7 @@ from speq.decode.drafter import Drafter, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
+from speq.decode.verification import Verification
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
@@ -32,6 +33,7 @@ class Engine:
     model: MoEModel
     cache: KVCache
     offload: Offload
+    verification: Verification
     drafter: Drafter
     governor: Governor
     recorder: Recorder
@@ -91,13 +93,7 @@ class Engine:
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
         with self.mending():
-            return self.model.score(
-                self.offload.target,
-                self.cache,
-                [pending_id, *draft.token_ids],
-                draft.depths(),
-                draft.ancestors(),
-            )
+            return self.verification.score(pending_id, draft)
 
     def commit(
         self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats
@@ -125,11 +121,14 @@ class Engine:
 
     @contextmanager
     def mending(self) -> Iterator[None]:
-        """An interrupt can strike between any two lines: what lay in slots is then forgotten."""
+        """An interrupt can strike between any two lines: what lay in slots is then forgotten, and
+        so are the entries of tokens.
+        """
         try:
             yield
         except BaseException:
             self.offload.supply.forget()
+            self.cache.erase()
             raise
 
     def close(self) -> None:

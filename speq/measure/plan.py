@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -60,9 +61,10 @@ def plan_of(model: str | Path, settings: PlanSettings) -> BudgetPlan:
     if settings.device != "auto":
         on_cpu = settings.device == "cpu"
     context = settings.context_length or min(DEFAULT_CONTEXT, subject.shape.max_context)
+    budget = Budget.of(settings.memory_budget, context, on_cpu, subject.shape)
     return make_plan(
         subject,
-        Budget.of(settings.memory_budget, context, on_cpu, subject.shape),
+        replace(budget, graphs=True),  # as runs have it that do not say otherwise
         assumptions(subject, machine, settings),
     )
 

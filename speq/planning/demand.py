@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import checked_int
 from speq.experts.codec import ExpertCodec, codec_of
@@ -10,6 +12,7 @@ from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
+from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
 from speq.planning.memory import Demand
 from speq.planning.subject import Subject
@@ -25,6 +28,7 @@ class Budget:
     context        tokens of KV cache
     readers        threads that read, on the CPU
     longest_draft  tokens of a draft that is to be verified, at most
+    graphs         whether passes are recorded, which the CPU never does
     """
 
     budget_bytes: int
@@ -32,6 +36,7 @@ class Budget:
     on_cpu: bool
     readers: int = DEFAULT_READER_THREADS
     longest_draft: int = LONGEST
+    graphs: bool = False
 
     @classmethod
     def of(
@@ -55,6 +60,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
+    recorded = budget.graphs and not budget.on_cpu
 
     def workspace(rows: int, context: int) -> int:
         rows = max(rows, scored)
@@ -62,6 +68,9 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
             return shape.workspace_bytes(rows, scored, context, dtype)
         kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
         return shape.activation_bytes(rows, scored, context, dtype) + kernels
+
+    def graphs(context: int) -> int:
+        return graph_bytes(shape, scored, holding.drafter == "int4", context, dtype)
 
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
@@ -72,7 +81,30 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
         workspace=workspace,
+        graphs=graphs if recorded else None,
     )
+
+
+def graph_bytes(
+    shape: ModelShape, rows: int, drafted: bool, context: int, dtype: torch.dtype
+) -> int:
+    """What recorded passes keep.
+
+    rows     tokens of the longest verification
+    drafted  whether the draft's passes are recorded as well
+
+    Graphs of one kind of pass share the memory of the widest, which no other tensor gets. Each
+    keeps its results, and verifications what lies, in every layer, where the host takes part.
+    """
+    experts, size = shape.experts, dtype.itemsize
+    result = (shape.vocab_size + experts.hidden_size) * size
+    at_cut = 2 * experts.hidden_size * size + 4 * experts.num_experts + 16 * shape.top_k
+    verification = shape.activation_bytes(rows, 0, context, dtype)
+    verification += MAX_GRAPHS * rows * (result + len(experts.layers) * at_cut)
+    if not drafted:
+        return verification
+    draft = shape.activation_bytes(1, 0, context, dtype) + MAX_GRAPHS * result
+    return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 
 def _reading_bytes(subject: Subject, holding: Holding, codec: ExpertCodec) -> int:

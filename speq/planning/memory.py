@@ -23,6 +23,7 @@ class Demand:
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
+    graphs         tokens attended over -> bytes that recorded passes keep; None: there are none
     """
 
     non_expert_bytes: int
@@ -33,6 +34,7 @@ class Demand:
     slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
+    graphs: Callable[[int], int] | None = None
 
 
 class BudgetTooSmall(SpeqError):
@@ -79,6 +81,8 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         "kv_cache": context * demand.kv_bytes_per_token,
         "read_buffers": demand.reading_bytes,
     }
+    if demand.graphs is not None:
+        items["graphs"] = demand.graphs(context)
     room = budget - sum(items.values()) - fewest * demand.slot_bytes
     spare = room - (demand.num_experts - fewest) * demand.slot_bytes
     chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)

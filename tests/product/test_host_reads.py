@@ -37,7 +37,9 @@ def device() -> Iterator[HostDevice]:
         yield made
 
 
-def generator_of(model: Path, prefetch: str, draft_length: int, budget: int | str) -> Generator:
+def generator_of(
+    model: Path, prefetch: str, draft_length: int, budget: int | str, graphs: str
+) -> Generator:
     return Generator.from_pretrained(
         model,
         budget,
@@ -45,6 +47,7 @@ def generator_of(model: Path, prefetch: str, draft_length: int, budget: int | st
         context_length=CONTEXT,
         dtype="float32",
         prefetch=prefetch,
+        graphs=graphs,
     )
 
 
@@ -56,11 +59,11 @@ def steps(device: HostDevice, generator: Generator, sampling: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "sampling", "prefetch", "draft_length"),
+    ("family", "sampling", "prefetch", "draft_length", "graphs"),
     [
-        ("qwen2_moe", {}, "three-phase", 3),
-        ("mixtral", DRAWN, "three-phase", 2),
-        ("qwen2_moe", DRAWN, "none", 0),
+        ("qwen2_moe", {}, "three-phase", 3, "none"),
+        ("mixtral", DRAWN, "three-phase", 2, "auto"),
+        ("qwen2_moe", DRAWN, "none", 0, "none"),
     ],
 )
 def test_the_host_waits_no_more_than_it_must(
@@ -70,10 +73,11 @@ def test_the_host_waits_no_more_than_it_must(
     sampling: dict[str, Any],
     prefetch: str,
     draft_length: int,
+    graphs: str,
 ) -> None:
     budget, demand = two_slot_budget(tiny(family), CONTEXT, "float32", draft_length)
     budget += 7 * demand.slot_bytes
-    with closing(generator_of(tiny(family), prefetch, draft_length, budget)) as generator:
+    with closing(generator_of(tiny(family), prefetch, draft_length, budget, graphs)) as generator:
         found = steps(device, generator, sampling)
     assert len(found) >= TOKENS // (draft_length + 1) - 1
     for step in found:
@@ -122,7 +126,7 @@ def test_a_read_in_a_layer_is_noticed(
 
     for bank, _ in PARTS:
         monkeypatch.setattr(bank, "__call__", reading(bank))
-    with closing(generator_of(tiny("qwen2_moe"), "none", 1, "1GiB")) as generator:
+    with closing(generator_of(tiny("qwen2_moe"), "none", 1, "1GiB", "none")) as generator:
         sequence = Sequence(PROMPT, SamplingParams(max_new_tokens=99, ignore_eos=True))
         engine = generator.runtime.engine
         engine.start(sequence)

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import ClassVar
 
-from speq.decode.draft_pass import DraftPass, EagerPass
+from speq.decode.draft_pass import draft_pass_over
 from speq.decode.drafter import DraftBase, GoOn
 from speq.decode.drafters.next_token import next_token_on
 from speq.decode.sequence import Draft, Sequence
@@ -18,7 +18,7 @@ class Int4Drafter:
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
         self._cache = base.cache
-        self._pass: DraftPass = EagerPass(base.model, base.cache, base.int4)
+        self.draft_pass = draft_pass_over(base.model, base.cache, base.int4, base.graphs_on)
         self._next_token = next_token_on(base.sampler)
 
     def propose(
@@ -36,7 +36,7 @@ class Int4Drafter:
                 if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
                     break
                 last = tokens[-1] if tokens else sequence.pending_id
-                run, on_layer = partial(self._pass.run, last), partial(on_route, len(tokens))
+                run, on_layer = partial(self.draft_pass.run, last), partial(on_route, len(tokens))
                 token = self._next_token(run, sequence, tokens, on_layer)
                 self._cache.advance(1)
                 written += 1
