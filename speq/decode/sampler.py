@@ -60,20 +60,23 @@ class DeviceSampler:
 
         aheads  for each row, the drafted tokens between those of the sequence and the one chosen
         """
+        if sequence.sampling.greedy and not sequence.sampling.penalises:
+            return scores.argmax(-1)
+        # One by one: a row's sums do not depend on how many there are, nor does their memory.
+        rows = zip(scores.split(1), aheads, strict=True)
+        return torch.cat([self._of_row(row, sequence, ahead) for row, ahead in rows])
+
+    def _of_row(self, scores: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
+        """[1, V] to [1]."""
         sampling, vocab_size = sequence.sampling, scores.shape[1]
         if sampling.penalises:
-            befores = [self._before(sequence, ahead, vocab_size) for ahead in aheads]
-            rows = zip(befores, scores, strict=True)
-            scores = torch.stack([before.penalise(row, sampling) for before, row in rows])
+            before = Before.of(sequence, ahead, vocab_size)
+            sent = Before(self._uploads.send(before.text), self._uploads.send(before.times))
+            scores = sent.penalise(scores[0], sampling)[None]
         if sampling.greedy:
             return scores.argmax(-1)
-        depths = [len(ahead) for ahead in aheads]
-        clocks = self._noise.at(sequence.seed, sequence.position, depths, vocab_size)
-        return (shaped(scores, sampling) / clocks).argmax(-1)
-
-    def _before(self, sequence: Sequence, ahead: list[int], vocab_size: int) -> Before:
-        before = Before.of(sequence, ahead, vocab_size)
-        return Before(self._uploads.send(before.text), self._uploads.send(before.times))
+        clock = self._noise.at(sequence.seed, sequence.position, len(ahead), vocab_size)
+        return (shaped(scores, sampling) / clock).argmax(-1)
 
 
 class DeviceNoise:
@@ -86,19 +89,19 @@ class DeviceNoise:
         self._seed = -1
         self._rows: dict[int, Tensor] = {}
 
-    def at(self, seed: int, start: int, depths: list[int], size: int) -> Tensor:
-        """`sampling.noise` at each position start + depth: [N, size].
+    def at(self, seed: int, start: int, ahead: int, size: int) -> Tensor:
+        """`sampling.noise` [size] at the position start + ahead.
 
         start  of the text's next token: what belongs to positions before it is forgotten
         """
         if seed != self._seed:
             self._seed, self._rows = seed, {}
-        rows = {at: row for at, row in self._rows.items() if at >= start and len(row) == size}
-        self._rows = rows
-        for depth in depths:
-            if start + depth not in rows:
-                rows[start + depth] = self._uploads.send(noise(seed, start + depth, size))
-        return torch.stack([rows[start + depth] for depth in depths])
+        known = self._rows.items()
+        self._rows = {at: row for at, row in known if at >= start and len(row) == size}
+        position = start + ahead
+        if position not in self._rows:
+            self._rows[position] = self._uploads.send(noise(seed, position, size))
+        return self._rows[position]
 
 
 def sampler_on(device: Processor | Accelerator) -> Sampler:
