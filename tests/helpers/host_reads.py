@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from speq.decode import engine as engine_module
 from speq.decode.engine import Engine
 from speq.stats import StepStats
 from tests.helpers.host_device import HostDevice
+from tests.helpers.host_tensors import HostTensor, caller
 
 PARTS = {"propose": Engine, "verify": Engine, "accept": engine_module}
 
@@ -21,12 +26,15 @@ class Step:
     """stats: what the step did; waited: by part, every place where the host waited.
 
     outcome_s  when the outcome was known, by the recorder's clock
+    sent       where tensors went to the device by torch's ops, from memory that is not pinned: the
+               host waits until they are copied
     """
 
     stats: StepStats
     layers: int
     outcome_s: float
     waited: dict[str, list[str]] = field(default_factory=dict)
+    sent: list[str] = field(default_factory=list)
 
     @property
     def most(self) -> dict[str, int]:
@@ -45,6 +53,25 @@ class Step:
         for part, most in self.most.items():
             places = Counter(self.waited.get(part, []))
             assert places.total() <= most, f"{part} may wait {most} times: {dict(places)}"
+        assert not self.sent, f"sent from memory that is not pinned: {dict(Counter(self.sent))}"
+
+
+class Sending(TorchDispatchMode):
+    """Notices ops that take tensors of the host to the device; numbers go with the launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [isinstance(leaf, HostTensor) for leaf in tree_leaves((given, result))]
+        of_host = [t for t in given if not isinstance(t, HostTensor) and t.dim() and t.numel()]
+        read = func.overloadpacket is torch.ops.aten.copy_ and not isinstance(args[0], HostTensor)
+        if any(there) and of_host and not read:
+            self.places.append(f"{func.overloadpacket.__name__}, {caller()}")
+        return result
 
 
 @contextmanager
@@ -74,13 +101,14 @@ def steps_of(device: HostDevice, engine: Engine) -> Iterator[list[Step]]:
     def whole(self: Engine, *args: Any) -> list[int]:
         waited.clear()
         before = Counter(seen())
-        emitted = step(self, *args)
+        with Sending() as sending:
+            emitted = step(self, *args)
         found = Counter(seen()) - before
         for part in PARTS:
             found -= Counter(waited.get(part, []))
         places = {**waited, "else": [*found.elements()]}
         layers, outcome_s = self.model.num_moe_layers, ended_s["accept"]
-        steps.append(Step(self.recorder.step, layers, outcome_s, places))
+        steps.append(Step(self.recorder.step, layers, outcome_s, places, sending.places))
         return emitted
 
     with pytest.MonkeyPatch.context() as patch:

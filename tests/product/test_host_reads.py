@@ -106,6 +106,12 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+SENDS: dict[str, Callable[[Tensor], Any]] = {
+    "to": lambda rows: torch.arange(3).to(rows.device),
+    "tensor": lambda rows: torch.tensor([1.0, 2.0], device=rows.device),
+    "copy": lambda rows: torch.empty_like(rows).copy_(torch.zeros(rows.shape)),
+    "index": lambda rows: rows[[0]],
+}
 PARTS = [(DraftExperts, "propose"), (ExactExperts, "verify")]
 
 
@@ -141,6 +147,12 @@ def test_a_read_in_a_layer_is_noticed(
                 assert step.stats.draft_length and step.stats.hits == step.stats.requests
                 with pytest.raises(AssertionError, match=f"{part} may wait"):
                     step.check()
+                    pytest.fail(f"{name} in {part} was not noticed")
+            for (bank, part), (name, send) in product(PARTS, SENDS.items()):
+                planted = {bank: send}
+                engine.step(sequence)
+                with pytest.raises(AssertionError, match="sent from memory that is not pinned"):
+                    found[-1].check()
                     pytest.fail(f"{name} in {part} was not noticed")
 
 
