@@ -7,6 +7,7 @@ followed by the first one, for the next chunk.
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
@@ -26,6 +27,8 @@ WAVE = 4
 
 class LayerStream:
     """Serves the layers of a prompt's passes."""
+
+    foresees: ClassVar[bool] = False
 
     def __init__(self, supply: ExpertSupply, history: RouteHistory, num_layers: int) -> None:
         self._supply = supply

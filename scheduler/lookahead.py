@@ -1,8 +1,7 @@
 """The Expert Lookahead Buffer (ELB): what a draft says about the experts of the next tokens.
 
-MoE-SpeQ 3.3.1: k x L entries of (expert ids, confidence), filled while drafting. Entries keep the
-router's own tensors (its weights and logits are the confidence), so that recording one neither
-copies nor waits for the device.
+MoE-SpeQ 3.3.1: k x L entries of (expert ids, confidence), filled while drafting. Entries are routes
+that the host has read, so that nothing that is asked of the buffer waits for the device.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ class LookaheadBuffer:
     def expert_ids(self, token: int, layer: int) -> list[int]:
         """Experts the draft named for a token in a layer; empty until the draft has got there."""
         route = self.predicted.get((token, layer))
-        return [] if route is None else route.topk_ids.flatten().tolist()
+        return [] if route is None else route.ids[0]
 
     def union(self, layer: int) -> set[int]:
         """Experts of one layer named by any drafted token so far."""
@@ -45,8 +44,8 @@ class LookaheadBuffer:
         """(layer, expert) pairs that the last verification used for rejected nodes only."""
         pairs = set()
         for layer, route in self.used.items():
-            kept = set(route.topk_ids[path].flatten().tolist())
-            pairs |= {(layer, e) for e in set(route.topk_ids.flatten().tolist()) - kept}
+            kept = {expert for node in path for expert in route.ids[node]}
+            pairs |= {(layer, expert) for expert in route.experts if expert not in kept}
         return pairs
 
     def recall(self, path: list[int]) -> tuple[int, int]:
@@ -59,7 +58,7 @@ class LookaheadBuffer:
         for layer, route in self.used.items():
             for node in path:
                 if (node, layer) in self.predicted:
-                    actual = set(route.topk_ids[node].tolist())
+                    actual = set(route.ids[node])
                     choices += len(actual)
                     named += len(actual & set(self.expert_ids(node, layer)))
         return named, choices

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Generator
 from enum import Enum
 from functools import partial
-from typing import Protocol
-
-import torch
+from typing import ClassVar, Protocol
 
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
@@ -30,8 +28,10 @@ class Prefetcher(Protocol):
 
     new_experts  (layer, expert) pairs that the draft under way named so far and that were neither
                  in slots nor on their way when it did: |E_new| of MoE-SpeQ 3.2.2
+    foresees     whether it asks exact routes for the experts of the layer behind theirs
     """
 
+    foresees: ClassVar[bool]
     lookahead: LookaheadBuffer
 
     @property
@@ -53,6 +53,8 @@ class Prefetcher(Protocol):
 class OnDemand:
     """Serve a layer's experts out of the slots, fetching those that are missing."""
 
+    foresees: ClassVar[bool] = False
+
     def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
         self._supply = supply
@@ -68,7 +70,7 @@ class OnDemand:
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        experts = route.topk_ids.flatten().tolist()
+        (experts,) = route.ids
         self._new |= self._supply.missing(layer, experts)
         self._supply.cache.policy.foretell(layer, experts)
 
@@ -99,6 +101,8 @@ class Phase(Enum):
 class ThreePhase:
     """Prefetches what the draft names, all along its drafting and its verification."""
 
+    foresees: ClassVar[bool] = True
+
     def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
         self._supply = supply
@@ -127,7 +131,7 @@ class ThreePhase:
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        experts, weights = route.topk_ids.flatten().tolist(), route.topk_weights.flatten().tolist()
+        (experts,), (weights,) = route.ids, route.weights
         # One token's choice is likely to be used if it has its even share of the weight.
         even = sum(weights) / len(experts)
         self._new |= self._supply.missing(layer, experts)
@@ -165,17 +169,15 @@ class ThreePhase:
 
     def _guess(self, layer: int, route: Route) -> None:
         """Add what is probably wanted by tokens that no draft has run."""
-        rows, top_k = route.topk_ids.shape
-        unnamed = [node for node in range(rows) if (node, layer) not in self.lookahead.predicted]
-        if route.following is None or not unnamed:
+        rows = range(len(route.ids))
+        unnamed = [node for node in rows if (node, layer) not in self.lookahead.predicted]
+        guess = route.foresee(unnamed) if unnamed else None
+        if guess is None:
             return
-        logits = route.following(unnamed).float()
-        values, ids = torch.topk(logits, min(top_k + 1, logits.shape[1]))
-        margins = values[:, :top_k] - values[:, -1:]
         guessed: dict[int, float] = {}
-        pairs = zip(ids[:, :top_k].flatten().tolist(), margins.flatten().tolist(), strict=True)
-        for expert, margin in pairs:
-            guessed[expert] = max(guessed.get(expert, 0.0), margin)
+        for ids, margins in zip(guess.ids, guess.margins, strict=True):
+            for expert, margin in zip(ids, margins, strict=True):
+                guessed[expert] = max(guessed.get(expert, 0.0), margin)
         probable = [e for e in guessed if self._guesses.probability(guessed[e]) >= PAYS]
         self._supply.cache.policy.foretell(layer, probable, known=1.0)
         named = self._wanted[layer]

@@ -21,9 +21,9 @@ class RouteHistory:
 
     def observe(self, layer: int, route: Route) -> None:
         """Count the choices of a pass."""
-        rows, self._top_k = route.topk_ids.shape
-        chosen = route.topk_ids.flatten().cpu()
-        self._counts[layer] += torch.bincount(chosen, minlength=self.num_experts)
+        rows, self._top_k = route.host_ids.shape
+        chosen = torch.bincount(route.host_ids.flatten(), minlength=self.num_experts)
+        self._counts[layer] += chosen
         self._rows[layer] += rows
 
     @property

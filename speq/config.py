@@ -67,6 +67,14 @@ Profile = Annotated[
         Text("auto, none, or a file that `speq tune` wrote", path=True),
     ),
 ]
+Graphs = Annotated[
+    str,
+    Option(
+        "Passes that are recorded and launched as a whole: auto (all but those of prompts, on the "
+        "device cuda) or none.",
+        Choice(("auto", "none")),
+    ),
+]
 ReaderThreads = Annotated[
     int,
     Option("Experts read from disk at a time.", Whole(1, MAX_READER_THREADS)),
@@ -105,6 +113,7 @@ class RunConfig(Options):
             Choice(("auto",), CODECS),
         ),
     ] = "auto"
+    graphs: Graphs = "auto"
     profile: Profile = "auto"
     verify_reads: Annotated[
         bool, Option("Compare experts with the checksums of a pack at every read.", Switch())

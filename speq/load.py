@@ -32,6 +32,7 @@ from speq.machine import default_host_bytes
 from speq.models import moe_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
+from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
 from speq.planning.host_memory import host_plan
@@ -59,6 +60,7 @@ class Loaded:
     settled   the holding, with memory planned for the first request
     draft_bank  the INT4 copy, where one is held
     host      exact experts in the host's memory, for a device with memory of its own
+    graphs_on  the device that passes are recorded on; None: they are not
     governor  outlives arenas that are laid out anew, with what it has learnt
     """
 
@@ -71,6 +73,7 @@ class Loaded:
     arena: Int4Arena | None
     draft_bank: DraftExperts | None
     host: HostTier | None
+    graphs_on: Accelerator | None
     governor: Governor
 
     def budget(self, context: int) -> Budget:
@@ -118,7 +121,7 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
-        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device.torch)
+        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
@@ -133,9 +136,12 @@ def load(
         if encoding is not None:
             settled = measured(encoding, subject, settled, budget)
         bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
+        graphs_on = recording_device(config.graphs, device, model)
         governor = governor_of(config, profile, settled)
         undo.pop_all()
-    return Loaded(config, opened, device, subject, settled, model, arena, bank, host, governor)
+    return Loaded(
+        config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governor
+    )
 
 
 def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:
@@ -163,13 +169,20 @@ def check_context(context: int, fixed: int | None, longest: int) -> int:
 
 def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) -> Budget:
     """Raises SpeqError for a host budget on the CPU."""
-    check_host_budget(config.host_budget, isinstance(device, Processor))
+    on_cpu = isinstance(device, Processor)
+    check_host_budget(config.host_budget, on_cpu)
     beside = None
     if not isinstance(device, Processor):
         beside = Beside(config.host_budget or default_host_bytes(), device.overhead_bytes)
-    longest = LONGEST if config.draft_length is None else config.draft_length
-    readers = config.reader_threads
-    return Budget(config.memory_budget, context, beside is None, readers, longest, beside)
+    return Budget(
+        config.memory_budget,
+        context,
+        on_cpu,
+        config.reader_threads,
+        LONGEST if config.draft_length is None else config.draft_length,
+        beside,
+        graphs=not on_cpu and config.graphs == "auto",
+    )
 
 
 def check_host_budget(host_budget: int | None, on_cpu: bool) -> None:

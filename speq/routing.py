@@ -1,21 +1,90 @@
 """What a router decided for some tokens in one MoE layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+# Logits [rows, E] of the next MoE layer's router for some of the rows.
+Following = Callable[[list[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Guess:
+    """Experts of the next MoE layer, as its router would choose them now, row by row.
+
+    ids      [rows][K], the likeliest first
+    margins  [rows][K]: by how much the logit of each exceeds the best of all that are not named
+    """
+
+    ids: list[list[int]]
+    margins: list[list[float]]
+
+
+@dataclass(slots=True)
 class Route:
     """topk_ids [T, K] int64, topk_weights [T, K], router_logits [T, E] where they were seen.
 
     following  what the next MoE layer's router says of some of the rows, as they are when they
-               enter this layer's experts: [rows, E]. Hidden states change little from layer to
-               layer. None in the last layer.
+               enter this layer's experts. Hidden states change little from layer to layer. None in
+               the last layer.
+
+    The tensors are the router's own, and lie where the model computes. What the host looks at is
+    brought to it once, by whoever asks first, or by a `speq.layers.route_reader` in one piece.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
     router_logits: Tensor | None = None
-    following: Callable[[list[int]], Tensor] | None = None
+    following: Following | None = None
+    _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
+    _guess: Guess | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def host_ids(self) -> Tensor:
+        """topk_ids in host memory."""
+        if self._host_ids is None:
+            self._host_ids = self.topk_ids.cpu()
+        return self._host_ids
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """topk_ids, row by row."""
+        if self._ids is None:
+            self._ids = self.host_ids.tolist()
+        return self._ids
+
+    @property
+    def weights(self) -> list[list[float]]:
+        """topk_weights, row by row."""
+        weights: list[list[float]] = self.topk_weights.tolist()
+        return weights
+
+    @property
+    def experts(self) -> list[int]:
+        """The distinct experts of all rows, ascending."""
+        return sorted({expert for row in self.ids for expert in row})
+
+    def foresee(self, rows: list[int]) -> Guess | None:
+        """What these rows probably want of the next layer; None in the last layer."""
+        if self._guess is not None:
+            guess = self._guess
+            return Guess([guess.ids[row] for row in rows], [guess.margins[row] for row in rows])
+        if self.following is None:
+            return None
+        ids, margins = leading(self.following(rows), self.topk_ids.shape[1])
+        return Guess(ids.tolist(), margins.tolist())
+
+    def was_read(self, host_ids: Tensor, guess: Guess | None) -> None:
+        """Take what has been brought to the host: topk_ids, and the guess for every row."""
+        self._host_ids, self._guess = host_ids, guess
+
+
+def leading(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The `top_k` likeliest of logits [T, E]: ids [T, K] int64, and float32 margins [T, K] over the
+    best of the others.
+    """
+    values, ids = torch.topk(logits.float(), min(top_k + 1, logits.shape[1]))
+    return ids[:, :top_k], values[:, :top_k] - values[:, -1:]

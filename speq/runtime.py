@@ -16,6 +16,8 @@ from speq.config import RunConfig
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.decode.sampler import sampler_on
+from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
 from speq.devices.device import Processor
 from speq.errors import SpeqError
@@ -102,6 +104,10 @@ class Runtime:
         """Why the planner chose the holding, where a profile let it."""
         return self._loaded.settled.reason
 
+    def synchronize(self) -> None:
+        """Return when all that was asked of the device is done."""
+        self._loaded.device.synchronize()
+
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory = self._loaded.memory(self.plan)
@@ -172,28 +178,33 @@ class Runtime:
         cache = KVCache(
             shape.num_layers, shape.attention.kv_shapes, plan.context, self.dtype, self.device
         )
+        sampler = sampler_on(loaded.device)
         drafter: Drafter = PlainDecoding()
         governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.holding.drafts:
             drafter = DRAFTERS[self.holding.drafter](
-                DraftBase(self.model, cache, loaded.draft_bank)
+                DraftBase(self.model, cache, loaded.draft_bank, sampler, loaded.graphs_on)
             )
             governor = loaded.governor
+        offload = offload_over(
+            slots,
+            loaded.opened.store.codec.experts(slots, loaded.arena),
+            self._transfer(slots),
+            MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
+            Scheduling(self.config.cache_policy, self.config.prefetch),
+            loaded.device,
+            self.recorder,
+        )
         return Engine(
             model=self.model,
             cache=cache,
-            offload=offload_over(
-                slots,
-                loaded.opened.store.codec.experts(slots, loaded.arena),
-                self._transfer(slots),
-                MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
-                Scheduling(self.config.cache_policy, self.config.prefetch),
-                self.recorder,
-            ),
+            offload=offload,
+            verification=verification_over(self.model, cache, offload.target, loaded.graphs_on),
             drafter=drafter,
             governor=governor,
             recorder=self.recorder,
             chunk=plan.chunk,
+            sampler=sampler,
         )
 
     def _transfer(self, slots: Tensor) -> TransferEngine:

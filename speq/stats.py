@@ -292,7 +292,7 @@ FIGURES = {
     "stall_s": "time in which the computation waited for experts, while decoding",
     "late_s": "part of `stall_s` spent on experts that were asked for ahead",
     "draft_s": "time in drafting",
-    "verify_s": "time in verifying, stalls included",
+    "verify_s": "time in verifying, stalls and the choice of tokens included",
     "transfer_s": "time in moving experts while decoding, summed over reader threads",
     "link_s": "time in which at least one expert was being moved",
     "hidden_share": "share of `link_s` in which the computation did not wait",
@@ -303,9 +303,10 @@ FIGURES = {
     "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
     "layers": "figures of each MoE layer while decoding, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
-    "`kv_cache`, `read_buffers`, `workspace`, `slots`, `unused`; on a GPU also `device_overhead` "
-    "(what libraries and torch's allocator take of it), `host_records` (memory of the host that "
-    "experts take, beside the budget) and `host_pinned` (what of it the system locked)",
+    "`kv_cache`, `read_buffers`, `graphs` (where passes are recorded), `workspace`, `slots`, "
+    "`unused`; on a GPU also `device_overhead` (what libraries and torch's allocator take of it), "
+    "`host_records` (memory of the host that experts take, beside the budget) and `host_pinned` "
+    "(what of it the system locked)",
     "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
     "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from speq.bench.settings import GpuLinkSettings as Settings
+from speq.devices.named import device_named
 from speq.files.alignment import aligned_bytes
 from speq.files.atomic_file import check_target
 from speq.kernels import library
-from speq.machine import resolve_device
 from speq.measure.memory_read import READ_BYTES, MemoryRead, read_gb_per_s
 from speq.measure.report import Column, Report
 from speq.units import Clock, Progress, format_bytes, parse_bytes, tracked
@@ -75,7 +75,7 @@ def run(
     """Measure the GPU. Raises SpeqError where there is none."""
     check_target(json_file, force)
     sizes = [parse_bytes(size) for size in settings.sizes]
-    device = resolve_device("cuda")
+    device = device_named("cuda").torch
     card = Card(device, max(*sizes, RESULT_BYTES), clock)
     read = memory_read(device, settings.rounds, clock)
     found = tracked(

@@ -2,19 +2,21 @@
 
 Modules are timed where they are entered and left, each without what it calls, in passes over the
 draft's experts and over the exact ones. On a GPU the device is waited for at each of those moments,
-which makes passes slower than they are: read the shares.
+which makes passes slower than they are: read the shares. There the draft's passes are timed as a
+whole as well, with nobody listening: launched kernel by kernel, and recorded as graphs.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from speq.bench.settings import StepSettings as Settings
+from speq.decode.draft_pass import RecordedPass
+from speq.decode.drafters.int4 import Int4Drafter
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.kernels import ops
@@ -71,7 +73,47 @@ class PartClock:
         self._since = now
 
 
-def watch(runtime: Runtime, clock: PartClock, settle: Callable[[], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Time of drafting so many tokens, with nobody listening to modules.
+
+    recorded  whether their passes were graphs
+    """
+
+    tokens: int
+    total_s: float
+    recorded: bool
+
+    @property
+    def token_s(self) -> float:
+        return self.total_s / self.tokens
+
+    def row(self, launched: "Drafting") -> dict[str, Any]:
+        """launched: what it is a share of."""
+        return {
+            "pass": f"draft token, {'a graph' if self.recorded else 'launched'}",
+            "part": "all",
+            "time_ms": self.token_s * 1e3,
+            "share": self.token_s / launched.token_s,
+            "passes": self.tokens,
+        }
+
+
+def drafting(
+    generator: Generator, prompts: list[str], max_new_tokens: int, progress: Progress | None
+) -> Drafting | None:
+    """Time the drafts of texts; None where nothing was drafted."""
+    runs = runs_of(generator, prompts, max_new_tokens, progress=progress)
+    tokens = sum(step.draft_length for run in runs for step in run.decode)
+    drafter = generator.runtime.engine.drafter
+    if not tokens or not isinstance(drafter, Int4Drafter):
+        return None
+    made = drafter.draft_pass
+    recorded = isinstance(made, RecordedPass) and bool(made.passes.shapes)
+    return Drafting(tokens, sum(run.total("draft_s") for run in runs), recorded)
+
+
+def watch(runtime: Runtime, clock: PartClock) -> None:
     """Have a model's modules tell the clock when they are entered and left, for good."""
 
     def begin(*_: Any) -> None:
@@ -80,11 +122,11 @@ def watch(runtime: Runtime, clock: PartClock, settle: Callable[[], None]) -> Non
         clock.begin(phase if phase != "decode" else "verification" if exact else "draft token")
 
     def enter(part: str) -> None:
-        settle()
+        runtime.synchronize()
         clock.enter(part)
 
     def leave() -> None:
-        settle()
+        runtime.synchronize()
         clock.leave()
 
     parts = runtime.model.parts()
@@ -107,7 +149,8 @@ def run(
     check_target(json_file, force)
     kernel = DRAFT_KERNELS[settings.draft_kernel]
     prompts = read_prompts(settings.prompts, settings.num_prompts)
-    generator = Generator.from_pretrained(
+    load = partial(
+        Generator.from_pretrained,
         model,
         settings.memory_budget,
         draft_length=settings.draft_length,
@@ -116,18 +159,34 @@ def run(
         dtype=settings.dtype,
         progress=progress,
     )
-    runtime, clock = generator.runtime, PartClock()
+    # Passes that are listened to are no graphs: nobody hears of what runs within one.
+    generator, clock = load(graphs="none"), PartClock()
+    runtime = generator.runtime
+    alone = runtime.device.type != "cpu" and kernel is ops.moe_int4
+    launched, recorded = None, None
     if runtime.draft_bank is not None:
         runtime.draft_bank.kernel = kernel
-    settle = torch.cuda.synchronize if runtime.device.type == "cuda" else lambda: None
     try:
         runs_of(generator, prompts[-1:], min(WARM_UP_TOKENS, settings.max_new_tokens))
-        watch(runtime, clock, settle)
+        if alone:
+            launched = drafting(generator, prompts, settings.max_new_tokens, progress)
+        watch(runtime, clock)
         runs = runs_of(generator, prompts, settings.max_new_tokens, progress=progress)
     finally:
         generator.close()
+    if launched is not None:
+        generator = load(graphs="auto")
+        try:
+            runs_of(generator, prompts[-1:], min(WARM_UP_TOKENS, settings.max_new_tokens))
+            recorded = drafting(generator, prompts, settings.max_new_tokens, progress)
+        finally:
+            generator.close()
     outside = {"draft token": "draft_s", "verification": "verify_s"}
-    rows = []
+    rows = [
+        drafted.row(launched)
+        for drafted in (launched, recorded)
+        if drafted is not None and launched is not None
+    ]
     for kind, name in outside.items():
         if passes := clock.passes.get(kind):
             whole_s = sum(run.total(name) for run in runs) / len(passes)

@@ -15,9 +15,7 @@ from speq.decode.offload import Offload
 from speq.decode.sequence import Draft, Sequence
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.layers.draft_experts import OnRoute
-from speq.layers.offloaded_experts import ExpertBank
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
-from speq.models.kv_cache import KVCache
 from speq.models.moe_model import Scored
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
@@ -112,7 +110,7 @@ class Recorded:
         self._round = whole.cut(drafted)
         return Draft.chain([STANDS] * drafted)
 
-    def score(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], *_: object) -> Scored:
+    def score(self, pending_id: int, draft: Draft) -> Scored:
         """Serve every layer of the verification; logits are such that the path is accepted."""
         step, found = self._round, self.found
         self._arrive()
@@ -123,7 +121,7 @@ class Recorded:
         for layer in range(len(step.used)):
             self._verify(step, layer)
         found.tokens += step.emitted
-        accepted = torch.arange(len(token_ids)) < len(step.path) - 1
+        accepted = torch.arange(draft.nodes) < len(step.path) - 1
         logits = torch.stack([~accepted, accepted], dim=1).float()
         return Scored(logits, logits)
 
@@ -180,6 +178,7 @@ class Replay:
             model=model,
             cache=model,
             offload=offload,
+            verification=model,
             drafter=model,
             governor=governor or FixedDraftLength(0),
             recorder=recorder,

@@ -36,7 +36,7 @@ class SingleShot(OnDemand):
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        experts = route.topk_ids.flatten().tolist()
+        (experts,) = route.ids
         self._new |= self._supply.missing(layer, experts)
         self._wanted[layer].update(experts)
         known = (token + 1) / (self._draft_length + 1)

@@ -17,7 +17,7 @@ def ranked(route: Route) -> list[list[int]]:
     scores = route.topk_weights
     if route.router_logits is not None:
         scores = route.router_logits.gather(-1, route.topk_ids)
-    rows = zip(route.topk_ids.tolist(), scores.tolist(), strict=True)
+    rows = zip(route.ids, scores.tolist(), strict=True)
     return [
         [expert for _, expert in sorted(zip((-s for s in row), experts, strict=True))]
         for experts, row in rows

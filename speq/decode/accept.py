@@ -7,18 +7,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from speq.decode.sampling import chosen, greedy
+from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 
 
-def accept(draft: Draft, logits: Tensor, sequence: Sequence) -> Outcome:
+def accept(
+    draft: Draft, logits: Tensor, sequence: Sequence, sampler: Sampler | None = None
+) -> Outcome:
     """Walk down the draft from the pending token as far as the exact model agrees.
 
-    logits  [N + 1, V] of the exact model at the draft's nodes
+    logits   [N + 1, V] of the exact model at the draft's nodes
+    sampler  chooses where they lie; in host memory if it is left out
     """
-    if sequence.sampling.greedy and not sequence.sampling.penalises:
-        return walk(draft, greedy(logits).__getitem__)
-    return walk(draft, lambda node: chosen(logits[node], sequence, draft.above(node)))
+    return walk(draft, (sampler or HostSampler()).choices(draft, logits, sequence))
 
 
 def walk(draft: Draft, choice: Callable[[int], int]) -> Outcome:

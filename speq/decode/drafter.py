@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Sequence
+from speq.devices.device import Accelerator
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -17,13 +19,17 @@ GoOn = Callable[[int], bool]
 class DraftBase:
     """The loaded parts that a drafter may draft with.
 
-    cache  the exact model's; a drafter leaves its length as it was
-    int4   the INT4 copy of the experts, where one is held
+    cache      the exact model's; a drafter leaves its length as it was
+    int4       the INT4 copy of the experts, where one is held
+    sampler    chooses tokens where the model computes
+    graphs_on  the device that passes may be recorded on; None: they are not
     """
 
     model: MoEModel
     cache: KVCache
     int4: DraftExperts | None
+    sampler: Sampler
+    graphs_on: Accelerator | None = None
 
 
 class Drafter(Protocol):

@@ -8,12 +8,14 @@ they emitted; what they measured goes by way of the recorder, and no other.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speq.decode.accept import accept
 from speq.decode.drafter import Drafter, PlainDecoding
 from speq.decode.offload import Offload
+from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
+from speq.decode.verification import Verification
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
@@ -23,15 +25,20 @@ from speq.stats import Recorder, StepStats
 
 @dataclass(slots=True)
 class Engine:
-    """One model over one KV cache, for one sequence at a time."""
+    """One model over one KV cache, for one sequence at a time.
+
+    sampler  chooses tokens where the model computes
+    """
 
     model: MoEModel
     cache: KVCache
     offload: Offload
+    verification: Verification
     drafter: Drafter
     governor: Governor
     recorder: Recorder
     chunk: int
+    sampler: Sampler = field(default_factory=HostSampler)
 
     def start(
         self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
@@ -41,12 +48,15 @@ class Engine:
         self.cache.clear()
         prompt = sequence.prompt_ids
         stream = self.offload.stream.prompt(len(prompt), self.chunk, progress)
-        with self.mending(), self.recorder.timed("prefill"), stream:
-            scored = self.model.prefill(self.offload.reader, self.cache, prompt, self.chunk)
+        # An accelerator is through with a pass when its outcome is known, and no sooner.
+        with self.recorder.timed("prefill"):
+            with self.mending(), stream:
+                scored = self.model.prefill(self.offload.reader, self.cache, prompt, self.chunk)
+            outcome = accept(Draft(), scored.logits, sequence, self.sampler)
         if progress is not None:
             progress(len(prompt), len(prompt))
         self.governor.begin()
-        emitted = sequence.extend(accept(Draft(), scored.logits, sequence).token_ids)
+        emitted = sequence.extend(outcome.token_ids)
         stats.emitted = len(emitted)
         self.recorder.finish()
         return emitted
@@ -60,8 +70,9 @@ class Engine:
         stats = self.recorder.begin("decode")
         decision = within(governor.decide(), sequence)
         draft = self.propose(sequence, decision.draft_length, governor)
-        scored = self.verify(sequence.pending_id, draft)
-        outcome = accept(draft, scored.logits, sequence)
+        with self.recorder.timed("verify"):
+            scored = self.verify(sequence.pending_id, draft)
+            outcome = accept(draft, scored.logits, sequence, self.sampler)
         emitted = self.commit(sequence, draft, outcome, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
@@ -81,14 +92,8 @@ class Engine:
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
-        with self.mending(), self.recorder.timed("verify"):
-            return self.model.score(
-                self.offload.target,
-                self.cache,
-                [pending_id, *draft.token_ids],
-                draft.depths(),
-                draft.ancestors(),
-            )
+        with self.mending():
+            return self.verification.score(pending_id, draft)
 
     def commit(
         self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats
@@ -116,11 +121,14 @@ class Engine:
 
     @contextmanager
     def mending(self) -> Iterator[None]:
-        """An interrupt can strike between any two lines: what lay in slots is then forgotten."""
+        """An interrupt can strike between any two lines: what lay in slots is then forgotten, and
+        so are the entries of tokens.
+        """
         try:
             yield
         except BaseException:
             self.offload.supply.forget()
+            self.cache.erase()
             raise
 
     def close(self) -> None:

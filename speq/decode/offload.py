@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from speq.devices.device import Accelerator, Processor
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
-from speq.layers.exact_experts import ExactExperts, ExpertServer, SlotTable
+from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.offloaded_experts import ExpertBank
+from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
+from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
@@ -61,9 +64,10 @@ def offload_over(
     transfer: TransferEngine,
     sizes: MoeSizes,
     scheduling: Scheduling,
+    device: Processor | Accelerator,
     recorder: Recorder,
 ) -> Offload:
-    """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes]."""
+    """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes] on a device."""
     policy = CACHE_POLICIES[scheduling.cache_policy](
         len(slots), sizes.num_layers, sizes.num_experts
     )
@@ -75,8 +79,8 @@ def offload_over(
     stream = LayerStream(supply, history, sizes.num_layers)
 
     def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
-        table = SlotTable(sizes.num_experts, slots.device)
-        return ExactExperts(server, experts, table, sizes.activation, recorder, on_route)
+        table, routes = host_side(device, sizes.num_experts)
+        return ExactExperts(server, experts, table, routes, sizes.activation, recorder, on_route)
 
     return Offload(
         target=bank(prefetcher, prefetcher.observe),
@@ -86,6 +90,13 @@ def offload_over(
         supply=supply,
         slots=slots,
     )
+
+
+def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:
+    """What goes between a bank on a device and the host that serves it: slots and routes."""
+    if isinstance(device, Processor):
+        return HostSlotTable(num_experts), HostRoutes()
+    return DeviceSlotTable(num_experts, device), DeviceRoutes(device)
 
 
 def fetch_from(source: ExpertStore) -> Fetch:

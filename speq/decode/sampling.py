@@ -11,6 +11,8 @@ Penalties look at the tokens before a position. Drafted tokens count among them,
 text does not depend on drafts either.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,11 +37,15 @@ def checked(logits: Tensor) -> Tensor:
     """Logits in float32. Raises SpeqError where damage, or too narrow a dtype, spoilt them."""
     logits = logits.float()
     if logits.isnan().any() or logits.isposinf().any():
-        raise SpeqError(
-            "the model's logits are not numbers (NaN or infinite): its weights are damaged, or "
-            "their dtype overflows; check the checkpoint, or choose another dtype"
-        )
+        raise not_numbers()
     return logits
+
+
+def not_numbers() -> SpeqError:
+    return SpeqError(
+        "the model's logits are not numbers (NaN or infinite): its weights are damaged, or "
+        "their dtype overflows; check the checkpoint, or choose another dtype"
+    )
 
 
 def greedy(logits: Tensor) -> list[int]:
@@ -51,8 +57,13 @@ def greedy(logits: Tensor) -> list[int]:
 
 
 def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """[N, V] logits to [N, V] float32 probabilities on the CPU: temperature, top-k, top-p, then
-    min-p, which is transformers' order.
+    """[N, V] logits to [N, V] float32 probabilities on the CPU, as `shaped` makes them."""
+    return shaped(checked(logits).cpu(), sampling)
+
+
+def shaped(scores: Tensor, sampling: SamplingParams) -> Tensor:
+    """[N, V] float32 logits to probabilities where they lie: temperature, top-k, top-p, then min-p,
+    which is transformers' order.
     """
     temperature = max(float(sampling.temperature), MIN_TEMPERATURE)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -62,8 +73,8 @@ def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
         warpers.append(TopPLogitsWarper(float(sampling.top_p)))
     if sampling.min_p:
         warpers.append(MinPLogitsWarper(float(sampling.min_p)))
-    no_history = torch.empty(len(logits), 0, dtype=torch.long)
-    return torch.softmax(warpers(no_history, checked(logits).cpu()), dim=-1)
+    no_history = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+    return torch.softmax(warpers(no_history, scores), dim=-1)
 
 
 def noise(seed: int, position: int, size: int) -> Tensor:
@@ -88,14 +99,35 @@ def penalised(logits: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
 
     ahead  drafted tokens between those of the sequence and the one that is chosen
     """
-    sampling, scores = sequence.sampling, checked(logits).cpu()
-    generated = torch.tensor([*sequence.generated_ids, *ahead], dtype=torch.long)
-    if sampling.repetition_penalty != 1:
-        penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+    scores = checked(logits).cpu()
+    text = Before.of(sequence, ahead, len(scores))
+    return text.penalise(scores, sequence.sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The tokens before a position, as penalties count them.
+
+    text   [M] int64, prompt and all; times: [V] int64, how often each was generated
+    """
+
+    text: Tensor
+    times: Tensor
+
+    @classmethod
+    def of(cls, sequence: Sequence, ahead: list[int], vocab_size: int) -> "Before":
+        """In host memory."""
+        generated = torch.tensor([*sequence.generated_ids, *ahead], dtype=torch.long)
         text = torch.cat([torch.tensor(sequence.prompt_ids, dtype=torch.long), generated])
-        scores = penalty(text[None], scores[None])[0]
-    times = torch.bincount(generated, minlength=len(scores))
-    return scores - sampling.frequency_penalty * times - sampling.presence_penalty * (times > 0)
+        return cls(text, torch.bincount(generated, minlength=vocab_size))
+
+    def penalise(self, scores: Tensor, sampling: SamplingParams) -> Tensor:
+        """[V] float32 logits to less likely ones, all on the device of these tensors."""
+        if sampling.repetition_penalty != 1:
+            penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+            scores = penalty(self.text[None], scores[None])[0]
+        times = self.times
+        return scores - sampling.frequency_penalty * times - sampling.presence_penalty * (times > 0)
 
 
 def chosen(logits: Tensor, sequence: Sequence, ahead: list[int]) -> int:

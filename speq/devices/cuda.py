@@ -1,16 +1,20 @@
 """A GPU, by way of torch.cuda."""
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speq.devices import allocator
 from speq.devices.card import Card, card_of
-from speq.devices.device import Event, Graph
+from speq.devices.device import Cut, Event, Graph
+
+PoolHandle = Any  # torch's own, of memory that graphs share
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,18 @@ class CudaStream:
         self.stream.wait_event(own(event).event)
 
 
+@dataclass(frozen=True, slots=True)
+class CudaGraph:
+    """pool: of its memory; steps: replays of pieces, and the host's work between them."""
+
+    pool: PoolHandle
+    steps: tuple[Callable[[], None], ...]
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
 def own(event: Event) -> CudaEvent:
     assert isinstance(event, CudaEvent), "an event of another device"
     return event
@@ -59,6 +75,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
+        self._recorded: torch.cuda.Stream | None = None
         self.meanwhile: Callable[[], None] | None = None
 
     @property
@@ -114,14 +131,50 @@ class CudaDevice:
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        # Kernels are set up, and libraries opened, at their first call: no part of a graph.
-        beside = torch.cuda.Stream(self.torch)
-        beside.wait_stream(torch.cuda.current_stream(self.torch))
-        with torch.cuda.stream(beside):
-            run()
-        torch.cuda.current_stream(self.torch).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph
+    def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> CudaGraph:
+        # Kernels are set up, and libraries opened, at their first call: no part of a graph. The
+        # first call is on the stream that is recorded: cuBLAS has a workspace for each.
+        stream = self._recorded = self._recorded or torch.cuda.Stream(self.torch)
+        stream.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(stream):
+            run(lambda work: None)
+        torch.cuda.current_stream(self.torch).wait_stream(stream)
+        # As torch.cuda.graph has it, which knows no cuts.
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(stream):
+            return recorded(run, None if beside is None else pool_of(beside))
+
+
+def pool_of(graph: Graph) -> PoolHandle:
+    assert isinstance(graph, CudaGraph), "a graph of another device"
+    return graph.pool
+
+
+def recorded(run: Callable[[Cut], None], pool: PoolHandle | None) -> CudaGraph:
+    """Record on the current stream, which is not torch's own; a piece ends at each cut."""
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    steps: list[Callable[[], None]] = []
+    piece = begun(pool)
+
+    def cut(work: Callable[[], None]) -> None:
+        nonlocal piece
+        piece.capture_end()
+        steps.extend((piece.replay, work))
+        piece = begun(pool)
+
+    try:
+        run(cut)
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # what went wrong is known
+            piece.capture_end()
+        raise
+    piece.capture_end()
+    return CudaGraph(pool, (*steps, piece.replay))
+
+
+def begun(pool: PoolHandle) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    # Threads that look whether their copies are through would end a capture of mode "global".
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    return graph

@@ -45,7 +45,13 @@ class Graph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Queue all of it on the compute stream, over the memory that it was recorded with."""
+        """Queue all of it on the compute stream, over the memory that it was recorded with, and do
+        the host's work in between.
+        """
+
+
+# Has the host do its work at this place of a graph, at each replay and not before.
+Cut = Callable[[Callable[[], None]], None]
 
 
 class Device(Protocol):
@@ -104,11 +110,16 @@ class Accelerator(Device, Protocol):
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """[size] of pinned memory for small copies, given back as tensors are."""
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Record what `run` queues on the compute stream.
+    def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> Graph:
+        """Record what `run` queues on the compute stream. It is run first, outside the graph, with
+        none of the host's work done.
 
-        It neither reads the device nor copies from memory that is not pinned. Tensors that it makes
-        keep their places as long as the graph is kept.
+        beside  a graph whose memory this one may use as well: a replay of either spoils what the
+                other left
+
+        `run` neither reads the device nor copies from memory that is not pinned. Tensors that it
+        makes, and that somebody holds, keep their places. Raises RuntimeError where it does what
+        cannot be recorded.
         """
 
 

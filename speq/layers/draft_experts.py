@@ -8,14 +8,15 @@ from speq.experts.int4 import Int4Arena
 from speq.kernels import ops
 from speq.routing import Route
 
-# Told (token of the draft, layer, route) as soon as a draft's router has spoken.
+# Told (token of the draft, layer, route) when the host can know of it.
 OnRoute = Callable[[int, int, Route], None]
 
 
 class DraftExperts:
-    """Runs INT4 experts and reports their routes; `begin` names the token being drafted.
+    """Runs INT4 experts and reports their routes.
 
-    kernel  what runs all experts of a route; measurements may put another one in its place
+    kernel    what runs all experts of a route; measurements may put another one in its place
+    on_route  told (layer, route) as soon as a router has spoken, in the midst of the pass
     """
 
     def __init__(self, arena: Int4Arena, activation: str) -> None:
@@ -23,16 +24,11 @@ class DraftExperts:
         self._bank = arena.bank
         self._base_slots = arena.base_slots.unbind()
         self._activation = activation
-        self._token = 0
-        self._on_route: OnRoute | None = None
-
-    def begin(self, token: int, on_route: OnRoute | None) -> None:
-        self._token = token
-        self._on_route = on_route
+        self.on_route: Callable[[int, Route], None] | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        if self._on_route is not None:
-            self._on_route(self._token, layer, route)
+        if self.on_route is not None:
+            self.on_route(layer, route)
         return self.kernel(
             hidden_states,
             route.topk_ids,

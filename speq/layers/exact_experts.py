@@ -4,37 +4,28 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from speq.experts.slots import SlotExperts
 from speq.kernels import ops
 from speq.kernels.grouping import Grouping
+from speq.layers.route_reader import RouteReader
+from speq.layers.slot_table import SlotTable
 from speq.routing import Route
 from speq.stats import Recorder
 
 
 class ExpertServer(Protocol):
-    """Brings a layer's experts into slots."""
+    """Brings a layer's experts into slots.
+
+    foresees  whether it asks routes for the experts of the layer behind theirs
+    """
+
+    @property
+    def foresees(self) -> bool: ...
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
-
-
-class SlotTable:
-    """[E] int64 on the device: the slot of each expert, or -1. Each wave fills it anew in place."""
-
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self._host = torch.empty(num_experts, dtype=torch.int64)
-        self._entries = self._host.numpy()  # shared memory: no torch op for each expert
-        self._device = device
-
-    def of(self, slots: dict[int, int]) -> Tensor:
-        """The table of {expert: slot}."""
-        self._entries.fill(-1)
-        for expert, slot in slots.items():
-            self._entries[expert] = slot
-        return self._host.to(self._device)
 
 
 class ExactExperts:
@@ -43,6 +34,7 @@ class ExactExperts:
     server      brings experts into slots
     experts     the experts in the arena
     slot_table  their slots, filled anew for each wave
+    routes      brings routes to the host
     on_route    told each layer's exact route
     """
 
@@ -51,6 +43,7 @@ class ExactExperts:
         server: ExpertServer,
         experts: SlotExperts,
         slot_table: SlotTable,
+        routes: RouteReader,
         activation: str,
         recorder: Recorder,
         on_route: Callable[[int, Route], None],
@@ -58,14 +51,16 @@ class ExactExperts:
         self._server = server
         self._experts = experts
         self._slot_table = slot_table
+        self._routes = routes
         self._activation = activation
         self._recorder = recorder
         self._on_route = on_route
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        self._routes.read(route, self._server.foresees)
         self._on_route(layer, route)
         outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
-        grouping = Grouping.of(route.topk_ids, route.topk_ids.cpu())
+        grouping = Grouping.of(route.topk_ids, route.host_ids)
         waves = self._server.serve(layer, grouping.experts)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._recorder.timed("layer", layer):

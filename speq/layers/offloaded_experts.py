@@ -62,4 +62,6 @@ class OffloadedExperts(nn.Module):
     @torch.inference_mode()
     def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
         assert self._next_router is not None
-        return self._next_router(hidden_states[rows])[0]
+        # All rows need no index, which an accelerator would have to be sent.
+        asked = hidden_states if len(rows) == len(hidden_states) else hidden_states[rows]
+        return self._next_router(asked)[0]

@@ -180,7 +180,7 @@ def trace(generator: Generator, ids: list[int]) -> Trace:
 def equal_sets(lookahead: LookaheadBuffer, tokens: int) -> tuple[int, int]:
     """(equal, all): layers and tokens where the draft named exactly the experts that were used."""
     pairs = [
-        (set(lookahead.expert_ids(token, layer)), set(route.topk_ids[token].tolist()))
+        (set(lookahead.expert_ids(token, layer)), set(route.ids[token]))
         for layer, route in lookahead.used.items()
         for token in range(tokens)
         if (token, layer) in lookahead.predicted

@@ -66,8 +66,10 @@ def plan_of(model: str | Path, settings: PlanSettings) -> BudgetPlan:
     context = settings.context_length or min(DEFAULT_CONTEXT, subject.shape.max_context)
     budget = Budget.of(settings.memory_budget, context, on_cpu, subject.shape)
     if not on_cpu:
-        # The most that any GPU takes: it need not be at hand.
-        budget = replace(budget, beside=Beside(host_bytes_of(settings), overhead_bytes))
+        # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that do
+        # not say otherwise.
+        beside = Beside(host_bytes_of(settings), overhead_bytes)
+        budget = replace(budget, beside=beside, graphs=True)
     return make_plan(subject, budget, assumptions(subject, machine, settings))
 
 

@@ -5,9 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
@@ -170,22 +167,21 @@ def _step(lookahead: LookaheadBuffer, draft_length: int, path: list[int]) -> Tra
         [_choice(lookahead.predicted[token, layer]) for layer in layers]
         for token in range(draft_length)
     ]
-    used = [lookahead.used[layer].topk_ids.tolist() for layer in layers]
+    used = [lookahead.used[layer].ids for layer in layers]
     guessed: list[list[Choice]] = [[]]
     for layer in layers[1:]:
         route = lookahead.used[layer - 1]
-        assert route.following is not None
-        logits = route.following(list(range(len(route.topk_ids))))
-        guessed.append([_margins(row, route.topk_ids.shape[1]) for row in logits])
+        guess = route.foresee([*range(len(route.ids))])
+        assert guess is not None
+        guessed.append(
+            [
+                (ids, [round(margin, 3) for margin in margins])
+                for ids, margins in zip(guess.ids, guess.margins, strict=True)
+            ]
+        )
     return TraceStep(drafted, used, guessed, path)
 
 
 def _choice(route: Route) -> Choice:
-    weights = [round(weight, 4) for weight in route.topk_weights.flatten().tolist()]
-    return route.topk_ids.flatten().tolist(), weights
-
-
-def _margins(logits: Tensor, top_k: int) -> Choice:
-    values, ids = torch.topk(logits.float(), min(top_k + 1, len(logits)))
-    margins = values[:top_k] - values[-1]
-    return ids[:top_k].tolist(), [round(float(margin), 3) for margin in margins]
+    (ids,), (weights,) = route.ids, route.weights
+    return ids, [round(weight, 4) for weight in weights]

@@ -4,6 +4,7 @@ disagreement does not cause the next.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
         drafted = []
         if runtime.draft_bank is not None:
             for at, token in enumerate(tokens):
-                runtime.draft_bank.begin(at, lookahead.record)
+                runtime.draft_bank.on_route = partial(lookahead.record, at)
                 drafted.append(model.score(runtime.draft_bank, cache, [token]).logits)
                 cache.advance(1)
             cache.rewind(len(tokens))

@@ -175,7 +175,7 @@ def measured_cycles(
         cycles[step.draft_length].append(step)
         used = runtime.engine.lookahead.used
         for layer, chosen in enumerate(routes):  # a chain is accepted from the front
-            chosen += used[layer].topk_ids[: step.accepted + 1].tolist()
+            chosen += used[layer].ids[: step.accepted + 1]
         done += step.emitted
         tell("measuring drafts and verifications", done, total)
     return {k: cycles[k] for k in DRAFT_LENGTHS if cycles[k]}, routes

@@ -51,6 +51,33 @@ class KVLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+class PlacedKVLayer(KVLayer):
+    """A view of a KVLayer of one row, written to where a tensor says.
+
+    Its shapes depend on no length: a recorded pass is right for all of them.
+
+    places  [T] int64 on the device: where the next entries go
+    seen    entries that attention gets to see; the mask hides those behind each of `places`
+    """
+
+    def __init__(self, layer: KVLayer, places: Tensor, seen: int) -> None:
+        super().__init__(layer.keys, layer.values, layer.lengths)
+        assert layer.keys.shape[0] == 1
+        assert seen <= layer.keys.shape[2]
+        self._places, self._seen = places, seen
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write T entries; return the first `seen`."""
+        self.keys.index_copy_(2, self._places, key_states)
+        self.values.index_copy_(2, self._places, value_states)
+        return self.keys[:, :, : self._seen], self.values[:, :, : self._seen]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._seen, 0
+
+
 class KVCache(Cache):
     """Room for `capacity` tokens in each of B rows.
 
@@ -83,6 +110,10 @@ class KVCache(Cache):
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
+    def placed(self, places: Tensor, seen: int) -> Cache:
+        """The same entries, seen and written as `PlacedKVLayer` says."""
+        return Cache(layers=[PlacedKVLayer(layer, places, seen) for layer in self.layers])
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
@@ -90,6 +121,15 @@ class KVCache(Cache):
     def clear(self) -> None:
         for row in range(len(self.lengths)):
             self.lengths[row] = 0
+
+    def erase(self) -> None:
+        """Forget everything, and have numbers behind every length.
+
+        Recorded passes give no weight to entries there, but what is no number would remain.
+        """
+        self.clear()
+        for tensor in self.tensors():
+            tensor.zero_()
 
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written behind every row."""
@@ -114,19 +154,35 @@ class KVCache(Cache):
         self.lengths[row] = start + len(path)
 
 
+def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:
+    """Which of a row's entries each of its tokens sees, where they follow one another.
+
+    positions  [B, T] int64, of the tokens in their texts; their entries lie there as well
+    end        entries there are
+    window     tokens a query may look back, itself included; None: all
+    returns    [B, 1, T, end] bool, true where seen
+    """
+    entry = torch.arange(end, device=positions.device)
+    query = positions[:, :, None]
+    visible = entry <= query
+    if window is not None:
+        visible &= entry > query - window
+    return visible[:, None]
+
+
 def attention_mask(
-    lengths: Tensor, depths: Tensor, ancestors: Tensor, window: int | None
+    lengths: Tensor, depths: Tensor, ancestors: Tensor, end: int, window: int | None
 ) -> Tensor:
     """Which cached entries each node of a tree sees: all of the row's past and its own ancestors.
 
     lengths    [B] int64, entries each row has; the tree's nodes follow behind them
     depths     [T] int64, distance from the tree's root
     ancestors  [T, T] bool, true at a node itself and above it
+    end        entries there are: max(lengths) + T
     window     tokens a query may look back, itself included; None: all
-    returns    [B, 1, T, max(lengths) + T] bool, true where seen
+    returns    [B, 1, T, end] bool, true where seen
     """
     nodes = len(depths)
-    end = int(lengths.max()) + nodes
     entry = torch.arange(end, device=lengths.device)
     node = entry - lengths[:, None]  # [B, end]; negative: past, beyond the tree: not this row's
     inside = (node >= 0) & (node < nodes)
@@ -137,5 +193,5 @@ def attention_mask(
     if window is not None:
         position = torch.where(inside, lengths[:, None] + depths[node], entry)
         query = lengths[:, None] + depths
-        visible &= query[:, :, None] - position[:, None] < window
+        visible &= position[:, None] > query[:, :, None] - window
     return visible[:, None]

@@ -1,22 +1,26 @@
 """A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
+from speq.devices.device import Accelerator, Processor
+from speq.devices.staged import Uploads
 from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
-from speq.models.kv_cache import KVCache, attention_mask
+from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import make_resident
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
@@ -35,12 +39,13 @@ class Scored:
 class MoEModel:
     """Everything of a model but its experts, which come from the bank given to each pass."""
 
-    def __init__(self, hf_model: Any, family: Family, device: torch.device) -> None:
+    def __init__(self, hf_model: Any, family: Family, device: Processor | Accelerator) -> None:
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
         self._switch = BankSwitch()
-        self.device = device
+        self.device = device.torch
+        self._uploads = None if isinstance(device, Processor) else Uploads(device)
         self.dtype: torch.dtype = hf_model.dtype
         blocks = family.moe_blocks(hf_model)
         routers = [block.router for block in blocks.values()]
@@ -60,6 +65,16 @@ class MoEModel:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
         return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def unrecordable(self) -> str | None:
+        """Why no graph of a pass may be recorded; None where one may."""
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
+        for kind in sorted(str(each.get("rope_type")) for each in (by_layer or [rope])):
+            if kind == "longrope" or "dynamic" in kind:
+                return f"rotary embeddings of type {kind} look at positions on the host"
+        return None
 
     @property
     def bank(self) -> ExpertBank | None:
@@ -111,17 +126,54 @@ class MoEModel:
         The tokens are a chain unless depths and ancestors (see `attention_mask`) make them a tree.
         Their entries are written behind each row's length, which stays as it is.
         """
+        assert (depths is None) == (ancestors is None)
         nodes = token_ids.shape[1]
-        depth = torch.arange(nodes) if depths is None else torch.tensor(depths)
-        if ancestors is None:
-            ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-        lengths = torch.tensor(cache.lengths)
+        end = max(cache.lengths) + nodes
+        lengths = self._send(torch.tensor(cache.lengths))
+        if depths is None or ancestors is None:
+            positions = lengths[:, None] + torch.arange(nodes, device=self.device)
+            mask = partial(causal_mask, positions, end)
+        else:
+            steps, above = self._send(torch.tensor(depths)), self._send(ancestors)
+            positions = lengths[:, None] + steps
+            mask = partial(attention_mask, lengths, steps, above, end)
+        return self._run(bank, cache, self._send(token_ids), positions, mask)
+
+    @torch.inference_mode()
+    def forward_at(
+        self, bank: ExpertBank, cache: KVCache, token_ids: Tensor, positions: Tensor, seen: int
+    ) -> Tensor:
+        """Run one row's chain of tokens [1, T]; return their last hidden states [1, T, H].
+
+        token_ids  on the device, as the positions [1, T] int64 are; entries are written there
+        seen       entries that attention runs over, more than any position
+
+        No shape depends on a position and nothing is read by the host, so that a graph of the pass
+        is right for all positions below `seen`.
+        """
+        placed = cache.placed(positions[0], seen)
+        mask = partial(causal_mask, positions, seen)
+        return self._run(bank, placed, token_ids, positions, mask)
+
+    def _send(self, values: Tensor) -> Tensor:
+        """A tensor of the host where the model computes."""
+        return values if self._uploads is None else self._uploads.send(values)
+
+    def _run(
+        self,
+        bank: ExpertBank,
+        cache: Cache,
+        token_ids: Tensor,
+        positions: Tensor,
+        mask: Callable[[int | None], Tensor],
+    ) -> Tensor:
+        """mask: what tokens see of the entries, given how far they look back."""
         self._switch.bank = bank
         try:
             output = self._hf_model.model(
-                input_ids=token_ids.to(self.device),
-                attention_mask=self._masks(lengths, depth, ancestors),
-                position_ids=(lengths[:, None] + depth).to(self.device),
+                input_ids=token_ids,
+                attention_mask=self._masks(mask),
+                position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -154,10 +206,7 @@ class MoEModel:
             cache.advance(len(tokens))
         return Scored(self.logits(last), last)
 
-    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Any:
-        def mask(window: int | None) -> Tensor:
-            return attention_mask(lengths, depths, ancestors, window).to(self.device)
-
+    def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
         window = getattr(self._config, "sliding_window", None) or None  # some store 0 for none
         if not self._family.typed_masks:
             return mask(window if self._family.window else None)
@@ -180,7 +229,10 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load(
-    family: Family, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    family: Family,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: Processor | Accelerator,
 ) -> MoEModel:
     """Load all of a model but its experts.
 
@@ -225,9 +277,9 @@ def load(
             sorted(unexpected)[0],
         )
     check = checkpoint.tensor_check()
-    if device.type == "cpu":
+    if isinstance(device, Processor):
         make_resident(model, checkpoint, check)
     check.finish()
-    if device.type == "cpu":
+    if isinstance(device, Processor):
         stream_linears(model)
-    return MoEModel(model.eval().to(device), family, device)
+    return MoEModel(model.eval().to(device.torch), family, device)

@@ -31,6 +31,10 @@ class RunOptions(TypedDict, total=False):
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
     """
+    graphs: str
+    """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
+    device cuda) or none.
+    """
     profile: str | Path
     """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
     none, or a file.
@@ -182,6 +186,10 @@ class TuneOptions(TypedDict, total=False):
     codec: str
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
+    """
+    graphs: str
+    """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
+    device cuda) or none.
     """
     verify_reads: bool
     """Compare experts with the checksums of a pack at every read."""

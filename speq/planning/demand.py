@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import checked_int
 from speq.experts.codec import codec_of
@@ -12,6 +14,7 @@ from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
+from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
 from speq.planning.memory import Demand
 from speq.planning.subject import Subject
@@ -41,6 +44,7 @@ class Budget:
     readers        threads that read
     longest_draft  tokens of a draft that is to be verified, at most
     beside         what is taken besides tensors on a device; None: nothing of that is asked
+    graphs         whether passes are recorded, which the CPU never does
     """
 
     budget_bytes: int
@@ -49,6 +53,7 @@ class Budget:
     readers: int = DEFAULT_READER_THREADS
     longest_draft: int = LONGEST
     beside: Beside | None = None
+    graphs: bool = False
 
     @classmethod
     def of(
@@ -72,6 +77,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
+    recorded = budget.graphs and not budget.on_cpu
 
     def workspace(rows: int, context: int) -> int:
         rows = max(rows, scored)
@@ -79,6 +85,9 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
             return shape.workspace_bytes(rows, scored, context, dtype)
         kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
         return shape.activation_bytes(rows, scored, context, dtype) + kernels
+
+    def graphs(context: int) -> int:
+        return graph_bytes(shape, scored, holding.drafter == "int4", context, dtype)
 
     return Demand(
         non_expert_bytes=shape.resident_bytes(dtype),
@@ -89,6 +98,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
         workspace=workspace,
+        graphs=graphs if recorded else None,
         overhead=overhead_of(subject, holding, budget),
     )
 
@@ -99,6 +109,28 @@ def overhead_of(subject: Subject, holding: Holding, budget: Budget) -> Callable[
     if beside is None:
         return None
     return lambda context: beside.overhead(kept_bytes(subject, holding, context))
+
+
+def graph_bytes(
+    shape: ModelShape, rows: int, drafted: bool, context: int, dtype: torch.dtype
+) -> int:
+    """What recorded passes keep.
+
+    rows     tokens of the longest verification
+    drafted  whether the draft's passes are recorded as well
+
+    Graphs of one kind of pass share the memory of the widest, which no other tensor gets. Each
+    keeps its results, and verifications what lies, in every layer, where the host takes part.
+    """
+    experts, size = shape.experts, dtype.itemsize
+    result = (shape.vocab_size + experts.hidden_size) * size
+    at_cut = 2 * experts.hidden_size * size + 4 * experts.num_experts + 16 * shape.top_k
+    verification = shape.activation_bytes(rows, 0, context, dtype)
+    verification += MAX_GRAPHS * rows * (result + len(experts.layers) * at_cut)
+    if not drafted:
+        return verification
+    draft = shape.activation_bytes(1, 0, context, dtype) + MAX_GRAPHS * result
+    return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 
 def reading_bytes_of(subject: Subject, holding: Holding) -> int:

@@ -24,6 +24,7 @@ class Demand:
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
     overhead       tokens of context -> what a device takes beyond all tensors; None on the CPU
+    graphs         tokens attended over -> bytes that recorded passes keep; None: there are none
     """
 
     non_expert_bytes: int
@@ -35,6 +36,7 @@ class Demand:
     num_experts: int
     workspace: Callable[[int, int], int]
     overhead: Callable[[int], int] | None = None
+    graphs: Callable[[int], int] | None = None
 
 
 class BudgetTooSmall(SpeqError):
@@ -83,6 +85,8 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     }
     if demand.overhead is not None:
         items["device_overhead"] = demand.overhead(context)
+    if demand.graphs is not None:
+        items["graphs"] = demand.graphs(context)
     room = budget - sum(items.values()) - fewest * demand.slot_bytes
     spare = room - (demand.num_experts - fewest) * demand.slot_bytes
     chunk = _chunk(demand, min(room, max(budget * WORKSPACE_SHARE, spare)), context)

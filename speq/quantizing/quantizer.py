@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.experts.expert_store import (
     expert_slot,
@@ -86,7 +87,7 @@ def quantize(
                     else FileRows(folder.work(name), lanes.rows, layout.hidden_size, kind)
                 )
                 stack.enter_context(closing(rows[name]))
-            model = moe_model.load(source.family, source.checkpoint, dtype, torch.device("cpu"))
+            model = moe_model.load(source.family, source.checkpoint, dtype, Processor())
             work = Quantizer(source, settings, lanes, model, rows["hidden"], rows["asked"], folder)
             return work.run(calibration, version, progress)
 

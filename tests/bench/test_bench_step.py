@@ -8,10 +8,12 @@ import torch
 
 from speq.bench.machine import step
 from speq.bench.machine.step import PartClock, Settings, summarise
+from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.models.opened import open_model
+from tests.helpers.host_device import host_device
 from tests.helpers.tiny_models import FAMILIES
 from tests.helpers.told import Told
 
@@ -74,7 +76,7 @@ def test_summary_adds_up_to_the_whole() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_belongs_to_a_part(family: str, tiny: Callable[[str], Path]) -> None:
     opened = open_model(tiny(family))
-    model = moe_model.load(opened.family, opened.checkpoint, torch.float32, torch.device("cpu"))
+    model = moe_model.load(opened.family, opened.checkpoint, torch.float32, Processor())
     parts = model.parts()
     opened.checkpoint.close()
     assert {"attention", "router", "norms", "head", EXPERTS, WHOLE} <= set(parts)
@@ -132,6 +134,22 @@ def test_parts_of_the_bundled_model(
         assert {"attention", "router", "norms", "head", EXPERTS, WHOLE, "shared experts"} <= names
         # Eleven tokens after the first: one a step, or at most three.
         assert whole["passes"] == 11 if draft_length == "0" else 4 <= whole["passes"] <= 22
+
+
+def test_drafts_are_timed_launched_and_recorded(tiny: Callable[[str], Path]) -> None:
+    """On a device with graphs, beside the parts, which are timed in launched passes."""
+    with host_device():
+        report = step.run(
+            str(tiny("olmoe")), settings(device="cuda", max_new_tokens=6), None, False
+        )
+    alone = [row for row in report.rows if row["pass"].startswith("draft token, ")]
+    assert [row["pass"] for row in alone] == ["draft token, launched", "draft token, a graph"]
+    assert [row["part"] for row in alone] == ["all", "all"]
+    launched, recorded = (row["time_ms"] for row in alone)
+    assert [row["share"] for row in alone] == pytest.approx([1, recorded / launched])
+    assert alone[0]["passes"] == alone[1]["passes"] >= 3
+    kinds = {row["pass"] for row in report.rows} - {row["pass"] for row in alone}
+    assert kinds == {"draft token", "verification"}
 
 
 def test_nonsense_is_refused(bundled: Path) -> None:

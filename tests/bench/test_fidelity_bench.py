@@ -20,10 +20,10 @@ from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
 from speq.decode.drafter import DraftBase
 from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.engine import Engine
+from speq.decode.sampler import HostSampler
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.layers.draft_experts import OnRoute
 from speq.routing import Route
 from speq.runtime import Runtime
 from speq.stats import StepStats
@@ -170,14 +170,11 @@ class ExactAsDraft:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.begin(0, None)
-
-    def begin(self, token: int, on_route: OnRoute | None) -> None:
-        self.token, self.on_route = token, on_route
+        self.on_route: Callable[[int, Route], None] | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         if self.on_route is not None:
-            self.on_route(self.token, layer, route)
+            self.on_route(layer, route)
         return self.runtime.engine.offload.target(layer, hidden_states, route)
 
 
@@ -197,7 +194,7 @@ def test_the_exact_model_is_its_own_perfect_draft(
         perfect: Any = ExactAsDraft(runtime)
         monkeypatch.setattr(Runtime, "draft_bank", perfect)
         engine = runtime.engine
-        engine.drafter = Int4Drafter(DraftBase(runtime.model, engine.cache, perfect))
+        engine.drafter = Int4Drafter(DraftBase(runtime.model, engine.cache, perfect, HostSampler()))
         found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)
     finally:
         generator.close()

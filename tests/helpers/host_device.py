@@ -23,8 +23,9 @@ from torch.cuda._sanitizer import EventHandler
 from torch.utils._pytree import tree_leaves
 
 from speq.devices.card import Card
-from speq.devices.device import Event, Graph
+from speq.devices.device import Cut, Event, Graph
 from speq.kernels import library
+from tests.helpers.host_graph import HostGraph, capture
 from tests.helpers.host_tensors import DEVICE, HostTensor, Machine, caller, host_tensors
 
 COMPUTE = 0  # the race detector's name for torch's own stream
@@ -207,8 +208,9 @@ class HostDevice(Machine):
         self._staged.append(made)
         return made
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        raise NotImplementedError
+    def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> Graph:
+        assert beside is None or isinstance(beside, HostGraph)
+        return capture(run, self.torch, beside)
 
     # What streams and events ask of it.
 

@@ -12,6 +12,7 @@ from transformers import __version__ as transformers_version
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 
 from speq import Generator, SpeqError
+from speq.devices.device import Processor
 from speq.experts.expert_names import USUAL_NAMES, ExpertMatrix
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import moe_model
@@ -104,7 +105,7 @@ def test_a_routers_correction_is_loaded_in_float32(
 ) -> None:
     """Into memory of its own, as all that is resident, and counted as such."""
     opened = open_model(tiny(family))
-    model = moe_model.load(opened.family, opened.checkpoint, dtype, torch.device("cpu"))
+    model = moe_model.load(opened.family, opened.checkpoint, dtype, Processor())
     stored = load_file(tiny(family) / "model.safetensors")
     for layer in opened.shape.experts.layers:
         bias = model.body.layers[layer].mlp.gate.e_score_correction_bias  # type: ignore[index, union-attr]

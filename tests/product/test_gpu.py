@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from speq import Generator
+from speq.decode.draft_pass import RecordedPass
+from speq.decode.drafters.int4 import Int4Drafter
+from speq.decode.verification import RecordedVerification
 from speq.kernels import compact_ops, library, ops
+from speq.models import recorded
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 pytestmark = [
@@ -70,6 +74,49 @@ def test_bundled_model_stays_within_its_plan(bundled: Path) -> None:
     assert tokens == 64 and overhead > 0
     assert allocated <= planned
     assert reserved <= planned + KEPT_BYTES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_passes_give_the_exact_tokens(
+    family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, over six buckets and more shapes than graphs are kept of; and recording again
+    and again takes no more memory of the device.
+    """
+    monkeypatch.setattr(recorded, "BUCKET", 16)
+    monkeypatch.setattr(recorded, "MAX_GRAPHS", 3)
+    expected = greedy_tokens(load_plain(tiny(family)).cuda(), PROMPT, 80)
+    generator = Generator.from_pretrained(
+        tiny(family), "64MiB", device="cuda", dtype="float32", draft_length=3, context_length=128
+    )
+    held = []
+    for _ in range(3):
+        result = generator.generate(PROMPT, max_new_tokens=80, ignore_eos=True)
+        assert result.token_ids == expected
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved())
+    engine = generator.runtime.engine
+    assert isinstance(engine.drafter, Int4Drafter)
+    assert isinstance(engine.drafter.draft_pass, RecordedPass)
+    assert isinstance(engine.verification, RecordedVerification)
+    assert len(engine.drafter.draft_pass.passes.shapes) == 3
+    assert len(engine.verification.passes.shapes) == 3
+    assert held[2] <= held[1]
+    generator.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+def test_a_recorded_draft_is_the_one_launched(family: str, tiny: Callable[[str], Path]) -> None:
+    """Acceptance does not suffer from attention over a whole bucket."""
+    rates = {}
+    for graphs in ("auto", "none"):
+        generator = Generator.from_pretrained(
+            tiny(family), "64MiB", device="cuda", dtype="float32", draft_length=3, graphs=graphs
+        )
+        result = generator.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
+        rates[graphs] = result.stats["acceptance_rate"]
+        generator.close()
+    assert rates["auto"] == pytest.approx(rates["none"], abs=0.03)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speq.decode.sequence import Draft
-from speq.models.kv_cache import KVCache, attention_mask
+from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 
 SHAPES = ((2, 6), (3, 4))
 LAYERS = 3
@@ -78,6 +78,16 @@ def test_rewind_forgets_the_last_entries() -> None:
     assert_holds(cache, [[], []])
     with pytest.raises(AssertionError):
         cache.rewind(1)
+
+
+def test_erased_entries_are_numbers() -> None:
+    cache = new_cache()
+    write(cache, [[1, 2], [3, 4]])
+    cache.advance(2)
+    cache.layers[1].values[:, :, 2:] = float("nan")
+    cache.erase()
+    assert cache.lengths == [0, 0]
+    assert not any(tensor.any() for tensor in cache.tensors())
 
 
 def test_capacity_cannot_be_passed() -> None:
@@ -169,10 +179,10 @@ def test_mask_matches_the_rule(kind: str, window: int | None, rows: int) -> None
     for _ in range(25):
         draft = random_draft(rng, kind)
         lengths = [rng.randint(0, 9) for _ in range(rows)]
-        mask = attention_mask(
-            torch.tensor(lengths), torch.tensor(draft.depths()), draft.ancestors(), window
-        )
         end = max(lengths) + draft.nodes
+        mask = attention_mask(
+            torch.tensor(lengths), torch.tensor(draft.depths()), draft.ancestors(), end, window
+        )
         assert mask.dtype == torch.bool
         assert mask.shape == (rows, 1, draft.nodes, end)
         wanted = [
@@ -187,8 +197,40 @@ def test_mask_matches_the_rule(kind: str, window: int | None, rows: int) -> None
 
 def test_mask_of_a_chain_is_causal() -> None:
     draft = Draft([1, 2, 3], [0, 1, 2])
-    mask = attention_mask(torch.tensor([2]), torch.tensor(draft.depths()), draft.ancestors(), None)
+    steps = torch.tensor(draft.depths())
+    mask = attention_mask(torch.tensor([2]), steps, draft.ancestors(), 6, None)
     assert torch.equal(mask[0, 0], torch.ones(4, 6, dtype=torch.bool).tril(2))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_causal_mask_is_that_of_a_chain(window: int | None) -> None:
+    """The trees' rule over a chain, with entries behind it that nobody sees."""
+    rng = random.Random(64)
+    for _ in range(25):
+        chain = random_draft(rng, "chain")
+        lengths = torch.tensor([rng.randint(0, 9) for _ in range(2)])
+        steps = torch.tensor(chain.depths())
+        end = int(lengths.max()) + chain.nodes + rng.randint(0, 3)
+        wanted = attention_mask(lengths, steps, chain.ancestors(), end, window)
+        assert torch.equal(causal_mask(lengths[:, None] + steps, end, window), wanted)
+
+
+def test_placed_entries_are_those_of_the_cache() -> None:
+    """One at a time, where a tensor says: the views see them, and so does the cache itself."""
+    plain, cache = new_cache(rows=1), new_cache(rows=1)
+    place = torch.tensor([0])
+    placed = cache.placed(place, 6)
+    for at, token in enumerate([3, 1, 4, 1, 5]):
+        wanted = write(plain, [[token]])
+        place.fill_(at)
+        for layer, (keys, values) in enumerate(wanted):
+            got = placed.update(entries([[token]], layer, 0), entries([[token]], layer, 1), layer)
+            assert [tensor.shape[2] for tensor in got] == [6, 6]
+            assert torch.equal(got[0][:, :, : at + 1], keys)
+            assert torch.equal(got[1][:, :, : at + 1], values)
+        plain.advance(1)
+    cache.advance(5)
+    assert_holds(cache, [[3, 1, 4, 1, 5]])
 
 
 def test_every_query_sees_itself() -> None:
@@ -197,7 +239,8 @@ def test_every_query_sees_itself() -> None:
     for _ in range(50):
         draft = random_draft(rng, "tree")
         lengths = torch.tensor([rng.randint(0, 9) for _ in range(2)])
-        mask = attention_mask(lengths, torch.tensor(draft.depths()), draft.ancestors(), 1)
+        end = int(lengths.max()) + draft.nodes
+        mask = attention_mask(lengths, torch.tensor(draft.depths()), draft.ancestors(), end, 1)
         for row, length in enumerate(lengths.tolist()):
             for node in range(draft.nodes):
                 assert mask[row, 0, node].nonzero().flatten().tolist() == [length + node]

@@ -193,6 +193,16 @@ def test_loading_in_another_dtype_must_fit() -> None:
     assert plan(demand, 150_000, 100) == plan(plain, 150_000, 100)
 
 
+def test_recorded_passes_take_from_the_slots() -> None:
+    recorded = replace(DEMAND, graphs=lambda context: 300 * context)
+    budget = smallest(DEMAND, 64)
+    assert "graphs" not in plan(DEMAND, budget, 64).items
+    with pytest.raises(SpeqError, match=r"read buffers 700 B, graphs 18.8 KiB, workspace"):
+        plan(recorded, budget, 64)
+    made = plan(recorded, budget + 300 * 64, 64)
+    assert made.items == plan(DEMAND, budget, 64).items | {"graphs": 300 * 64}
+
+
 def test_longer_context_takes_from_the_slots() -> None:
     budget = 300_000
     plans = [plan(DEMAND, budget, context) for context in (64, 256, 1024)]

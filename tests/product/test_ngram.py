@@ -7,11 +7,12 @@ import pytest
 from speq.config import SamplingParams
 from speq.decode.drafter import DraftBase
 from speq.decode.drafters.ngram import NgramDrafter
+from speq.decode.sampler import HostSampler
 from speq.decode.sequence import Draft, Sequence
 
 
 def drafter() -> NgramDrafter:
-    return NgramDrafter(DraftBase(None, None, None))  # type: ignore[arg-type]
+    return NgramDrafter(DraftBase(None, None, None, HostSampler()))  # type: ignore[arg-type]
 
 
 def sequence(prompt: list[int], eos: frozenset[int] = frozenset()) -> Sequence:

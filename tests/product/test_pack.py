@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from speq import Generator, SpeqError
 from speq.cli import app
+from speq.devices.device import Processor
 from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
@@ -297,7 +298,7 @@ def checked(folder: Path) -> None:
     """Open a pack and load all but its experts."""
     opened = open_model(folder)
     try:
-        moe_model.load(opened.family, opened.checkpoint, torch.float32, torch.device("cpu"))
+        moe_model.load(opened.family, opened.checkpoint, torch.float32, Processor())
     finally:
         opened.close()
 

@@ -1,9 +1,11 @@
 """The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
 
+from functools import partial
 from typing import ClassVar
 
+from speq.decode.draft_pass import draft_pass_over
 from speq.decode.drafter import DraftBase, GoOn
-from speq.decode.sampling import chosen
+from speq.decode.drafters.next_token import next_token_on
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 
@@ -15,7 +17,9 @@ class Int4Drafter:
 
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
-        self._model, self._bank, self._cache = base.model, base.int4, base.cache
+        self._cache = base.cache
+        self.draft_pass = draft_pass_over(base.model, base.cache, base.int4, base.graphs_on)
+        self._next_token = next_token_on(base.sampler)
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
@@ -31,15 +35,14 @@ class Int4Drafter:
             while len(tokens) < draft_length:
                 if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
                     break
-                self._bank.begin(len(tokens), on_route)
                 last = tokens[-1] if tokens else sequence.pending_id
-                logits = self._model.score(self._bank, self._cache, [last]).logits
+                run, on_layer = partial(self.draft_pass.run, last), partial(on_route, len(tokens))
+                token = self._next_token(run, sequence, tokens, on_layer)
                 self._cache.advance(1)
                 written += 1
-                if not logits.isfinite().all():  # damaged codes must not end what needs no draft
+                if token is None:  # damaged codes must not end what needs no draft
                     break
-                tokens.append(chosen(logits[0], sequence, tokens))
+                tokens.append(token)
         finally:
             self._cache.rewind(written)
-            self._bank.begin(0, None)
         return Draft.chain(tokens)

@@ -1,0 +1,61 @@
+"""The token that a draft's pass chooses, and its routes: on the host, or read from a device once.
+
+An accelerator is given the whole pass and the choice before the host waits for any of it.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speq.decode.draft_pass import OnLayer
+from speq.decode.sampler import DeviceSampler, Sampler
+from speq.decode.sampling import chosen
+from speq.decode.sequence import Sequence
+from speq.devices.staged import Readback
+from speq.routing import Route
+
+# Runs a pass, given who is told its routes; logits [1, V].
+Run = Callable[[OnLayer], Tensor]
+
+
+class NextToken(Protocol):
+    def __call__(
+        self, run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
+    ) -> int | None:
+        """The token behind the sequence and what is drafted; None where logits are not finite.
+
+        on_layer  told (layer, route) of all layers, routes that the host has read or can
+        """
+
+
+def next_token_on(sampler: Sampler) -> NextToken:
+    return read_token(sampler) if isinstance(sampler, DeviceSampler) else host_token
+
+
+def host_token(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> int | None:
+    """Routes are told in the midst of the pass, while the next layers are still to come."""
+    logits = run(on_layer)
+    return chosen(logits[0], sequence, drafted) if logits.isfinite().all() else None
+
+
+def read_token(sampler: DeviceSampler) -> NextToken:
+    """Routes and token in one read, when the pass is through."""
+    readback = Readback(sampler.device)
+
+    def read(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> int | None:
+        routes: list[Route] = []
+        scores = run(lambda layer, route: routes.append(route)).float()
+        token_id, all_ids, all_weights, bounds = readback.read(
+            sampler.chosen(scores, sequence, [drafted]),
+            torch.cat([route.topk_ids for route in routes]),
+            torch.cat([route.topk_weights for route in routes]),
+            torch.stack(scores.aminmax()),
+        )
+        for layer, of_layer in enumerate(zip(all_ids.split(1), all_weights.split(1), strict=True)):
+            on_layer(layer, Route(*of_layer))
+        # Neither bound is finite where any logit is not a number.
+        return int(token_id) if bounds.isfinite().all() else None
+
+    return read

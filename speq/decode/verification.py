@@ -1,0 +1,92 @@
+"""The pass that scores a draft with the exact experts: launched kernel by kernel, or recorded.
+
+The host has its part in it: it learns what each layer's router chose and sees that those experts
+are in slots. So what is recorded ends where a layer's experts are asked for, and goes on behind
+them.
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from speq.decode.sequence import Draft
+from speq.devices.device import Accelerator, Cut
+from speq.layers.offloaded_experts import ExpertBank
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel, Scored
+from speq.models.recorded import RecordedPasses
+from speq.routing import Route
+
+
+class Verification(Protocol):
+    def score(self, pending_id: int, draft: Draft) -> Scored:
+        """Score the pending token and all of a draft's. Their entries are written behind the
+        cache's length, which stays as it is. The next pass may overwrite the result.
+        """
+
+
+class EagerVerification:
+    """Launches kernel by kernel."""
+
+    def __init__(self, model: MoEModel, cache: KVCache, bank: ExpertBank) -> None:
+        self._model, self._cache, self._bank = model, cache, bank
+
+    def score(self, pending_id: int, draft: Draft) -> Scored:
+        token_ids = [pending_id, *draft.token_ids]
+        return self._model.score(
+            self._bank, self._cache, token_ids, draft.depths(), draft.ancestors()
+        )
+
+
+class CutBank:
+    """Experts that the host runs between the pieces of a graph."""
+
+    def __init__(self, bank: ExpertBank, cut: Cut) -> None:
+        self._bank, self._cut = bank, cut
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        output = torch.empty_like(hidden_states)
+
+        def serve() -> None:
+            # A new route for each time: it is kept, and told of by what the host knows of it.
+            output.copy_(self._bank(layer, hidden_states, replace(route)))
+
+        self._cut(serve)
+        return output
+
+
+class RecordedVerification:
+    """Launches the pieces of a graph between calls of the experts. Trees are launched as a whole
+    pass, kernel by kernel.
+    """
+
+    def __init__(
+        self, model: MoEModel, cache: KVCache, bank: ExpertBank, device: Accelerator
+    ) -> None:
+        self._eager = EagerVerification(model, cache, bank)
+        self._model, self._cache, self._bank = model, cache, bank
+        self.passes = RecordedPasses("verifications", device, cache, self._compute)
+
+    def score(self, pending_id: int, draft: Draft) -> Scored:
+        results = None
+        if draft.parents == [*range(len(draft.token_ids))]:
+            results = self.passes.run([pending_id, *draft.token_ids])
+        return self._eager.score(pending_id, draft) if results is None else Scored(*results)
+
+    def _compute(
+        self, token_ids: Tensor, positions: Tensor, seen: int, cut: Cut
+    ) -> tuple[Tensor, Tensor]:
+        bank = CutBank(self._bank, cut)
+        hidden = self._model.forward_at(bank, self._cache, token_ids, positions, seen)[0]
+        return self._model.logits(hidden), hidden
+
+
+def verification_over(
+    model: MoEModel, cache: KVCache, bank: ExpertBank, graphs_on: Accelerator | None
+) -> Verification:
+    """graphs_on: the device that passes are recorded on; None: they are launched."""
+    if graphs_on is None:
+        return EagerVerification(model, cache, bank)
+    return RecordedVerification(model, cache, bank, graphs_on)
