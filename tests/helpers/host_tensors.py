@@ -109,6 +109,8 @@ def run(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    if func.overloadpacket is aten._pin_memory:  # all of the host's memory is as good
+        return args[0].clone()
     leaves = tree_leaves((args, kwargs))
     held = [leaf for leaf in leaves if isinstance(leaf, HostTensor)]
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
