@@ -47,8 +47,8 @@ def of_the_device(error: RuntimeError) -> bool:
 
 def no_host_memory(error: BaseException) -> SpeqError:
     return SpeqError(
-        f"the host has no memory left ({first_sentence(error)}); give a smaller host_budget or "
-        "memory_budget, or end other programs"
+        f"the host has no memory left ({first_sentence(error)}); give a smaller memory_budget, or "
+        "on a GPU a smaller host_budget, or end other programs"
     )
 
 

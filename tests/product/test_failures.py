@@ -45,11 +45,11 @@ OLD_DRIVER = (
         ),
         (
             RuntimeError("[enforce fail at alloc] DefaultCPUAllocator: can't allocate memory"),
-            r"^the host has no memory left \(.*DefaultCPUAllocator.*\); give a smaller host_budget",
+            r"^the host has no memory left \(.*DefaultCPUAllocator.*\); give a smaller memory_b",
         ),
         (
             MemoryError(),
-            r"^the host has no memory left \(MemoryError\); give a smaller host_budget",
+            r"^the host has no memory left \(MemoryError\); give a smaller memory_b",
         ),
     ],
 )

@@ -591,7 +591,7 @@ def test_memory_that_is_not_to_be_had(
     subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
     monkeypatch.setattr(KVCache, "__init__", limited)
     for _ in range(2):
-        with pytest.raises(MemoryError):
+        with pytest.raises(SpeqError, match="the host has no memory left"):
             subject.generator.generate([1, 2, 3], max_new_tokens=80)
         subject.check_ready()
     monkeypatch.undo()
