@@ -77,6 +77,7 @@ class Family:
     attention     what its attention caches, from the config
     check         raises SpeqError for a config that the model would only stumble over in a pass;
                   given the config, the number of experts and where the config was read
+    on_the_host   what its classes do there in the midst of a pass, which no graph can hold
     since         the first version of transformers that has it as speq needs it
     """
 
@@ -89,6 +90,7 @@ class Family:
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
     check: Callable[[Any, int, object], None] = unchecked
+    on_the_host: str | None = None
     since: str = "5.17"
 
     @property
@@ -160,6 +162,7 @@ FAMILIES = {
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
+            on_the_host="rotary embeddings of family phimoe make their frequencies on the host",
         ),
         Family(
             "deepseek_v2",

@@ -69,6 +69,8 @@ class MoEModel:
     @property
     def unrecordable(self) -> str | None:
         """Why no graph of a pass may be recorded; None where one may."""
+        if self._family.on_the_host is not None:
+            return self._family.on_the_host
         rope = getattr(self._config, "rope_parameters", None) or {}
         by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
         for kind in sorted(str(each.get("rope_type")) for each in (by_layer or [rope])):

@@ -26,6 +26,7 @@ class Cell:
     prefetch: str = "none"
     codec: str = "raw"
     drafter: str = "auto"
+    graphs: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ def two_slot_budget(
     codec: str = "raw",
     drafter: str = "auto",
     device: str = "cpu",
+    graphs: str = "auto",
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -35,6 +36,7 @@ def two_slot_budget(
         codec=codec,
         drafter=drafter,
         device=device,
+        graphs=graphs,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

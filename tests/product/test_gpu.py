@@ -76,7 +76,7 @@ def test_bundled_model_stays_within_its_plan(bundled: Path) -> None:
     assert reserved <= planned + KEPT_BYTES
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phimoe"])
 def test_recorded_passes_give_the_exact_tokens(
     family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from speq import Generator
+from speq.decode.verification import RecordedVerification
 from speq.registries import CACHE_POLICIES, CODECS, PREFETCHERS
 from speq.scheduler.stream_transfer import StreamTransfer
 from tests.helpers.cells import Cell, Folders
@@ -36,6 +37,8 @@ def cells() -> list[Cell]:
         CACHE_POLICIES.names,
         PREFETCHERS.names,
         CODECS.names,
+        ("auto",),
+        ("auto", "none"),
     )
     chosen = [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
     return random.Random(7).sample(chosen, len(chosen))
@@ -54,6 +57,7 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], seed: int, **sam
             draft,
             cell.codec,
             device="cuda",
+            graphs=cell.graphs,
         )
         more = (demand.num_experts // 2 - 2) * demand.slot_bytes
         budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
@@ -69,10 +73,16 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], seed: int, **sam
             cache_policy=cell.cache_policy,
             prefetch=cell.prefetch,
             codec=cell.codec,
+            graphs=cell.graphs,
         )
         result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
+        verification = generator.runtime.engine.verification
         generator.close()
     assert device.pinned == {}
+    recorded = cell.graphs == "auto" and generator.runtime.model.unrecordable is None
+    assert isinstance(verification, RecordedVerification) == recorded
+    if isinstance(verification, RecordedVerification):
+        assert verification.passes.shapes
     return result
 
 

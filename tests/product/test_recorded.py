@@ -398,6 +398,19 @@ def test_positions_that_the_host_looks_at_are_not_recorded(
         ]
 
 
+def test_phimoe_is_not_recorded(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph of it would fail: its class makes frequencies on the host and copies them."""
+    with ready(tiny("phimoe")) as made:
+        device: Any = Recorder()
+        assert recording_device("auto", device, made.model) is None
+        assert caplog.messages[-1] == (
+            "passes run without graphs: rotary embeddings of family phimoe make their frequencies "
+            "on the host"
+        )
+
+
 def test_who_records(tiny: Callable[[str], Path]) -> None:
     device: Any = Recorder()
     with ready(tiny("mixtral")) as made:
