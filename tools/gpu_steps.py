@@ -68,18 +68,13 @@ def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[Step]:
         *("kernels", 75, "bench", "kernels", "--device", "cuda", "--rows", "1,4,16"),
         *("--shapes", "qwen1.5-moe,qwen3-30b-a3b,mixtral-8x7b", "--rounds", "9"),
     )
-    tiny = ("--device", "cuda", "--memory-budget", "40MiB")
+    tiny = ("--device", "cuda", "--memory-budget", "96MiB")
     yield speq("agreement in float32", 40, "check", TINY, *tiny, "--dtype", "float32")
     yield speq("agreement in bfloat16", 40, "check", TINY, *tiny)
-    yield speq("parts of a token", 40, "bench", "step", TINY, *tiny)
+    # A draft token and a verification, each launched and recorded, are among its rows.
+    yield speq("parts of a token", 60, "bench", "step", TINY, *tiny)
     yield speq("soak", 100, "bench", "soak", TINY, *tiny, "--seconds", "60")
     yield from whole_model(work, shares)
-    yield Step(
-        "draft token, eager against graph",
-        (),
-        0,
-        skipped="there is no option yet that has a draft token run as a graph",
-    )
     yield from sanitized()
 
 
