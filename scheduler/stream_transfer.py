@@ -16,16 +16,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Event, Stream
+from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.host_records import HostRecords, Tier
 from speq.scheduler.reader_threads import Line, Reader, dismiss, until_finished
 from speq.scheduler.transfer import Priority, State, Ticket, record
-from speq.stats import Event as Span
-from speq.stats import Recorder
 
 MOST_COPIES = 2
-# Seconds after which the device's clock, which counts in float32 milliseconds, is read anew.
-ANCHOR_S = 30.0
 
 
 class StreamTicket(Ticket):
@@ -34,10 +31,9 @@ class StreamTicket(Ticket):
     at      the host record that is copied from; None: none holds the expert yet
     read    of the expert's record from the disk, where that is under way
     began, copied  before and behind the copy, once it was given to the stream
-    waited  before and behind the place where the computation waits for it, if it does
     """
 
-    __slots__ = ("at", "began", "copied", "read", "waited")
+    __slots__ = ("at", "began", "copied", "read")
 
     def __init__(self, key: ExpertKey, slot: int, priority: Priority) -> None:
         super().__init__(key, slot, priority)
@@ -45,7 +41,6 @@ class StreamTicket(Ticket):
         self.read: Ticket | None = None
         self.began: Event | None = None
         self.copied: Event | None = None
-        self.waited: tuple[Event, Event] | None = None
 
 
 @dataclass(slots=True)
@@ -71,56 +66,34 @@ class Queue:
         heapq.heappop(self.places)
 
 
-class DeviceClock:
-    """Tells when events were, in seconds of the recorder's clock."""
-
-    def __init__(self, device: Accelerator, recorder: Recorder) -> None:
-        self._device, self._recorder = device, recorder
-        self.anchor()
-
-    def anchor(self) -> None:
-        """Read both clocks at once. The host waits for the device."""
-        self._event = self._device.compute.record()
-        self._event.wait()
-        self._at_s = self._recorder.clock()
-
-    @property
-    def age_s(self) -> float:
-        return self._recorder.clock() - self._at_s
-
-    def seconds(self, event: Event) -> float:
-        return self._at_s + self._device.elapsed_s(self._event, event)
-
-
 class StreamTransfer:
     """A TransferEngine of one copy stream.
 
     slots    [S, slot_bytes] uint8, the arena, on the device
+    clock    of the device, with the recorder that is told of transfers and stalls
     tier     records in host memory, and the disk behind them
     readers  threads that read from the disk, where not all experts are in host memory
     """
 
     def __init__(
-        self, device: Accelerator, tier: Tier, slots: Tensor, recorder: Recorder, readers: int
+        self, device: Accelerator, tier: Tier, slots: Tensor, clock: DeviceClock, readers: int
     ) -> None:
         self._device, self._tier, self._slots = device, tier, slots
-        self._recorder = recorder
+        self._clock, self._recorder = clock, clock.recorder
         self._stream: Stream = device.stream()
         # The compute stream made the slots: what it did to that memory goes before all copies.
         self._stream.after(device.compute.record())
-        self._clock = DeviceClock(device, recorder)
         self._records = HostRecords(tier)
         # By slot: behind the kernels that were last to read it.
         self._readers: dict[int, Event] = {}
         self._to_copy, self._to_read = Queue(), Queue()
         self._copies: deque[StreamTicket] = deque()
         self._reads: dict[Ticket, StreamTicket] = {}
-        self._waits: deque[StreamTicket] = deque()
         self._done: list[Ticket] = []
         self._line = Line(
             lambda key, into: tier.read(*key, into),
             tier.record,
-            recorder.clock,
+            clock.recorder.clock,
             prefetch_limit=max(1, readers - 1),
         )
         threads = [Reader(self._line, at) for at in range(0 if tier.resident else readers)]
@@ -151,16 +124,14 @@ class StreamTransfer:
         assert isinstance(ticket, StreamTicket)
         assert ticket.state is not State.CANCELLED, f"nobody will carry out {ticket}"
         if not ticket.ended:
-            compute = self._device.compute
-            asked = compute.record()
-            self.hasten(ticket)
-            while ticket.copied is None and ticket.error is None:
-                self._bring_on(ticket)
-            if ticket.copied is not None:
-                compute.after(ticket.copied)
-                ticket.waited = asked, compute.record()
-                self._waits.append(ticket)
-                ticket.state = State.DONE
+            # Without work in the meantime the device is idle until the copy has ended.
+            with self._clock.timed("stall", *ticket.key, ahead=ticket.ahead):
+                self.hasten(ticket)
+                while ticket.copied is None and ticket.error is None:
+                    self._bring_on(ticket)
+                if ticket.copied is not None:
+                    self._device.compute.after(ticket.copied)
+                    ticket.state = State.DONE
         if ticket.error is not None:
             raise ticket.error
 
@@ -180,7 +151,7 @@ class StreamTransfer:
 
     def report(self) -> list[Ticket]:
         self._advance()
-        if not self._copies and self._clock.age_s > ANCHOR_S:
+        if not self._copies and self._clock.is_old:
             self._clock.anchor()
         done, self._done = self._done, []
         return done
@@ -198,7 +169,6 @@ class StreamTransfer:
         self._copies.clear()
         self._reads.clear()
         self._line.ended.clear()
-        self._waits.clear()
         self._records.give_back_all()
         self._clock.anchor()
         self._quiet = False
@@ -270,10 +240,7 @@ class StreamTransfer:
                 self._landed(ticket, read)
         while self._copies and (copied := self._copies[0].copied) is not None and copied.done():
             self._complete(self._copies.popleft())
-        while self._waits and (waited := self._waits[0].waited) is not None and waited[1].done():
-            ticket = self._waits.popleft()
-            start_s, end_s = map(self._clock.seconds, waited)
-            self._recorder.add(Span("stall", start_s, end_s, *ticket.key, ahead=ticket.ahead))
+        self._clock.tell()
 
     def _landed(self, ticket: StreamTicket, read: Ticket) -> None:
         """An expert was read from the disk, or could not be."""

@@ -144,13 +144,17 @@ class ExpertSupply:
         Raises the error of a failed transfer if its expert is `wanted`. Other failed experts are
         asked for again when they are needed.
         """
-        for ticket in self._transfer.report():
-            self.pace.ended(ticket)
+        self.report()
         ended = [item for item in self._under_way.items() if item[1].ended]
         for key, ticket in ended:
             self._close(key, ticket)
             if ticket.error is not None and key in wanted:
                 raise ticket.error
+
+    def report(self) -> None:
+        """Take note of transfers that have ended."""
+        for ticket in self._transfer.report():
+            self.pace.ended(ticket)
 
     def _report(self) -> None:
         """Tell the recorder which prefetches were used or wasted since the last call."""

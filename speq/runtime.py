@@ -36,10 +36,11 @@ from speq.planning.memory import Demand, MemoryPlan
 from speq.planning.settle import replan
 from speq.planning.ways import drafter_of
 from speq.registries import DRAFTERS
+from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
-from speq.stats import Recorder, RunStats
+from speq.stats import Recorder, RunStats, Timed
 
 logger = logging.getLogger("speq")
 
@@ -186,14 +187,16 @@ class Runtime:
                 DraftBase(self.model, cache, loaded.draft_bank, sampler, loaded.graphs_on)
             )
             governor = loaded.governor
+        transfer, timed = self._transfer(slots)
         offload = offload_over(
             slots,
             loaded.opened.store.codec.experts(slots, loaded.arena),
-            self._transfer(slots),
+            transfer,
             MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
             Scheduling(self.config.cache_policy, self.config.prefetch),
             loaded.device,
             self.recorder,
+            timed,
         )
         return Engine(
             model=self.model,
@@ -207,14 +210,18 @@ class Runtime:
             sampler=sampler,
         )
 
-    def _transfer(self, slots: Tensor) -> TransferEngine:
-        """Whatever fills the slots: reading threads, or copies from host memory."""
+    def _transfer(self, slots: Tensor) -> tuple[TransferEngine, Timed]:
+        """Whatever fills the slots, reading threads or copies from host memory, and what times the
+        work over them.
+        """
         device, store, recorder = self._loaded.device, self.opened.store, self.recorder
         readers = self.config.reader_threads
         if isinstance(device, Processor):
-            return ReaderThreads(fetch_from(store), slots, moved_from(store), recorder, readers)
+            fetch, moved = fetch_from(store), moved_from(store)
+            return ReaderThreads(fetch, slots, moved, recorder, readers), recorder.timed
         assert self._loaded.host is not None
-        return StreamTransfer(device, self._loaded.host, slots, recorder, readers)
+        clock = DeviceClock(device, recorder)
+        return StreamTransfer(device, self._loaded.host, slots, clock, readers), clock.timed
 
     def _no_draft_reason(self) -> str:
         if self._loaded.settled.gives_up_draft:

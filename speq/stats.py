@@ -5,7 +5,7 @@ The governor, the command line and the benchmarks read these records and nothing
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -162,6 +162,8 @@ def overlap_s(one: list[tuple[float, float]], other: list[tuple[float, float]]) 
     return total
 
 
+# Times the work of a block, of a kind and of a layer.
+Timed = Callable[[str, int], AbstractContextManager[None]]
 # Events kept, the last ones: about 160 bytes each, so that they stay a small part of a process.
 MAX_EVENTS = 50_000
 # Kinds of events whose durations add up in a field of the step's record.

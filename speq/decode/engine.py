@@ -58,6 +58,7 @@ class Engine:
         self.governor.begin()
         emitted = sequence.extend(outcome.token_ids)
         stats.emitted = len(emitted)
+        self.offload.supply.report()
         self.recorder.finish()
         return emitted
 
@@ -99,6 +100,7 @@ class Engine:
         self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats
     ) -> list[int]:
         """Keep the accepted path in the KV cache, emit its tokens, complete the record."""
+        self.offload.supply.report()
         self.cache.keep_path(0, outcome.path)
         emitted = sequence.extend(outcome.token_ids)
         stats.draft_length = len(draft.token_ids)

@@ -22,7 +22,7 @@ from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
-from speq.stats import Recorder
+from speq.stats import Recorder, Timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ def offload_over(
     scheduling: Scheduling,
     device: Processor | Accelerator,
     recorder: Recorder,
+    timed: Timed,
 ) -> Offload:
     """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes] on a device."""
     policy = CACHE_POLICIES[scheduling.cache_policy](
@@ -80,7 +81,7 @@ def offload_over(
 
     def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
-        return ExactExperts(server, experts, table, routes, sizes.activation, recorder, on_route)
+        return ExactExperts(server, experts, table, routes, sizes.activation, timed, on_route)
 
     return Offload(
         target=bank(prefetcher, prefetcher.observe),

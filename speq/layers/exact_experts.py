@@ -12,7 +12,7 @@ from speq.kernels.grouping import Grouping
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
 from speq.routing import Route
-from speq.stats import Recorder
+from speq.stats import Timed
 
 
 class ExpertServer(Protocol):
@@ -35,6 +35,7 @@ class ExactExperts:
     experts     the experts in the arena
     slot_table  their slots, filled anew for each wave
     routes      brings routes to the host
+    timed       times a layer's experts
     on_route    told each layer's exact route
     """
 
@@ -45,7 +46,7 @@ class ExactExperts:
         slot_table: SlotTable,
         routes: RouteReader,
         activation: str,
-        recorder: Recorder,
+        timed: Timed,
         on_route: Callable[[int, Route], None],
     ) -> None:
         self._server = server
@@ -53,7 +54,7 @@ class ExactExperts:
         self._slot_table = slot_table
         self._routes = routes
         self._activation = activation
-        self._recorder = recorder
+        self._timed = timed
         self._on_route = on_route
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
@@ -63,7 +64,7 @@ class ExactExperts:
         grouping = Grouping.of(route.topk_ids, route.host_ids)
         waves = self._server.serve(layer, grouping.experts)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
-        with closing(waves), self._recorder.timed("layer", layer):
+        with closing(waves), self._timed("layer", layer):
             for slots in waves:
                 self._experts.run(
                     layer,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator
+from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import Priority, State, Ticket
@@ -74,7 +75,8 @@ class Rig:
         self.step = self.recorder.begin("decode")
         self.slots = torch.empty(SLOTS, RECORD_BYTES, dtype=torch.uint8, device=device.torch)
         self.slots.zero_()
-        self.engine = StreamTransfer(device, self.tier, self.slots, self.recorder, readers)
+        clock = DeviceClock(device, self.recorder)
+        self.engine = StreamTransfer(device, self.tier, self.slots, clock, readers)
 
     def close(self) -> None:
         self.engine.close()

@@ -17,13 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from speq.decode.offload import host_side
+from speq.devices.device import Processor
+from speq.devices.named import device_named
 from speq.experts.codec import ExpertShape, Matrices, codec_of
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import aligned_bytes
 from speq.kernels import library, ops, reference, reference_compact
 from speq.kernels.grouping import MAX_BLOCKS, Grouping, most_fused_rows
-from speq.layers.exact_experts import ExactExperts, SlotTable
+from speq.layers.exact_experts import ExactExperts
 from speq.models.opened import open_model
 from speq.routing import Route
 from speq.stats import Recorder
@@ -316,6 +319,8 @@ def test_memory_is_what_is_planned(
 class Waves:
     """A server with all experts in slots, some at a time."""
 
+    foresees = False
+
     def serve(self, layer: int, experts: list[int]) -> Any:
         assert experts == sorted(set(experts))
         for start in range(0, len(experts), 4):
@@ -328,12 +333,15 @@ def test_a_bank_over_waves(device: torch.device, no_reference: None, rows: int) 
     routed = Routed.of(rows, 4, torch.float32)
     weights = torch.rand(rows, 4, generator=torch.Generator().manual_seed(8))
     told = []
+    on = Processor() if device.type == "cpu" else device_named(device.type)
+    table, routes = host_side(on, E)
     bank = ExactExperts(
         Waves(),
         experts_in_slots("residual", device),
-        SlotTable(E, device),
+        table,
+        routes,
         "silu",
-        Recorder(),
+        Recorder().timed,
         lambda layer, route: told.append(layer),
     )
     hidden_states, topk_ids = routed.on(device)
