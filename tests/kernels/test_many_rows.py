@@ -145,10 +145,9 @@ class Routed:
         hidden_states, topk_ids = self.on(device)
         grouping = Grouping.of(topk_ids, self.topk_ids)
         out = torch.full((*topk_ids.shape, H), torch.nan, dtype=hidden_states.dtype, device=device)
-        table = SlotTable(E, device)
         for wave in waves:
             slots = {expert: slot_of(expert) for expert in wave}
-            experts.run(LAYER, hidden_states, grouping, slots, table.of(slots), "silu", out)
+            experts.run(LAYER, hidden_states, grouping, slots, table_of(slots, device), "silu", out)
         return out.cpu()
 
 
@@ -252,7 +251,7 @@ def test_no_device_is_asked_for_anything(
     hidden_states, topk_ids = routed.on(device)
     grouping = Grouping.of(topk_ids, routed.topk_ids)
     slots = {expert: slot_of(expert) for expert in range(E)}
-    table = SlotTable(E, device).of(slots)
+    table = table_of(slots, device)
     out = hidden_states.new_empty(rows, 4, H)
 
     def refuse(*_: Any) -> None:
@@ -299,7 +298,7 @@ def test_memory_is_what_is_planned(
     experts = experts_in_slots(form, device)
     hidden_states, topk_ids = routed.on(device)
     slots = {expert: slot_of(expert) for expert in (3, 5)}
-    table, out = SlotTable(E, device).of(slots), hidden_states.new_empty(rows, 2, H)
+    table, out = table_of(slots, device), hidden_states.new_empty(rows, 2, H)
     with LiveBytes() as live:
         grouping = Grouping.of(topk_ids, ids)
         experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
@@ -314,6 +313,11 @@ def test_memory_is_what_is_planned(
     # On the host nothing is copied: the index is numpy's.
     peak = live.peak + (2 * 8 * rows * 2 if device.type == "cpu" else 0)
     assert 0.75 * planned < peak <= planned
+
+
+def table_of(slots: dict[int, int], device: torch.device) -> Tensor:
+    """[E] int64: the slot of each expert, or -1."""
+    return torch.tensor([slots.get(expert, -1) for expert in range(E)], device=device)
 
 
 class Waves:
