@@ -56,8 +56,7 @@ class RecordedPass:
         self, model: MoEModel, cache: KVCache, bank: DraftExperts, device: Accelerator
     ) -> None:
         self._eager = EagerPass(model, cache, bank)
-        self._model, self._cache, self._bank = model, cache, bank
-        self.passes = RecordedPasses("drafts", device, cache, self._compute)
+        self.passes = RecordedPasses("drafts", device, cache, DraftOutput(model, cache, bank))
 
     def run(self, token_id: int, on_route: OnLayer) -> Tensor:
         results = self.passes.run([token_id])
@@ -69,10 +68,16 @@ class RecordedPass:
             on_route(layer, Route(ids, weights))
         return logits
 
-    def _compute(
+
+class DraftOutput:
+    """Computes logits [1, V] and the routes of all MoE layers: ids and weights [L, K]."""
+
+    def __init__(self, model: MoEModel, cache: KVCache, bank: DraftExperts) -> None:
+        self._model, self._cache, self._bank = model, cache, bank
+
+    def __call__(
         self, token_ids: Tensor, positions: Tensor, seen: int, cut: Cut
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [1, V] and the routes of all MoE layers: ids and weights [L, K]."""
         routes: list[Route] = []
         self._bank.on_route = lambda layer, route: routes.append(route)
         try:

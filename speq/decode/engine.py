@@ -15,7 +15,7 @@ from speq.decode.drafter import Drafter, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
-from speq.decode.verification import Verification
+from speq.decode.verification import EagerVerification, Verification
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
@@ -137,6 +137,7 @@ class Engine:
         """Give back slots and KV cache, even where a traceback still holds this engine."""
         self.offload.supply.close()
         self.drafter = PlainDecoding()  # the other one may hold an INT4 copy that is given up
+        self.verification = EagerVerification(self.model, self.cache, self.offload.target)
         for tensor in (self.offload.slots, *self.cache.tensors()):
             tensor.untyped_storage().resize_(0)
 

@@ -47,14 +47,29 @@ class CutBank:
         self._bank, self._cut = bank, cut
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        output = torch.empty_like(hidden_states)
+        # No part of this object, which would hold on to the graph that it is held by.
+        bank, output = self._bank, torch.empty_like(hidden_states)
 
         def serve() -> None:
             # A new route for each time: it is kept, and told of by what the host knows of it.
-            output.copy_(self._bank(layer, hidden_states, replace(route)))
+            output.copy_(bank(layer, hidden_states, replace(route)))
 
         self._cut(serve)
         return output
+
+
+class Scoring:
+    """Computes logits [T, V] and last hidden states [T, H]."""
+
+    def __init__(self, model: MoEModel, cache: KVCache, bank: ExpertBank) -> None:
+        self._model, self._cache, self._bank = model, cache, bank
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, seen: int, cut: Cut
+    ) -> tuple[Tensor, Tensor]:
+        bank = CutBank(self._bank, cut)
+        hidden = self._model.forward_at(bank, self._cache, token_ids, positions, seen)[0]
+        return self._model.logits(hidden), hidden
 
 
 class RecordedVerification:
@@ -66,21 +81,14 @@ class RecordedVerification:
         self, model: MoEModel, cache: KVCache, bank: ExpertBank, device: Accelerator
     ) -> None:
         self._eager = EagerVerification(model, cache, bank)
-        self._model, self._cache, self._bank = model, cache, bank
-        self.passes = RecordedPasses("verifications", device, cache, self._compute)
+        compute = Scoring(model, cache, bank)
+        self.passes = RecordedPasses("verifications", device, cache, compute)
 
     def score(self, pending_id: int, draft: Draft) -> Scored:
         results = None
         if draft.parents == [*range(len(draft.token_ids))]:
             results = self.passes.run([pending_id, *draft.token_ids])
         return self._eager.score(pending_id, draft) if results is None else Scored(*results)
-
-    def _compute(
-        self, token_ids: Tensor, positions: Tensor, seen: int, cut: Cut
-    ) -> tuple[Tensor, Tensor]:
-        bank = CutBank(self._bank, cut)
-        hidden = self._model.forward_at(bank, self._cache, token_ids, positions, seen)[0]
-        return self._model.logits(hidden), hidden
 
 
 def verification_over(

@@ -43,7 +43,8 @@ class Recorded:
 
 class RecordedPasses:
     """One kind of pass over one row of a cache: a graph for each number of tokens and each bucket,
-    recorded when it is first wanted.
+    recorded when it is first wanted. Their memory is given back with this object, which `compute`
+    therefore does not refer to.
 
     Where a graph cannot be recorded there are none from then on, and a warning says why.
     """

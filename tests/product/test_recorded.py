@@ -1,6 +1,8 @@
 """Passes that are recorded as graphs: the same numbers, from fixed memory."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -259,6 +261,45 @@ def test_what_is_no_number_does_not_outlive_an_interrupt(tiny: Callable[[str], P
         assert generator.runtime.engine is engine
         generator.close()
     assert result.token_ids == expected
+
+
+class Steps:
+    """A graph of the host's work alone, and a device that makes such."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+    def capture(self, run: Callable[[Cut], None], beside: Any = None) -> "Steps":
+        made = Steps()
+        run(made.steps.append)
+        return made
+
+
+def test_memory_of_graphs_is_given_back_at_once(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arenas are laid out anew in it: nothing waits for the garbage collector."""
+    device = Recorder()
+    monkeypatch.setattr(device, "capture", Steps().capture)
+    with ready(tiny("olmoe")) as made:
+        draft = made.graphs(device)
+        verification = RecordedVerification(made.model, made.recorded, made.bank, device)  # type: ignore[arg-type]
+        gc.disable()
+        try:
+            kept = [
+                weakref.ref(draft.run(3, lambda layer, route: None)),
+                weakref.ref(verification.score(3, Draft()).logits),
+                *(weakref.ref(each.passes) for each in (draft, verification)),
+            ]
+            assert all(ref() is not None for ref in kept)
+            del draft, verification
+            assert [ref() for ref in kept] == [None] * 4
+        finally:
+            gc.enable()
 
 
 def test_trees_are_launched(tiny: Callable[[str], Path]) -> None:
