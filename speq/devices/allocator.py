@@ -16,6 +16,8 @@ LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 << 20, 20 << 20
 ROUND_BYTES = 2 << 20
 # Slots, and activations, which come and go: a segment of each kind that is not full.
 OPEN_BYTES = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+# Pools that recorded passes take memory out of: the draft's, and the verifications'.
+RECORDED_POOLS = 2
 # What torch gives cuBLAS to work in, in any stream that multiplies; cublasLt works in the same
 # (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize, getCUDABlasLtWorkspace).
 BLAS_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
@@ -55,11 +57,16 @@ def segment_bytes(sizes: Iterable[int]) -> int:
     return total
 
 
-def overhead_bytes(sizes: Iterable[int], workspace_bytes: int = MOST_BLAS_BYTES) -> int:
+def overhead_bytes(
+    sizes: Iterable[int], recorded: bool = False, workspace_bytes: int = MOST_BLAS_BYTES
+) -> int:
     """What is taken of a GPU beyond tensors of so many bytes, slots and activations.
 
     sizes            of tensors that are kept, in the order in which they are made
-    workspace_bytes  of libraries
+    recorded         whether passes are recorded, which has a stream and pools of its own
+    workspace_bytes  of libraries, for each stream that they multiply in
     """
     sizes = list(sizes)
-    return segment_bytes([workspace_bytes, *sizes]) - sum(sizes) + OPEN_BYTES
+    workspaces, pools = (2, 1 + RECORDED_POOLS) if recorded else (1, 1)
+    segments = segment_bytes([*[workspace_bytes] * workspaces, *sizes])
+    return segments - sum(sizes) + pools * OPEN_BYTES

@@ -94,9 +94,9 @@ class CudaDevice:
         idle = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return free + idle
 
-    def overhead_bytes(self, sizes: Iterable[int]) -> int:
+    def overhead_bytes(self, sizes: Iterable[int], recorded: bool) -> int:
         major, _ = torch.cuda.get_device_capability(self.torch)
-        return allocator.overhead_bytes(sizes, allocator.blas_bytes(major))
+        return allocator.overhead_bytes(sizes, recorded, allocator.blas_bytes(major))
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()

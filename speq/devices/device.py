@@ -79,9 +79,11 @@ class Accelerator(Device, Protocol):
     @property
     def compute(self) -> Stream: ...
 
-    def overhead_bytes(self, sizes: Iterable[int]) -> int:
+    def overhead_bytes(self, sizes: Iterable[int], recorded: bool) -> int:
         """What is taken of it beyond tensors of so many bytes that are kept, slots and activations:
         by libraries, and by an allocator that rounds up.
+
+        recorded  whether passes are recorded, which takes more of both
         """
 
     def stream(self) -> Stream:

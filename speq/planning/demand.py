@@ -28,12 +28,12 @@ class Beside:
     """What a run on a device with memory of its own takes besides tensors there.
 
     host_bytes  of the host's memory, for exact experts; None: as much as all of them take
-    overhead    bytes of tensors that are kept -> what the device takes beyond them, as
-                `speq.devices.device.Accelerator.overhead_bytes`
+    overhead    (bytes of tensors that are kept, whether passes are recorded) -> what the device
+                takes beyond them, as `speq.devices.device.Accelerator.overhead_bytes`
     """
 
     host_bytes: int | None
-    overhead: Callable[[Iterable[int]], int]
+    overhead: Callable[[Iterable[int], bool], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def overhead_of(subject: Subject, holding: Holding, budget: Budget) -> Callable[
     beside = budget.beside
     if beside is None:
         return None
-    return lambda context: beside.overhead(kept_bytes(subject, holding, context))
+    return lambda context: beside.overhead(kept_bytes(subject, holding, context), budget.graphs)
 
 
 def graph_bytes(

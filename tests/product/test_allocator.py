@@ -60,6 +60,12 @@ def test_overhead_is_what_no_tensor_has() -> None:
     still_open = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
     assert overhead_bytes([]) == MOST_BLAS_BYTES + still_open
     # cuBLAS's workspace comes out of a segment of 20 MiB, whose rest a tensor of 8 MiB has.
-    assert overhead_bytes([8 * MIB], BLAS_BYTES) == 20 * MIB - 8 * MIB + still_open
+    assert overhead_bytes([8 * MIB], workspace_bytes=BLAS_BYTES) == 20 * MIB - 8 * MIB + still_open
     assert overhead_bytes([100 * MIB]) == overhead_bytes([])
     assert overhead_bytes([101 * MIB - 1]) == overhead_bytes([]) + MIB + 1
+
+
+def test_recorded_passes_have_a_stream_and_two_pools() -> None:
+    still_open = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+    more = overhead_bytes([], recorded=True) - overhead_bytes([])
+    assert more == MOST_BLAS_BYTES + 2 * still_open

@@ -281,17 +281,21 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
         *(tensor.nbytes for tensor in runtime.engine.cache.tensors()),
     ]
     assert list(kept_bytes(loaded.subject, runtime.holding, context)) == made
-    told: list[list[int]] = []
+    told: list[tuple[list[int], bool]] = []
 
-    def overhead(sizes: Iterable[int]) -> int:
-        told.append(list(sizes))
+    def overhead(sizes: Iterable[int], recorded: bool) -> int:
+        told.append((list(sizes), recorded))
         return 5
 
     beside = replace(loaded.budget(context), beside=Beside(None, overhead))
     demand = demand_of(loaded.subject, runtime.holding, beside)
     assert demand.overhead is not None and demand.overhead(context) == 5
-    assert told == [made]
+    assert told == [(made, False)]
     runtime.close()
+
+
+def none_beside(sizes: Iterable[int], recorded: bool) -> int:
+    return 0
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 200_000, 100_000])
@@ -299,7 +303,7 @@ def test_what_the_hosts_memory_holds(budget: int, tiny_bfloat16: Folder) -> None
     opened = open_model(tiny_bfloat16("olmoe"))
     subject = Subject.of_model("tiny", opened, "bfloat16")
     opened.close()
-    given = Budget(1 << 30, 64, on_cpu=False, readers=3, beside=Beside(budget, sum))
+    given = Budget(1 << 30, 64, on_cpu=False, readers=3, beside=Beside(budget, none_beside))
     holding = Holding("raw", "none", 1 << 14, 1 << 14, 1 << 14)
     reading = 3 * subject.reading_bytes
     fitting = (budget - reading) >> 14
@@ -320,5 +324,5 @@ def test_what_the_hosts_memory_holds(budget: int, tiny_bfloat16: Folder) -> None
     }
     stays = "hold all 24 experts" if made.resident else f"other {24 - made.records} stay on disk"
     assert stays in made.sentence
-    for without in (None, Beside(None, sum)):
+    for without in (None, Beside(None, none_beside)):
         assert host_plan(subject, holding, replace(given, beside=without)) is None
