@@ -10,8 +10,9 @@ from pathlib import Path
 
 # Test files with tests for a GPU; a test looks that none is missing.
 GPU_TESTS = (
-    *("tests/product/test_gpu.py", "tests/kernels/test_kernels.py"),
-    *("tests/kernels/test_compact_cuda.py", "tests/bench/test_bench_gpu_link.py"),
+    *("tests/product/test_gpu.py", "tests/product/test_gpu_transfer.py"),
+    *("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py"),
+    *("tests/kernels/test_many_rows.py", "tests/bench/test_bench_gpu_link.py"),
     "tests/bench/test_bench_kernels.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py")

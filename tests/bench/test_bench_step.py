@@ -136,6 +136,7 @@ def test_parts_of_the_bundled_model(
         assert whole["passes"] == 11 if draft_length == "0" else 4 <= whole["passes"] <= 22
 
 
+@pytest.mark.wide
 def test_drafts_are_timed_launched_and_recorded(tiny: Callable[[str], Path]) -> None:
     """On a device with graphs, beside the parts, which are timed in launched passes."""
     with host_device():

@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from speq.kernels import library
-from tests.helpers.paths import FOLDERS, ROOT
+from tests.helpers.backends import BUILT_ON_HOST, HOST_NAMESPACE, load_host_ops
+from tests.helpers.paths import FOLDERS
 
-HOST_LIBRARIES = ROOT / "build" / "host"
+GUARD = BUILT_ON_HOST.with_name("libspeq_host_guard.so")
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-# The shim binds the ops of a GPU under a name of their own, beside the processor's.
-NAMESPACE = "speq_cuda_on_host"
 
 aten = torch.ops.aten
 # Ops whose results have as many elements as their data say: the host waits for the number.
@@ -129,12 +128,12 @@ def run(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def on_host(func: OpOverload) -> Callable[..., Any]:
-    if func.namespace != "speq" or not (HOST_LIBRARIES / "libspeq_cuda_on_host.so").exists():
+    if func.namespace != "speq":
         return func
     name = func._schema.name.partition("::")[2]
     if name.removesuffix("_out") not in library.ops_of("cuda"):
         return func
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    return getattr(getattr(torch.ops, HOST_NAMESPACE), name).default
 
 
 def on_cpu(leaf: Any) -> Any:
@@ -190,18 +189,11 @@ def wrapped(result: Any, held: list[HostTensor], there: bool) -> Any:
 @cache
 def load_libraries() -> None:
     """The kernels for the host, and a guard: torch without CUDA knows no device of that kind."""
-    for name in ("libspeq_cuda_on_host.so", "libspeq_host_guard.so"):
-        if not (HOST_LIBRARIES / name).exists():
-            pytest.fail(f"{HOST_LIBRARIES / name} was not built: run `make host`")
-    ctypes.CDLL(str(HOST_LIBRARIES / "libspeq_host_guard.so"))
-    declared = torch.library.Library(NAMESPACE, "DEF")
-    for op in library.ops_of("cuda"):
-        declared.define(f"{op}_out{library.OPS[op][0]}")
-    torch.ops.load_library(str(HOST_LIBRARIES / "libspeq_cuda_on_host.so"))
-    _declared.append(declared)
-
-
-_declared: list[torch.library.Library] = []
+    for path in (BUILT_ON_HOST, GUARD):
+        if not path.exists():
+            pytest.fail(f"{path} was not built: run `make host`")
+    ctypes.CDLL(str(GUARD))
+    load_host_ops()
 
 
 @contextmanager

@@ -310,20 +310,25 @@ def test_sixteen_bit_checkpoints_computed_in_float32(stored: torch.dtype, tmp_pa
     run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[0], expected)
 
 
+def test_bundled_model_on_seven_prompts(bundled: Path) -> None:
+    compare_bundled(bundled, [(4, "40MiB")], 7)
+
+
+@pytest.mark.wide
 def test_bundled_model_on_twenty_prompts(bundled: Path) -> None:
-    compare_bundled(bundled, [(4, "40MiB")])
+    compare_bundled(bundled, [(4, "40MiB")], 20)
 
 
 @pytest.mark.full
 def test_bundled_model_on_twenty_prompts_full(bundled: Path) -> None:
     budgets = ("38MiB", "44MiB", "80MiB")
-    compare_bundled(bundled, list(product(DRAFT_LENGTHS, budgets)))
+    compare_bundled(bundled, list(product(DRAFT_LENGTHS, budgets)), 20)
 
 
-def compare_bundled(model: Path, settings: list[tuple[int, str]]) -> None:
-    """20 prompts of seven kinds x 128 tokens, in float32."""
-    prompts = read_prompts(None, 20)
-    assert len(prompts) == 20
+def compare_bundled(model: Path, settings: list[tuple[int, str]], count: int) -> None:
+    """So many prompts x 128 tokens, in float32."""
+    prompts = read_prompts(None, count)
+    assert len(prompts) == count
     plain = load_plain(model)
     generator = Generator.from_pretrained(model, "64MiB", draft="none", draft_length=0)
     encoded = [generator.encode(prompt) for prompt in prompts]

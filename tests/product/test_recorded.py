@@ -433,7 +433,7 @@ def test_positions_that_the_host_looks_at_are_not_recorded(
     device: Any = Recorder()
     with ready(path) as made, caplog.at_level(logging.WARNING, "speq"):
         assert recording_device("auto", device, made.model) is None
-        assert caplog.messages == [
+        assert [message for message in caplog.messages if "graphs" in message] == [
             f"passes run without graphs: rotary embeddings of type {kind} look at positions on the "
             "host"
         ]
