@@ -55,6 +55,7 @@ TORCH_PREFIX = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.fin
 host: $(HOST)
 $(HOST): $(READY) $(shell find tests/cuda_host -type f)
 	@echo "building the CUDA kernels for the processor"
+	@mkdir -p build
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -GNinja -S. -Bbuild/host -DCMAKE_BUILD_TYPE=Release \
 	  -DTORCH_PREFIX="$(TORCH_PREFIX)" -DSPEQ_CUDA=OFF > build/host.log || { cat build/host.log >&2; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/host \
