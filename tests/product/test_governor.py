@@ -458,6 +458,7 @@ def test_a_governor_is_made_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.wide
 def test_twenty_simulated_machines() -> None:
     """A part of `speq bench governor-sim`, on shorter texts, where the first cycles weigh more.
 

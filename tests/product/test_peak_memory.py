@@ -74,6 +74,7 @@ def test_peak_of_loading_in_another_dtype(tmp_path: Path) -> None:
     assert peak.resident_bytes <= (620 << 20) + PROCESS_BYTES
 
 
+@pytest.mark.wide
 def test_peak_of_a_context_that_grows(large: Path) -> None:
     """Slots and KV cache are given back before they are laid out anew, draft or not."""
     peak = peak_of(large, "512MiB", 3, "auto", "40,200,420")

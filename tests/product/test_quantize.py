@@ -828,6 +828,7 @@ print(int(peak[1]) * 1024)
 """
 
 
+@pytest.mark.wide
 def test_peak_memory_of_a_model_several_times_the_budget(tmp_path: Path) -> None:
     """226 MB of experts within 72 MiB, Hessians and all."""
     model = write_model(
