@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from speq import Generator
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.models.opened import open_model
 from speq.quantizing.models import packing_of
 from speq.stats import StepStats
 from tests.helpers.gptq_files import Packing, write_gptq
+from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import write_perturbed
 
 Folder = Callable[[str], Path]
@@ -81,3 +83,40 @@ def outcomes(steps: list[StepStats]) -> set[str]:
             full = step.accepted == step.draft_length
             seen.add("full" if full else "partial" if step.accepted else "rejected")
     return seen
+
+
+def loaded(
+    cell: Cell, model: Path, draft: str, dtype: str, context: int, device: str = "cpu"
+) -> tuple[Generator, int]:
+    """The generator of a cell, in the budget that its slots take; and the experts of its model."""
+    smallest, demand = two_slot_budget(
+        model,
+        context,
+        dtype,
+        cell.draft_length,
+        cell.readers,
+        draft,
+        cell.codec,
+        cell.drafter,
+        device=device,
+        graphs=cell.graphs,
+    )
+    experts = demand.num_experts
+    more = (experts // 2 - 2) * demand.slot_bytes
+    budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
+    generator = Generator.from_pretrained(
+        model,
+        budget,
+        device=device,
+        dtype=dtype,
+        context_length=context,
+        draft=draft,
+        draft_length=cell.draft_length,
+        reader_threads=cell.readers,
+        cache_policy=cell.cache_policy,
+        prefetch=cell.prefetch,
+        codec=cell.codec,
+        drafter=cell.drafter,
+        graphs=cell.graphs,
+    )
+    return generator, experts

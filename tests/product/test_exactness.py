@@ -23,10 +23,9 @@ from speq.experts.expert_store import ExpertStore
 from speq.measure.report import read_prompts
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.transfer import Fetch
-from tests.helpers.cells import Cell, Folder, Folders, outcomes
+from tests.helpers.cells import Cell, Folder, Folders, loaded, outcomes
 from tests.helpers.fake_transfer import Reordering
 from tests.helpers.pairwise import pairwise
-from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import (
     FAMILIES,
     drawn_tokens,
@@ -70,25 +69,7 @@ def run_cell(
 ) -> set[str]:
     """Generate in one cell and compare; the outcomes of its drafts."""
     context = len(prompt) + len(expected)
-    smallest, demand = two_slot_budget(
-        model, context, dtype, cell.draft_length, cell.readers, draft, cell.codec, cell.drafter
-    )
-    experts = demand.num_experts
-    more = (experts // 2 - 2) * demand.slot_bytes
-    budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
-    generator = Generator.from_pretrained(
-        model,
-        budget,
-        dtype=dtype,
-        context_length=context,
-        draft=draft,
-        draft_length=cell.draft_length,
-        reader_threads=cell.readers,
-        cache_policy=cell.cache_policy,
-        prefetch=cell.prefetch,
-        codec=cell.codec,
-        drafter=cell.drafter,
-    )
+    generator, experts = loaded(cell, model, draft, dtype, context)
     slots = generator.runtime.plan.slots
     assert slots == {"two slots": 2, "half": experts // 2, "all": experts}[cell.budget]
     result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True, **sampling)

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from speq import Generator
 from speq.decode.verification import RecordedVerification
 from speq.registries import CACHE_POLICIES, CODECS, PREFETCHERS
 from speq.scheduler.stream_transfer import StreamTransfer
-from tests.helpers.cells import Cell, Folders
+from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.host_device import ComputeStream, HostDevice, Race, host_device
 from tests.helpers.pairwise import pairwise
-from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 # A prompt whose rows go by expert, and one whose rows a kernel takes together.
@@ -48,33 +46,7 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], seed: int, **sam
     """Tokens, and what the device saw."""
     context = len(prompt) + NEW_TOKENS
     with host_device(HostDevice(seed)) as device:
-        smallest, demand = two_slot_budget(
-            model,
-            context,
-            "float32",
-            cell.draft_length,
-            cell.readers,
-            draft,
-            cell.codec,
-            device="cuda",
-            graphs=cell.graphs,
-        )
-        more = (demand.num_experts // 2 - 2) * demand.slot_bytes
-        budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
-        generator = Generator.from_pretrained(
-            model,
-            budget,
-            device="cuda",
-            dtype="float32",
-            context_length=context,
-            draft=draft,
-            draft_length=cell.draft_length,
-            reader_threads=cell.readers,
-            cache_policy=cell.cache_policy,
-            prefetch=cell.prefetch,
-            codec=cell.codec,
-            graphs=cell.graphs,
-        )
+        generator, _ = loaded(cell, model, draft, "float32", context, device="cuda")
         result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
         verification = generator.runtime.engine.verification
         generator.close()
