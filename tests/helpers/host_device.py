@@ -152,7 +152,8 @@ class HostDevice(Machine):
         self.meanwhile: Callable[[], None] | None = None
         self.told: Card | None = None
         self._free_bytes, self._may_pin = free_bytes, may_pin
-        self._staged: list[Tensor] = []
+        # By its address: most copies begin where the memory does.
+        self._staged: dict[int, Tensor] = {}
         self._events = 0
         self._starts: list[int] = []
         self._ends: dict[int, int] = {}
@@ -197,7 +198,7 @@ class HostDevice(Machine):
         if self._may_pin():
             self.pinned[memory.data_ptr()] = memory.nbytes
             return True
-        self._staged.append(memory)  # copied all the same, while the host waits
+        self._staged[memory.data_ptr()] = memory  # copied all the same, while the host waits
         return False
 
     def unpin(self, memory: Tensor) -> None:
@@ -205,7 +206,7 @@ class HostDevice(Machine):
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         made = torch.empty(size, dtype=dtype, device="cpu")
-        self._staged.append(made)
+        self._staged[made.data_ptr()] = made
         return made
 
     def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> Graph:
@@ -261,7 +262,10 @@ class HostDevice(Machine):
         if isinstance(tensor, HostTensor):
             return tensor.inner
         at, nbytes = tensor.data_ptr(), tensor.nbytes
-        staged = ((s.data_ptr(), s.nbytes) for s in self._staged)
+        whole = self._staged.get(at)
+        if whole is not None and nbytes <= whole.nbytes:
+            return tensor
+        staged = ((start, memory.nbytes) for start, memory in self._staged.items())
         for start, size in (*self.pinned.items(), *staged):
             if start <= at and at + nbytes <= start + size:
                 return tensor
