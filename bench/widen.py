@@ -10,6 +10,7 @@ one with `draft_noise` (`speq.bench.widen_draft`); without it nearly every draft
 """
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from speq.units import Progress, format_bytes
 FAMILY = "qwen2_moe"
 # Passes that put what rounding took from a sum back into its finest copy.
 MENDING_PASSES = 3
+# What a draft has in codes: experts, shared experts, dense layers and attention.
+PACKED = re.compile(r"\.layers\..*\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,7 @@ def run(
             target.mkdir(parents=True, exist_ok=True)
             draft = None
             if settings.draft_noise:
-                widths = {config["hidden_size"], config["moe_intermediate_size"]}
-                draft = DraftFolder(target, group_size_for(widths))
+                draft = DraftFolder(target, group_size_for(inputs_of(config)))
             total = write_shards(checkpoint, config, settings, target, draft, progress)
             if draft is not None:
                 draft.finish(config)
@@ -170,6 +172,17 @@ def shared_out(weight: Tensor, count: int, noise: float, generator: torch.Genera
     return words
 
 
+def inputs_of(config: dict[str, Any]) -> set[int]:
+    """Columns of the matrices that a draft has in codes."""
+    return {
+        config["hidden_size"],
+        config["num_attention_heads"] * config["head_dim"],
+        config["moe_intermediate_size"],
+        config["shared_expert_intermediate_size"],
+        config["intermediate_size"],
+    }
+
+
 def placed(name: str, shape: torch.Size, copy: Copies, head_dim: int) -> Placed:
     """Where `widen` puts the copies of a matrix [N, K]."""
     rows, columns = torch.arange(shape[0]), torch.arange(shape[1] * copy.inputs)
@@ -213,7 +226,7 @@ def write_shards(
     all tensors of the model.
     """
     hidden, neurons, heads = copies(checkpoint.config, settings)
-    quantised = FAMILIES[FAMILY].names
+    router = FAMILIES[FAMILY].names.router
     weight_map: dict[str, str] = {}
     total = 0
     shards = groups(checkpoint)
@@ -231,11 +244,11 @@ def write_shards(
             total += wide.nbytes
             if draft is None:
                 continue
-            if quantised.is_expert(name):
+            if PACKED.search(name):
                 error = rounding_error(weight) * settings.draft_noise
                 lie = placed(name, weight.shape, copy, config["head_dim"])
                 codes |= draft.matrix(name, wide, error, lie)
-            elif quantised.router.search(name):
+            elif router.search(name):
                 codes[name] = wide  # by which a draft is known to be this model's
         file = f"model-{label}.safetensors"
         if draft is not None and codes:
