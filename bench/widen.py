@@ -233,7 +233,8 @@ def write_shards(
     for done, (label, names) in enumerate(shards.items()):
         if progress is not None:
             progress("widening", done, len(shards))
-        tensors, codes = {}, {}
+        tensors: dict[str, Tensor] = {}
+        codes: dict[str, Tensor] = {}
         for name in names:
             copy = copies_of(name, hidden, neurons, heads)
             weight = checkpoint.tensors[name][0].tensor(name)
