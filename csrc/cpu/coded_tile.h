@@ -106,7 +106,7 @@ void decode_quad(const Rows &matrix, std::int64_t quad, BFloat16 *words) {
 }
 
 // Inputs that rows are rebuilt for as they pass; for more, rows are rebuilt into the cache, once.
-constexpr std::int64_t kPassingInputs = 8;
+constexpr std::int64_t kPassingInputs = 4;
 
 template <typename Product, typename Decoder, typename Rows, int... kLess>
 constexpr auto passing_dots(std::integer_sequence<int, kLess...>) {
