@@ -247,7 +247,7 @@ def inputs(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, hidden, generator=generator).to(dtype)
 
 
-# Those of an expert pass over words as they are rebuilt, or, where they are many, over rebuilt rows.
+# Few rows of an expert pass over words as they are rebuilt, many over rows rebuilt before.
 ROWS = (1, 3, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Hidden size, expert width, and group size of the codes.
