@@ -31,8 +31,18 @@ def check_tensor(
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(given)}; it must be [{sizes}]")
     contiguous = tensor.is_contiguous()
-    if not contiguous and not (strided and (not len(tensor) or tensor[0].is_contiguous())):
+    if not contiguous and not (strided and _packed(given[1:], tensor.stride()[1:])):
         raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
+
+
+def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements follow one another."""
+    wanted = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

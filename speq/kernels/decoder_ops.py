@@ -1,6 +1,7 @@
-"""What decoder layers do between their products, each in one call: checked, and outputs made.
+"""What decoder layers do between their products, each in one call: outputs are made here.
 
-Few rows at a time spend most of their time on the way to such operations, not in them.
+Few rows spend most of their time on the way to such operations, not in them. So arguments are not
+checked here: the kernels themselves refuse what does not fit together, and torch does otherwise.
 `speq.kernels.reference_decoder` says what they compute.
 """
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library, reference
-from speq.kernels.checks import EXACT_DTYPES, check_tensor
+from speq.kernels.checks import EXACT_DTYPES
 
 # More than any text has entries.
 NO_WINDOW = 1 << 40
@@ -53,7 +54,6 @@ def takes(tensor: Tensor) -> bool:
 
 def rms_norm(inputs: Tensor, norm: RMSNorm) -> Tensor:
     """The RMS norm of inputs [R, H], rounded as transformers rounds it."""
-    check_tensor("inputs", inputs, (None, len(norm.weight)), EXACT_DTYPES, norm.weight.device)
     out = torch.empty_like(inputs)
     library.call("rms_norm", inputs, None, norm.weight, norm.eps, None, out)
     return out
@@ -61,7 +61,6 @@ def rms_norm(inputs: Tensor, norm: RMSNorm) -> Tensor:
 
 def add_rms_norm(inputs: Tensor, added: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """inputs + added, both [R, H], and the RMS norm of that."""
-    check_tensor("inputs", inputs, (None, len(norm.weight)), EXACT_DTYPES, norm.weight.device)
     sums, out = torch.empty_like(inputs), torch.empty_like(inputs)
     library.call("rms_norm", inputs, added, norm.weight, norm.eps, sums, out)
     return sums, out
@@ -83,7 +82,6 @@ def attention(
     window  entries that a row sees at most, its own included; None: all
     cached  keys and values [kv_heads, C, D], which take the rows' entries
     """
-    check_tensor("queries", queries, (len(keys), None), EXACT_DTYPES, queries.device)
     out = torch.empty_like(queries)
     query_norm, key_norm = heads.query_norm, heads.key_norm
     library.call(
@@ -112,9 +110,8 @@ def route(
 
     normalised  whether a row's weights are divided by their sum
     """
-    check_tensor("logits", logits, (None, None), EXACT_DTYPES, logits.device)
-    topk_weights = logits.new_empty(len(logits), top_k, dtype=dtype)
-    topk_ids = logits.new_empty(len(logits), top_k, dtype=torch.int64)
+    topk_weights = logits.new_empty(logits.shape[0], top_k, dtype=dtype)
+    topk_ids = logits.new_empty(logits.shape[0], top_k, dtype=torch.int64)
     library.call("route", logits, normalised, topk_weights, topk_ids)
     return topk_weights, topk_ids
 

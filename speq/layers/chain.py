@@ -74,7 +74,7 @@ class ChainRouter:
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if len(rows) > MAX_LINEAR_ROWS or not decoder_ops.takes(rows):
+        if rows.shape[0] > MAX_LINEAR_ROWS or not decoder_ops.takes(rows):
             scores: tuple[Tensor, Tensor, Tensor] = self.forward(hidden_states)
             return scores
         logits = linear(rows, self.weight)

@@ -49,9 +49,9 @@ class RotaryTable:
 
     def at(self, start: int, like: Tensor) -> Positions:
         """Of the rows of `like` [T, H], from position `start` on."""
-        rows = len(like)
+        rows = like.shape[0]
         at = start - self._first
-        if at < 0 or at + rows > len(self._cos) or self._cos.dtype != like.dtype or not self._count:
+        if not self._count or at < 0 or at + rows > self._cos.shape[0]:
             wanted = torch.arange(start, start + max(self._count, rows))
             cos, sin = self._rotary_emb(like, position_ids=wanted[None])
             self._cos, self._sin = cos[0], sin[0]
