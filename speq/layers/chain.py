@@ -7,6 +7,7 @@ uses. What it does not know how to run it leaves to the module's own forward.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,20 @@ ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRoute
 DIVIDING_ROUTER = "MixtralTopKRouter"
 
 Forward = Callable[..., Any]
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """A module's own forward, which does not keep the module alive: what stands in for it is held
+    by the module, and memory would be given back late.
+    """
+    method = WeakMethod(module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = method()
+        assert bound is not None, "its module runs"
+        return bound(*args, **kwargs)
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +141,7 @@ def chain_norm(module: nn.Module) -> bool:
     """Have a norm run as ChainNorm, if it is a usual one; tell whether it does."""
     if type(module).__name__ not in NORMS:
         return False
-    module.forward = ChainNorm(rms_norm_of(module), module.forward)
+    module.forward = ChainNorm(rms_norm_of(module), own_forward(module))
     return True
 
 
@@ -140,7 +155,7 @@ def chain_router(module: nn.Module) -> bool:
     dividing = name == DIVIDING_ROUTER
     normalised = dividing or bool(module.norm_topk_prob)
     dtype = torch.float32 if dividing else None
-    module.forward = ChainRouter(weight, top_k, normalised, dtype, module.forward)
+    module.forward = ChainRouter(weight, top_k, normalised, dtype, own_forward(module))
     return True
 
 
@@ -156,7 +171,7 @@ def chain_attention(module: Any) -> bool:
         module.o_proj,
         Heads(module.scaling, query_norm, key_norm),
         module.layer_idx,
-        module.forward,
+        own_forward(module),
     )
     return True
 

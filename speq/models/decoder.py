@@ -19,6 +19,7 @@ from speq.layers.chain import (
     chain_attention,
     chain_norm,
     chain_router,
+    own_forward,
 )
 from speq.models.families import Family
 
@@ -90,7 +91,7 @@ class ChainDecoder:
     """
 
     def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
-        self._forward = body.forward
+        self._forward = own_forward(body)
         self._embed = body.embed_tokens
         self._rotary = RotaryTable(body.rotary_emb, ahead)
         layers = list(body.layers)

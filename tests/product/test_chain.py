@@ -1,8 +1,10 @@
 """Few tokens walked through a model by ourselves, beside transformers' own pass over them."""
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -108,6 +110,17 @@ def test_clipped_projections_run_as_transformers_has_it(tmp_path: Path) -> None:
     assert not isinstance(model.body.forward, ChainDecoder)
     chain, tree = passes(model, cache, MORE)
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_given_up_is_gone_at_once(tiny: Callable[[str], Path]) -> None:
+    model, _ = loaded(tiny("qwen3_moe"), torch.float32)
+    weight = ref(model.body.layers[0].self_attn.q_proj.weight)  # type: ignore[index, union-attr]
+    gc.disable()  # nobody looks for what holds itself
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_turns_are_computed_once_for_many_positions() -> None:
