@@ -197,6 +197,7 @@ constexpr MicroKernels kernels_over = {
     dot_exact<V, Float16>,
     nullptr,
     round_block,
+    round_group,
     read_sum,
     {},
     {},

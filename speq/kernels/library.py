@@ -90,11 +90,15 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
         _named(reference_compact.moe_grouped_residual_out),
     ),
+    "quantize_int4": (
+        "(Tensor weight, int group_size, Tensor(a!) qweight, Tensor(b!) scales) -> ()",
+        reference.quantize_int4_out,
+    ),
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
 # On a GPU torch's own is the fast one.
-CPU_ONLY = frozenset({"linear", "encode_lossless", "encode_residual"})
+CPU_ONLY = frozenset({"linear", "quantize_int4", "encode_lossless", "encode_residual"})
 
 _library = torch.library.Library("speq", "DEF")
 for _name, (_schema, _reference) in OPS.items():
