@@ -53,13 +53,13 @@ demo: $(READY)
 HOST := build/host/.ready
 TORCH_PREFIX = $(shell $(BIN)/python -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 host: $(HOST)
-$(HOST): $(READY) $(shell find tests/cuda_host -type f)
+$(HOST): $(READY) $(shell find tests/cuda_host tests/cpu_pool -type f)
 	@echo "building the CUDA kernels for the processor"
 	@mkdir -p build
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -GNinja -S. -Bbuild/host -DCMAKE_BUILD_TYPE=Release \
 	  -DTORCH_PREFIX="$(TORCH_PREFIX)" -DSPEQ_CUDA=OFF > build/host.log || { cat build/host.log >&2; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/host \
-	  --target speq_cuda_on_host speq_host_guard >> build/host.log || { cat build/host.log >&2; exit 1; }
+	  --target speq_cuda_on_host speq_host_guard speq_regions >> build/host.log || { cat build/host.log >&2; exit 1; }
 	@touch $@
 
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal

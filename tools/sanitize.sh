@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels, those for CUDA to run on the host, under AddressSanitizer and
-# UndefinedBehaviorSanitizer, and runs their tests against that build.
+# UndefinedBehaviorSanitizer, and runs their tests against that build; parallel regions under
+# ThreadSanitizer.
 #   PYTHON  interpreter of the environment that `make setup` made     OUT  build folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,10 +21,13 @@ done
 torch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')
 cmake -GNinja -S. -B"$out/cmake" -DCMAKE_BUILD_TYPE=Release -DTORCH_PREFIX="$torch" \
   -DSPEQ_SANITIZE=ON -DSPEQ_WERROR=ON -DSPEQ_CUDA=OFF > "$out.log" 2>&1 || { cat "$out.log" >&2; exit 1; }
-cmake --build "$out/cmake" --target speq_cpu speq_cuda_on_host >> "$out.log" 2>&1 ||
+cmake --build "$out/cmake" --target speq_cpu speq_cuda_on_host speq_regions_raced >> "$out.log" 2>&1 ||
   { cat "$out.log" >&2; exit 1; }
 "$python" setup.py -q build_py --build-lib "$out/package" 2>> "$out.log"
 cp "$out"/cmake/libspeq_*.so "$out/package/speq/"
+
+# Under the sanitizer of threads, which allows no threads in a forked child.
+"$out/cmake/speq_regions_raced" sizes many threads exceptions nested callers environment
 
 # Away from the sources, which would be imported first.
 rm -rf "$out/package/tests"

@@ -188,6 +188,34 @@ void linear_out(Tensor inputs, Tensor weight, std::optional<Tensor> bias, Tensor
                [&](std::int64_t begin, std::int64_t end) { linear.run(begin, end); });
 }
 
+// Matrices of any of the kernels' dtypes, in rows of whole groups.
+void quantize_int4_out(Tensor weight, std::int64_t group_size, Tensor qweight, Tensor scales) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be [N, K], contiguous");
+  const std::int64_t rows = weight.size(0), columns = weight.size(1);
+  check(qweight, "qweight", 2, ScalarType::Byte);
+  check(scales, "scales", 2, ScalarType::Half);
+  STD_TORCH_CHECK(group_size > 0 && group_size % 2 == 0 && columns % group_size == 0 &&
+                      qweight.size(0) == rows && scales.size(0) == rows &&
+                      qweight.size(1) * 2 == columns && scales.size(1) * group_size == columns,
+                  "qweight [N, K / 2] and scales [N, K / group_size] do not fit weight [N, K]");
+  auto *codes = static_cast<std::uint8_t *>(qweight.mutable_data_ptr());
+  auto *steps = static_cast<Float16 *>(scales.mutable_data_ptr());
+  with_type(weight, "weight", [&](auto *type) {
+    using Word = std::remove_pointer_t<decltype(type)>;
+    const auto *words = static_cast<const Word *>(weight.const_data_ptr());
+    parallel_for(0, rows, grain(columns * sizeof(Word)), [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> values(group_size);
+      for (std::int64_t at = begin * columns; at < end * columns; at += group_size) {
+        for (std::int64_t i = 0; i < group_size; ++i) {
+          values[i] = to_float(words[at + i]);
+        }
+        steps[at / group_size] =
+            micro_kernels().round_group(values.data(), group_size, codes + at / 2);
+      }
+    });
+  });
+}
+
 void read_sum_out(Tensor words, Tensor out) {
   check(words, "words", 1, ScalarType::Long);
   check(out, "out", 1, ScalarType::Long);
@@ -207,5 +235,6 @@ STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
   m.impl("linear_int4_out", TORCH_BOX(&linear_int4_out));
   m.impl("moe_int4_out", TORCH_BOX(&moe_int4_out));
   m.impl("moe_grouped_out", TORCH_BOX(&moe_grouped_out));
+  m.impl("quantize_int4_out", TORCH_BOX(&quantize_int4_out));
   m.impl("read_sum_out", TORCH_BOX(&read_sum_out));
 }

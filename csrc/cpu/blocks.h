@@ -102,6 +102,49 @@ static inline float soften(float *values, std::int64_t count, float scale, Softm
   return factor;
 }
 
+static inline Float16 round_group(const float *values, std::int64_t count, std::uint8_t *codes) {
+  constexpr float kMost = 65504.0f, kLow = -8.0f, kHigh = 7.0f;
+  std::uint32_t bits = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint32_t magnitude = bits_as<std::uint32_t>(values[i]) & 0x7FFFFFFFu;
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  const float wanted = bits_as<float>(bits) / kHigh;
+  const Float16 stored = to_float16(wanted > kMost ? kMost : wanted);
+  // By the scale as it is stored; where that is zero, so are the codes.
+  const float scale = to_float(stored);
+  const float divisor = scale > 0.0f ? scale : bits_as<float>(0x7F800000u);
+  constexpr std::int64_t kAtOnce = 32;
+  std::uint32_t whole[kAtOnce];
+  for (std::int64_t first = 0; first < count; first += kAtOnce) {
+    const std::int64_t present = count - first < kAtOnce ? count - first : kAtOnce;
+    const auto round = [&](std::int64_t i) {
+      const float value = values[first + i] / divisor;
+      const float low = value > kLow ? value : kLow, within = low < kHigh ? low : kHigh;
+      whole[i] = bits_as<std::uint32_t>(within + kRounder) + kInt4ZeroPoint;
+    };
+    const auto store = [&](std::int64_t i) {
+      codes[first / 2 + i] = std::uint8_t((whole[2 * i] & 0xF) | (whole[2 * i + 1] & 0xF) << 4);
+    };
+    if (present == kAtOnce) {
+      for (std::int64_t i = 0; i < kAtOnce; ++i) {
+        round(i);
+      }
+      for (std::int64_t i = 0; i < kAtOnce / 2; ++i) {
+        store(i);
+      }
+    } else {
+      for (std::int64_t i = 0; i < present; ++i) {
+        round(i);
+      }
+      for (std::int64_t i = 0; i < present / 2; ++i) {
+        store(i);
+      }
+    }
+  }
+  return stored;
+}
+
 // Bytes ahead of an INT4 row that its codes are asked for. Rows are too short for the processor to
 // see a stream in them: without asking, half the bandwidth is lost; asking for less than some
 // kilobytes, or into the first cache, gains less.

@@ -10,7 +10,7 @@ namespace {
 using namespace speq;
 using namespace speq::cpu;
 
-// Quads that a thread takes at a time when records are made or undone.
+// Quads that a thread takes at a time when records are undone.
 constexpr std::int64_t kGrainQuads = 16;
 
 ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
@@ -23,19 +23,17 @@ ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
           static_cast<const BFloat16 *>(down_proj.const_data_ptr()), hidden_size, width};
 }
 
-// Makes a record, where it has room for it, and says how large that is.
+// Makes a record, where it has room for it, and says how large that is. In the calling thread
+// alone: whoever has many experts encodes several at a time, and many do so while others compute.
 void encode(CompactEncoder &encoder, Tensor &record, Tensor &nbytes) {
   check(record, "record", 1, ScalarType::Byte);
   check(nbytes, "nbytes", 1, ScalarType::Long);
   STD_TORCH_CHECK(nbytes.numel() == 1, "nbytes must hold one number");
-  parallel_for(0, encoder.quads(), kGrainQuads,
-               [&](std::int64_t begin, std::int64_t end) { encoder.measure(begin, end); });
+  encoder.measure(0, encoder.quads());
   const std::int64_t wanted = encoder.finish();
   *static_cast<std::int64_t *>(nbytes.mutable_data_ptr()) = wanted;
   if (wanted <= record.numel()) {
-    auto *bytes = static_cast<std::uint8_t *>(record.mutable_data_ptr());
-    parallel_for(0, encoder.quads(), kGrainQuads,
-                 [&](std::int64_t begin, std::int64_t end) { encoder.write(begin, end, bytes); });
+    encoder.write(0, encoder.quads(), static_cast<std::uint8_t *>(record.mutable_data_ptr()));
   }
 }
 

@@ -1,5 +1,6 @@
 // Exact BF16 experts into compact records (compact.h). Two passes over the weights, each over
-// ranges of quads that threads may share: one finds how large the record will be, one writes it.
+// ranges of quads that threads may share: one makes the streams, which tell how large the record
+// will be, and one writes it.
 #pragma once
 
 #include <array>
@@ -33,13 +34,32 @@ protected:
     int matrix;
     std::int64_t row, rows;
   };
-  // The two streams of a quad as they are filled: runs of the back in the order of their making.
-  struct Streams {
-    std::vector<std::uint8_t> front, back;
-    std::vector<std::size_t> runs;
-    bool has_exceptions = false;
+  // The two streams of a quad while they are filled, in one piece of memory: the front from its
+  // start upwards, the back, whose first run is the last, from its end downwards.
+  class Streams {
+  public:
+    explicit Streams(std::int64_t columns);
 
-    void end_run(std::size_t begin) { runs.push_back(back.size() - begin); }
+    void clear();
+    // Classes of a row of a block, eight to a word of bytes; the last word's rest is zeros.
+    void add_classes(const std::uint64_t *eights, int count);
+    void add_escapes(const std::uint8_t *run, int count);
+    // Behind the classes of a row of a block: the columns of those whose codes are not zero.
+    void add_exceptions(std::uint64_t columns);
+
+    bool has_exceptions() const { return has_exceptions_; }
+    // Both, as they lie in a record.
+    std::vector<std::uint8_t> joined() const;
+
+  private:
+    struct BlockRow {
+      std::uint8_t *classes_end;
+      std::uint64_t exceptions;
+    };
+    std::vector<std::uint8_t> room_;
+    std::uint8_t *front_, *back_;
+    std::vector<BlockRow> block_rows_;
+    bool has_exceptions_;
   };
 
   const BFloat16 *row(int matrix, std::int64_t row) const;
@@ -47,7 +67,7 @@ protected:
   CompactLayout layout_;
 
 private:
-  virtual Streams streams_of(const Quad &quad) const = 0;
+  virtual void fill(const Quad &quad, Streams &streams) const = 0;
   virtual void write_planes(const Quad &quad, std::uint8_t *record) const = 0;
   virtual void write_head(std::uint8_t *) const {}
 
@@ -56,6 +76,7 @@ private:
 
   ExactExpert expert_;
   std::vector<std::uint32_t> index_; // sizes, until `finish` makes positions of them
+  std::vector<std::vector<std::uint8_t>> streams_;
 };
 
 class LosslessEncoder : public CompactEncoder {
@@ -63,7 +84,7 @@ public:
   explicit LosslessEncoder(const ExactExpert &expert);
 
 private:
-  Streams streams_of(const Quad &quad) const override;
+  void fill(const Quad &quad, Streams &streams) const override;
   void write_planes(const Quad &quad, std::uint8_t *record) const override;
   void write_head(std::uint8_t *record) const override;
 
@@ -77,12 +98,8 @@ public:
   ResidualEncoder(const ExactExpert &expert, const Int4Matrix &gate_up, const Int4Matrix &down);
 
 private:
-  Streams streams_of(const Quad &quad) const override;
+  void fill(const Quad &quad, Streams &streams) const override;
   void write_planes(const Quad &quad, std::uint8_t *record) const override;
-
-  // Adds a quad's streams, and says whether codes other than 0 had escapes; these are written only
-  // where `exceptions` says that the quad has some.
-  bool fill(const Quad &quad, bool exceptions, Streams &streams) const;
 
   Int4Matrix codes_[kExpertMatrices];
 };

@@ -99,6 +99,8 @@ struct MicroKernels {
   // Round block `block` of a row, `columns` (at most 32) values, to INT8 in place in its steps.
   void (*round_block)(const float *values, std::int64_t columns, Int8Step *steps,
                       std::int64_t block);
+  // Round a group of an even number of finite values to codes, two to the byte; their scale.
+  Float16 (*round_group)(const float *values, std::int64_t count, std::uint8_t *codes);
   std::int64_t (*read_sum)(const std::int64_t *words, std::int64_t count);
   CodedKernels<LosslessRows> lossless;
   CodedKernels<ResidualRows> residual;

@@ -142,6 +142,7 @@ const MicroKernels portable_kernels = {
     dot_exact<Float16>,
     nullptr,
     round_block,
+    round_group,
     read_sum,
     {dot_coded<LaneProduct, PortableLossless, dot_exact<BFloat16>, LosslessRows>, nullptr,
      decode_quad<PortableLossless, LosslessRows>},

@@ -11,14 +11,15 @@
 
 #include "cpu/exact_rows.h"
 #include "cpu/moe_int4.h"
+#include "cpu/pool.h"
 
 namespace speq::cpu {
 
 using torch::headeronly::ScalarType;
-using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
-// Bytes of weights a thread should have before it is worth waking another.
+// Bytes of weights that a thread takes at a time, in some ten microseconds: worth waking it for,
+// and soon done where others wait for the last of them.
 constexpr std::int64_t kGrainBytes = 128 << 10;
 
 inline std::int64_t grain(std::int64_t bytes_per_item) {

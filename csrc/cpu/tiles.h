@@ -249,6 +249,7 @@ constexpr MicroKernels kernels_over = {
     dot_exact<V, Float16>,
     nullptr,
     round_block,
+    round_group,
     read_sum,
     {},
     {},

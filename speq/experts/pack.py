@@ -72,7 +72,9 @@ def pack(
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         check_room(checkpoint, store.names, packing.most_bytes(left), out)
-        records, draft = write_records(store, packing, out, journal, progress)
+        records, draft = write_records(
+            store, packing, out, journal, progress, torch.get_num_threads()
+        )
         checksums = write_non_experts(checkpoint, store.names, out)
         for name in copied_names(checkpoint.path):
             checksums.files[name] = zlib.crc32((checkpoint.path / name).read_bytes())

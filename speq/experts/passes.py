@@ -1,9 +1,13 @@
 """A pass over many experts by several threads."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import TypeVar
 
 from speq.units import Done
+
+Made = TypeVar("Made")
 
 
 def by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
@@ -33,6 +37,35 @@ def over_all(
                 future.result()
                 if progress is not None:
                     progress(done, len(futures))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def made_at_once(threads: int) -> int:
+    """Results that `in_turn` holds at a time."""
+    return 1 if threads == 1 else threads + 1
+
+
+def in_turn(work: Callable[[int], Made], items: Iterable[int], threads: int) -> Iterator[Made]:
+    """What some work makes of each item, in their order, while later items are at work.
+
+    At most `made_at_once(threads)` results exist at a time, the one that was given last among them.
+    Raises the first error in that order. No thread is at work when the iterator has ended or was
+    closed. One thread is the caller's own.
+    """
+    if threads == 1:
+        yield from map(work, items)
+        return
+    ahead: deque[Future[Made]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                ahead.append(pool.submit(work, item))
+                if len(ahead) > threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -10,6 +10,7 @@ import os
 from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import torch
@@ -22,6 +23,7 @@ from speq.experts.expert_store import SafetensorsExpertStore, expert_slot, read_
 from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
 from speq.experts.packed_store import RECORDS_FILE, Record, crc32_of
+from speq.experts.passes import in_turn, made_at_once
 from speq.files.alignment import aligned, aligned_bytes
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile, bytes_of
@@ -140,12 +142,10 @@ class DraftWriter:
         for at in range(0, self._file.tell(), HASHED_BYTES):
             self._digest.update(os.pread(self._file.fileno(), HASHED_BYTES, at))
 
-    def add(self, expert: Int4Expert) -> int:
-        """Write an expert's codes; their CRC-32."""
-        codes = record_of(expert)
+    def add(self, codes: Tensor) -> None:
+        """Write an expert's codes."""
         self._digest.update(bytes_of(codes))
         self._file.write(bytes_of(codes))
-        return crc32_of(codes)
 
     def sync(self) -> None:
         sync(self._file)
@@ -158,19 +158,67 @@ class DraftWriter:
         self._file.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An expert's record, and the codes that it is read over, of a codec that needs some.
+
+    room  what the record lies in, which the next one may have once this one is written
+    """
+
+    room: Tensor
+    record: Tensor
+    crc32: int
+    codes: Tensor | None
+    codes_crc32: int | None
+
+
+class RecordMaker:
+    """Reads and encodes experts, for up to `threads` threads at a time."""
+
+    def __init__(self, store: SafetensorsExpertStore, packing: Packing, threads: int) -> None:
+        self._store = store
+        self._packing = packing
+        self._slots: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(threads):
+            self._slots.put(expert_slot(store))
+        # What no record reaches is never touched.
+        self._rooms: SimpleQueue[Tensor] = SimpleQueue()
+        for room in aligned_bytes(made_at_once(threads), packing.codec.slot_bytes):
+            self._rooms.put(room)
+
+    def make(self, at: int) -> Made:
+        """The record of expert `at`, layer after layer."""
+        room, slot = self._rooms.get(), self._slots.get()
+        try:
+            exact = read_matrices(self._store, *divmod(at, self._store.num_experts), slot)
+            base = self._packing.base(at)
+            record = room[: self._packing.codec.encode(exact, base, room)]
+            codes = None if base is None else record_of(base)
+            codes_crc32 = None if codes is None else crc32_of(codes)
+            return Made(room, record, crc32_of(record), codes, codes_crc32)
+        finally:
+            self._slots.put(slot)
+
+    def written(self, made: Made) -> None:
+        self._rooms.put(made.room)
+
+
 def write_records(
     store: SafetensorsExpertStore,
     packing: Packing,
     out: Path,
     journal: Journal,
     progress: Done | None,
+    threads: int = 1,
 ) -> tuple[list[Record], TiedDraft | None]:
-    """Write the records that are not known to be there; all of them, and what they are over."""
+    """Write the records that are not known to be there; all of them, and what they are over.
+
+    threads  that read and encode; one is the caller's own
+    """
     total = store.num_layers * store.num_experts
     records = verified(out, packing, journal.entries, progress, total)
     journal.forget(len(records))
-    slot = expert_slot(store)
-    room = aligned_bytes(1, packing.codec.slot_bytes)[0]
+    maker = RecordMaker(store, packing, threads)
     end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
     with ExitStack() as stack:
         data = stack.enter_context(opened(out / RECORDS_FILE, end))
@@ -180,25 +228,25 @@ def write_records(
             stack.enter_context(closing(draft))
         lines: list[list[int | None]] = []
         batch_bytes = 0
-        for at in range(len(records), total):
-            exact = read_matrices(store, *divmod(at, store.num_experts), slot)
-            base = packing.base(at)
-            record = room[: packing.codec.encode(exact, base, room)]
-            data.write(bytes_of(record))
-            records.append(Record(end, record.nbytes, crc32_of(record)))
-            end = aligned(end + record.nbytes)
-            data.write(bytes(end - records[-1].offset - record.nbytes))
-            codes_crc32 = None if draft is None or base is None else draft.add(base)
-            lines.append([*astuple(records[-1]), codes_crc32])
-            batch_bytes += record.nbytes
-            if batch_bytes >= BATCH_BYTES or at + 1 == total:
+        making = in_turn(maker.make, range(len(records), total), threads)
+        for made in stack.enter_context(closing(making)):
+            data.write(bytes_of(made.record))
+            records.append(Record(end, made.record.nbytes, made.crc32))
+            end = aligned(end + made.record.nbytes)
+            data.write(bytes(end - records[-1].offset - made.record.nbytes))
+            if draft is not None and made.codes is not None:
+                draft.add(made.codes)
+            lines.append([*astuple(records[-1]), made.codes_crc32])
+            batch_bytes += made.record.nbytes
+            maker.written(made)
+            if batch_bytes >= BATCH_BYTES or len(records) == total:
                 sync(data)
                 if draft is not None:
                     draft.sync()
                 journal.add(*lines)
                 lines, batch_bytes = [], 0
             if progress is not None:
-                progress(at + 1, total)
+                progress(len(records), total)
     return records, None if draft is None or packing.draft is None else draft.tied(packing.draft)
 
 

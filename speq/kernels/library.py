@@ -109,12 +109,19 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor outputs, Tensor topk_weights, Tensor(a!) out) -> ()",
         reference_decoder.combine_out,
     ),
+    "quantize_int4": (
+        "(Tensor weight, int group_size, Tensor(a!) qweight, Tensor(b!) scales) -> ()",
+        reference.quantize_int4_out,
+    ),
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
 # On a GPU torch's own is the fast one.
 CPU_ONLY = frozenset(
-    {"linear", "encode_lossless", "encode_residual", "rms_norm", "attention", "route", "combine"}
+    {
+        *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
+        *("rms_norm", "attention", "route", "combine"),
+    }
 )
 
 _library = torch.library.Library("speq", "DEF")

@@ -20,7 +20,7 @@ from speq.kernels.checks import (
     check_tensor,
 )
 from speq.kernels.grouping import Grouping
-from speq.kernels.reference import ACTIVATIONS, combine, quantize_int4
+from speq.kernels.reference import ACTIVATIONS, combine
 
 __all__ = [
     "ACTIVATIONS",
@@ -121,6 +121,20 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return out
     library.call("linear", inputs.reshape(rows, shape[-1]), weight, bias, out)
     return out.view(*shape[:-1], -1)
+
+
+def quantize_int4(weight: Tensor, group_size: int) -> Int4Pair:
+    """`reference.quantize_int4`, of a matrix [N, K] whose values are finite.
+
+    The native kernel runs contiguous matrices on the CPU. torch runs others, and float64.
+    """
+    if not weight.is_cpu or not weight.is_contiguous() or weight.dtype not in EXACT_DTYPES:
+        return reference.quantize_int4(weight, group_size)
+    rows, columns = weight.shape
+    qweight = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // group_size, dtype=torch.float16)
+    library.call("quantize_int4", weight, group_size, qweight, scales)
+    return qweight, scales
 
 
 def linear_int4(

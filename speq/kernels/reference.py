@@ -45,6 +45,12 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales
 
 
+def quantize_int4_out(weight: Tensor, group_size: int, qweight: Tensor, scales: Tensor) -> None:
+    """`quantize_int4` into tensors of its results' shapes."""
+    for out, result in zip((qweight, scales), quantize_int4(weight, group_size), strict=True):
+        out.copy_(result)
+
+
 def unpack_int4(qweight: Tensor, scales: Tensor) -> Tensor:
     """Dequantise [N, K / 2] codes and [N, K / group_size] scales to [N, K] float32, exactly."""
     codes = torch.stack([qweight & 0xF, qweight >> 4], dim=2).flatten(1)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from speq.experts.int4 import Int4Arena, Int4Layout, group_size_of
 from speq.kernels import compact_ops, library, ops, reference
-from speq.kernels.checks import FLOAT_DTYPES
+from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES
 from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Bank
 from speq.layers.streamed_linear import StreamedLinear, stream_linears
+from tests.helpers.backends import need_backend
 
 POISON = 12345.0
 
@@ -337,6 +338,8 @@ def raw_arguments(op: str) -> list[Any]:
     """What the op itself takes, in order."""
     if op in COMPACT_ARGUMENTS:
         return list(COMPACT_ARGUMENTS[op])
+    if op == "quantize_int4":
+        return [torch.zeros(4, 64), 32, torch.zeros(4, 32).byte(), torch.zeros(4, 2).half()]
     values = list(CALLS[op][1].values())
     return {
         "linear": [*values, torch.zeros(3, 4)],
@@ -411,6 +414,12 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_grouped", 5, len(ops.ACTIVATIONS)),
         ("moe_grouped", 6, torch.zeros(3, 1, 64)),
         ("moe_grouped", 6, torch.zeros(3, 2, 64).half()),
+        ("quantize_int4", 0, torch.zeros(4, 64).long()),
+        ("quantize_int4", 0, torch.zeros(64, 4).T),
+        ("quantize_int4", 1, 0),
+        ("quantize_int4", 1, 24),
+        ("quantize_int4", 2, torch.zeros(3, 32).byte()),
+        ("quantize_int4", 3, torch.zeros(4, 1).half()),
         ("read_sum", 0, torch.zeros(8)),
         ("read_sum", 1, torch.zeros(2).long()),
     ],
@@ -502,6 +511,29 @@ def test_quantize_takes_the_nearest_code(dtype: torch.dtype, columns: int, group
     np.testing.assert_allclose(error, best, rtol=0, atol=1e-6 * steps.max())
     # Half a step, but for what rounding the scale takes off the largest weights.
     assert (error <= steps / 2 + 7 * steps * 2**-10).all()
+
+
+@pytest.mark.parametrize("isa", library.ISAS)
+@pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
+def test_quantize_is_the_reference(
+    isa: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """Of weights of all magnitudes: scales that vanish, are subnormal, or end at the largest."""
+    need_backend(request, "cpu", isa)
+    generator = torch.Generator().manual_seed(21)
+    magnitudes = torch.exp2(torch.randint(-32, 20, (96, 1), generator=generator).float())
+    weight = torch.randn(96, 3 * 34, generator=generator) * magnitudes
+    weight = weight.clamp(-6e4, 6e4).to(dtype) if dtype == torch.float16 else weight.to(dtype)
+    before = library.isa()
+    library.limit_isa(isa)
+    try:
+        for group in (2, 34, 102):
+            found, wanted = ops.quantize_int4(weight, group), reference.quantize_int4(weight, group)
+            assert all(
+                torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)
+            )
+    finally:
+        library.limit_isa(before)
 
 
 def test_quantize_is_exact_on_its_own_grid() -> None:

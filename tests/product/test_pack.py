@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_store import PackedExpertStore
+from speq.experts.passes import in_turn, made_at_once
 from speq.files.checksums import sealed
 from speq.models import moe_model
 from speq.models.opened import open_model
@@ -522,6 +524,45 @@ def test_the_command(tiny: Folder, tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["pack", str(out), "--out", str(tmp_path / "more")])
     assert again.exit_code == 1
     assert "is packed already; give the one it was packed from" in str(again.exception)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "residual"])
+def test_packs_of_several_threads_are_those_of_one(
+    codec: str, tiny_bfloat16: Folder, tmp_path: Path
+) -> None:
+    before, names = torch.get_num_threads(), ["experts.bin", "experts.json"]
+    packs = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            pack_to(tiny_bfloat16("olmoe"), tmp_path / str(threads), codec=codec).close()
+        finally:
+            torch.set_num_threads(before)
+        packs.append([(tmp_path / str(threads) / name).read_bytes() for name in names])
+    assert packs[0] == packs[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_come_in_turn_and_few_at_a_time(threads: int) -> None:
+    lock, held, most = threading.Lock(), 0, 0
+
+    def work(item: int) -> int:
+        nonlocal held, most
+        with lock:
+            held += 1
+            most = max(most, held)
+        if item == 40:
+            raise SpeqError("no such item")
+        return item * item
+
+    found = []
+    with pytest.raises(SpeqError, match="no such item"):
+        for result in in_turn(work, range(60), threads):
+            found.append(result)
+            with lock:
+                held -= 1
+    assert found == [item * item for item in range(40)]
+    assert most <= made_at_once(threads)
 
 
 def checked_by_command(model: Path) -> tuple[int, str, str]:
