@@ -180,6 +180,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     found = (
         route.ids,
         route.experts,
+        route.weights,
         buffer.rejected(path),
         buffer.recall(path),
         history.chosen,
@@ -198,6 +199,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     assert found[:-1] == (
         rows_of,
         sorted(used),
+        weights.tolist(),
         {(0, expert) for expert in used - kept},
         (named, 2 * top_k),
         len(used),
