@@ -21,11 +21,11 @@ from speq.bench.replay.replay import (
     drafted_route,
     verified_route,
 )
-from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
+from speq.measure.route_trace import Choice, RouteTrace, record
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.stats import StepStats
 from tests.helpers.paths import ROUTES
-from tests.helpers.traces import DRAFTED, check_sums, drafted, step, trace_of
+from tests.helpers.traces import DRAFTED, check_sums, drafted, step, trace_of, traced
 
 Folder = Callable[[str], Path]
 
@@ -141,7 +141,7 @@ def test_what_arrived_until_a_layer_is_ready_serves_it() -> None:
 
 def test_guesses_are_replayed_with_their_margins() -> None:
     guesses = [[], [([3, 1], [0.5, 0.25]), ([0, 1], [2.0, 1.5])]]
-    made = TraceStep([], [[[0, 1], [2, 3]], [[1, 3], [0, 1]]], guesses, [0])
+    made = traced([], [[[0, 1], [2, 3]], [[1, 3], [0, 1]]], guesses, [0])
     route = verified_route(made, 0)
     assert route.topk_ids.tolist() == [[0, 1], [2, 3]]
     assert route.following is not None
@@ -157,7 +157,7 @@ def test_guesses_are_replayed_with_their_margins() -> None:
 
 def test_a_guess_of_the_first_experts_keeps_its_margins() -> None:
     """Though no expert behind them was named by any row."""
-    made = TraceStep([], [[[0, 1]], [[0, 1]]], [[], [([1, 0], [0.75, 0.5])]], [0])
+    made = traced([], [[[0, 1]], [[0, 1]]], [[], [([1, 0], [0.75, 0.5])]], [0])
     following = verified_route(made, 0).following
     assert following is not None
     assert torch.topk(following([0]), 3).values.tolist() == [[0.75, 0.5, 0.0]]
@@ -166,8 +166,8 @@ def test_a_guess_of_the_first_experts_keeps_its_margins() -> None:
 def test_the_same_tokens_without_a_draft() -> None:
     guesses: list[list[Choice]] = [[], [([1], [0.5]), ([3], [1.5])]]
     steps = [
-        TraceStep(drafted([[0], [1]]), [[[0], [2]], [[1], [3]]], guesses, [0, 1]),
-        TraceStep(drafted([[0], [1]]), [[[3], [2]], [[2], [3]]], guesses, [0]),
+        traced(drafted([[0], [1]]), [[[0], [2]], [[1], [3]]], guesses, [0, 1]),
+        traced(drafted([[0], [1]]), [[[3], [2]], [[2], [3]]], guesses, [0]),
     ]
     plain = trace_of(*steps).plain()
     assert plain == RouteTrace(
@@ -177,9 +177,9 @@ def test_the_same_tokens_without_a_draft() -> None:
         4,
         1,
         [
-            TraceStep([], [[[0]], [[1]]], [[], [([1], [0.5])]], [0]),
-            TraceStep([], [[[2]], [[3]]], [[], [([3], [1.5])]], [0]),
-            TraceStep([], [[[3]], [[2]]], [[], [([1], [0.5])]], [0]),
+            traced([], [[[0]], [[1]]], [[], [([1], [0.5])]], [0]),
+            traced([], [[[2]], [[3]]], [[], [([3], [1.5])]], [0]),
+            traced([], [[[3]], [[2]]], [[], [([1], [0.5])]], [0]),
         ],
     )
     assert sum(step.emitted for step in plain.steps) == sum(step.emitted for step in steps)
@@ -232,6 +232,9 @@ LYING: dict[str, Change] = {
     "an expert that is no whole number": lambda t: t["steps"][0]["used"][0].__setitem__(0, [0.5]),
     "a guess for some rows only": lambda t: t["steps"][0]["guessed"].__setitem__(1, [[[0], [0.5]]]),
     "ids without weights": lambda t: t["steps"][0]["drafted"][0][0].__setitem__(1, []),
+    "used without weights": lambda t: t["steps"][0]["weights"][1].__setitem__(0, []),
+    "no weights of a layer": lambda t: t["steps"][0]["weights"].pop(),
+    "a draft without leads": lambda t: t["steps"][0].update(leads=[]),
     "no experts for a row": lambda t: t["steps"][0]["used"][0].__setitem__(0, []),
 }
 
@@ -243,11 +246,11 @@ def test_a_damaged_trace_is_refused(damage: str, tmp_path: Path) -> None:
     content = json.loads(target.read_text())
     (DAMAGED | LYING)[damage](content)
     target.write_text(json.dumps(content))
-    with pytest.raises(SpeqError, match=r"trace\.json is no trace of format speq-routes-1"):
+    with pytest.raises(SpeqError, match=r"trace\.json is no trace of format speq-routes-2"):
         RouteTrace.read(target)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"speq-routes-1"', b"null"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"speq-routes-2"', b"null"])
 def test_what_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     target.write_bytes(content)
@@ -333,7 +336,7 @@ def random_trace(rng: random.Random, right: float) -> RouteTrace:
                     for node in used[layer]
                 ]
             )
-        steps.append(TraceStep(draft, used, guessed, list(range(rng.randint(0, length) + 1))))
+        steps.append(traced(draft, used, guessed, list(range(rng.randint(0, length) + 1))))
     return RouteTrace("random", 4, layers, experts, top_k, steps)
 
 
