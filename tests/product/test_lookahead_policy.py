@@ -144,8 +144,8 @@ def test_who_goes_first() -> None:
         policy.touch(ExpertKey(*key))
     policy.visit(0, [1])
     # Equally likely ones go by their layers: layer 1 is next, layer 0 was just visited. What a
-    # visit just wanted is likelier than the rest, and here that counts for more.
-    assert order(policy) == [(0, 2), (2, 1), (1, 1), (1, 2), (0, 1)]
+    # visit just wanted is likelier than the rest: it is expected before layer 2's.
+    assert order(policy) == [(0, 2), (2, 1), (0, 1), (1, 1), (1, 2)]
     policy.foretell(2, [1, 3])
     policy.foretell(1, [2])
     # Foretold ones stay, the sooner the surer.
