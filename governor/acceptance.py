@@ -1,4 +1,4 @@
-"""Learns the probability that a drafted token stands, by its position (MoE-SpeQ 3.2.2)."""
+"""Learns the tokens that a draft yields, position by position (MoE-SpeQ 3.2.2)."""
 
 import math
 from dataclasses import dataclass, field
@@ -35,13 +35,17 @@ class _Share:
 
 @dataclass(slots=True)
 class Acceptance:
-    """p_i: the probability that the draft's token i stands, given that those before it did.
+    """p_i: the probability that a draft has a token i and that it stands, given that those before
+    it did.
 
     Let a of a draft's k tokens stand. If a < k, the first a positions stood and the next one
-    failed; the draft says nothing of later positions. If a = k, nothing failed.
+    failed; the draft says nothing of later positions. If a = k, nothing failed, but for a draft
+    that was stopped: that has no next token, and one was decided on.
     """
 
     longest: int
+    # Of the tokens that were drafted.
+    _drafted: _Share = field(default_factory=lambda: _Share(PRIOR_TOKENS, PRIOR * PRIOR_TOKENS))
     _all: _Share = field(default_factory=lambda: _Share(PRIOR_TOKENS, PRIOR * PRIOR_TOKENS))
     _positions: list[_Share] = field(init=False)
 
@@ -51,21 +55,34 @@ class Acceptance:
     def believe(self, acceptance: float) -> None:
         """Begin with an acceptance that was measured before."""
         self._all = _Share(KNOWN_TOKENS, acceptance * KNOWN_TOKENS)
+        self._drafted = _Share(KNOWN_TOKENS, acceptance * KNOWN_TOKENS)
 
-    def observe(self, draft_length: int, accepted: int) -> None:
-        """Learn from a cycle; one without a draft only lets time pass."""
+    def observe(self, draft_length: int, accepted: int, stopped: bool = False) -> None:
+        """Learn from a cycle; one without a draft only lets time pass.
+
+        stopped  whether the draft ended before the length decided on
+        """
         self._all.fade()
+        self._drafted.fade()
         for share in self._positions:
             share.fade()
-        tried = min(accepted + 1, draft_length)
+        drafted = min(accepted + 1, draft_length)
+        if drafted:
+            self._drafted.add(drafted, accepted)
+        tried = min(accepted + 1, draft_length + stopped)
         if tried:
             self._all.add(tried, accepted)
         for position, share in enumerate(self._positions[:tried]):
             share.add(1, position < accepted)
 
     @property
+    def accepted(self) -> float:
+        """The share of drafted tokens that stand, given that those before them did."""
+        return self._drafted.stood / self._drafted.tokens
+
+    @property
     def overall(self) -> float:
-        """The acceptance of all positions together."""
+        """p_i of all positions together."""
         return self._all.stood / self._all.tokens
 
     @property

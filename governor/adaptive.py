@@ -124,7 +124,6 @@ class AdaptiveDraftLength:
     _plain_run: int = SETTLE
     _in_favour: int = 0
     # By draft length: the expected tokens of a cycle. By place in `measured.lengths`: the options.
-    _yields: list[float] = field(default_factory=list)
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
@@ -167,13 +166,14 @@ class AdaptiveDraftLength:
         self._chosen = self._held if probe is None else probe
         return self._decision("best" if probe is None else "probe")
 
-    def go_on(self, drafted: int, new_experts: int) -> bool:
+    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
         """Compare the cost of one more token with its yield.
 
         The cost is its drafting, its row, and as many new experts as this draft's tokens have
-        needed so far, for the part of their transfers that is not hidden.
+        needed so far, for the part of their transfers that is not hidden. The yield is the chance
+        that the token stands: that of all before it, and of a drafted token in general.
         """
-        if self._chosen != self._held or self.model.drafts < USUAL:
+        if self.model.drafts < USUAL:
             return True
         model, cycle = self.model, self._options[self._chosen].cycle
         seen = model.new_experts(drafted)
@@ -182,13 +182,18 @@ class AdaptiveDraftLength:
         new = (model.new_experts(drafted + 2) - model.new_experts(drafted + 1)) * surprise
         exposed = cycle.exposed if cycle.new_s < cycle.compute_s else 1.0
         cost_s = model.draft_token_s + more * model.compute.slope + new * model.link.value * exposed
-        stands = math.prod(self.acceptance.probabilities()[: drafted + 1])
+        stands = reach * self.acceptance.accepted
         self._stopped = cost_s > STOP * stands * self._options[self._held].token_s
         return not self._stopped
 
     def observe(self, step: StepStats) -> None:
         cycle_s = step.end_s - step.start_s
-        self.acceptance.observe(step.draft_length, step.accepted)
+        # A stopped draft counts for the length decided on, in its time and in its tokens: else only
+        # lucky drafts would count, and the length would look cheap.
+        length = step.draft_length
+        if self._stopped:
+            length = self._options[self._chosen].cycle.draft_length
+        self.acceptance.observe(step.draft_length, step.accepted, self._stopped)
         if self._cold:
             # Slots held what the prompt left in them. Only the first cycle is like that.
             self._cold = False
@@ -197,16 +202,9 @@ class AdaptiveDraftLength:
                 self._first_plain -= 1
             return
         self.model.observe(step)
-        length, like_s = step.draft_length, cycle_s
-        if self._stopped:
-            # A stopped draft counts for the length decided on, at its own price of a token.
-            # Otherwise only lucky drafts would count, and the length would look cheap.
-            cycle = self._options[self._chosen].cycle
-            length = cycle.draft_length
-            like_s *= cycle.tokens / self._yields[step.draft_length]
         self._plain_run = 0 if step.draft_length else self._plain_run + 1
         settled = step.draft_length > 0 or self._plain_run > SETTLE
-        self.measured.observe(length if settled else -1, like_s, step.emitted)
+        self.measured.observe(length if settled else -1, cycle_s, step.emitted)
         if not step.draft_length:
             if settled:
                 weight = max(self.measured.weight(0), 1.0)
@@ -233,7 +231,7 @@ class AdaptiveDraftLength:
             stands_hoped *= min(probability * luck, 1.0)
             yields.append(yields[-1] + stands)
             hopes.append(hopes[-1] + stands_hoped)
-        self._yields, lengths = yields, self.measured.lengths
+        lengths = self.measured.lengths
         cycles = self.model.cycles(lengths, [yields[length] for length in lengths])
         modelled_s = [cycle.cycle_s for cycle in cycles]
         options = []
@@ -315,7 +313,7 @@ class AdaptiveDraftLength:
         )
         reason = (
             f"{options[at].token_s * 1e3:.1f} ms a token expected ({beside}), "
-            f"most of it {cycle.limit}; {self.acceptance.overall:.0%} accepted"
+            f"most of it {cycle.limit}; {self.acceptance.accepted:.0%} accepted"
         )
         if ground == "probe":
             held = options[self._held]

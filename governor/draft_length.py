@@ -30,11 +30,12 @@ class Governor(Protocol):
     def decide(self) -> Decision:
         """Choose the next cycle's draft length."""
 
-    def go_on(self, drafted: int, new_experts: int) -> bool:
+    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
         """Tell whether to draft one more token after `drafted` tokens.
 
         new_experts  number of (layer, expert) pairs that the draft named and that were neither in
                      slots nor under way at that time
+        reach        probability that all these tokens stand
         """
 
     def observe(self, step: StepStats) -> None:
@@ -54,7 +55,7 @@ class FixedDraftLength:
     def decide(self) -> Decision:
         return Decision(self.draft_length, self.reason)
 
-    def go_on(self, drafted: int, new_experts: int) -> bool:
+    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
         return True
 
     def observe(self, step: StepStats) -> None:

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from speq.scheduler.expert_key import ExpertKey
 
-# Of an expert's frequency, and of the probability that a visit wants it, so much is the last visit.
+# Of an expert's frequency, of its weight, and of the probability that a visit wants it, so much is
+# the last token's, or the last visit's where it matters little how many tokens that had.
 RECENCY = 0.05
-# The same for the probability by which `lookahead` expects an expert that was not foretold.
-LOOKAHEAD_RECENCY = 0.1
+# A visit of many tokens, such as a prompt's, is no more than so much of the probability: it wants
+# nearly all experts, and says little of visits of a few.
+MOST_OF_A_VISIT = 0.5
 # Prefetches may evict so many times what will have gone by the end of the pass anyway, as far as
 # can be told. Replaying recorded routes, 1 keeps to the bytes of fetching on demand and leaves the
 # link idle while the draft computes; 3 has it busy, and moves a fifth more.
@@ -43,6 +45,11 @@ class EvictionPolicy(Protocol):
 
     def clear(self) -> None:
         """No key is resident."""
+
+    def observe(
+        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
+    ) -> None:
+        """The exact model's route at `layer`, before the visit: ids and weights, both [T, K]."""
 
     def visit(self, layer: int, experts: list[int]) -> None:
         """The exact model is at `layer` and wants these."""
@@ -92,6 +99,11 @@ class LruPolicy:
     def forget(self, key: ExpertKey) -> None:
         del self._all[key], self._own[key.layer][key]
 
+    def observe(
+        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
+    ) -> None:
+        pass
+
     def visit(self, layer: int, experts: list[int]) -> None:
         pass
 
@@ -123,8 +135,32 @@ class LfuPolicy(LruPolicy):
         return sorted(super().candidates(layer, ahead), key=lambda key: self._frequency[key])
 
 
-class EntropyPolicy(LruPolicy):
-    """As LRU, but layers share slots by how many experts their routing spreads over.
+class WeightMeanPolicy(LruPolicy):
+    """As LRU, but who had the least routing weight of late goes first.
+
+    The running mean of an expert's weight over tokens, 0 for those that did not choose it, tells
+    experts that many want, and want much, from those that are last choices.
+    """
+
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
+        super().__init__(num_slots, num_layers, num_experts)
+        self._weight = np.zeros((num_layers, num_experts))
+
+    def observe(
+        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
+    ) -> None:
+        rows, experts = len(topk_ids), self._weight.shape[1]
+        of_pass = np.bincount(topk_ids.ravel(), topk_weights.ravel(), minlength=experts)
+        recency = 1 - (1 - RECENCY) ** rows
+        self._weight[layer] *= 1 - recency
+        self._weight[layer] += recency * of_pass / rows
+
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
+        return sorted(super().candidates(layer, ahead), key=lambda key: self._weight[key])
+
+
+class SpreadShares:
+    """Shares out slots to layers by how many experts their routing spreads over.
 
     That number is the exponential of the entropy of a layer's recent choices: a layer that keeps
     to a few experts lends its slots to those that use many. Shares change once a pass, and no layer
@@ -132,15 +168,15 @@ class EntropyPolicy(LruPolicy):
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
+        self._num_layers = num_layers
         self._frequency = np.full((num_layers, num_experts), 1 / num_experts)
-        super().__init__(num_slots, num_layers, num_experts)
+        self.divide(num_slots)
 
     def divide(self, num_slots: int) -> None:
-        super().divide(num_slots)
         self._num_slots = num_slots
         self._share_out()
 
-    def quota(self, layer: int) -> int:
+    def of(self, layer: int) -> int:
         return max(1, int(self._shares[layer]))
 
     def visit(self, layer: int, experts: list[int]) -> None:
@@ -148,14 +184,6 @@ class EntropyPolicy(LruPolicy):
         self._frequency[layer, experts] += RECENCY / len(experts)
         if layer == self._num_layers - 1:
             self._share_out()
-
-    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
-        found = super().candidates(layer, ahead)
-        if layer is not None:
-            return found
-        # Whoever has more than its share gives first.
-        over = [len(own) > self.quota(at) for at, own in enumerate(self._own)]
-        return sorted(found, key=lambda key: not over[key.layer])
 
     def _share_out(self) -> None:
         """Slots by spread, whole ones: what rounding leaves goes to the largest remainders."""
@@ -173,6 +201,31 @@ class EntropyPolicy(LruPolicy):
         self._shares[np.argsort(self._shares - exact, kind="stable")[:left]] += 1
 
 
+class EntropyPolicy(LruPolicy):
+    """As LRU, but layers share slots as `SpreadShares` has it."""
+
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
+        self._shares = SpreadShares(num_slots, num_layers, num_experts)
+        super().__init__(num_slots, num_layers, num_experts)
+
+    def divide(self, num_slots: int) -> None:
+        self._shares.divide(num_slots)
+
+    def quota(self, layer: int) -> int:
+        return self._shares.of(layer)
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        self._shares.visit(layer, experts)
+
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
+        found = super().candidates(layer, ahead)
+        if layer is not None:
+            return found
+        # Whoever has more than its share gives first.
+        over = [len(own) > self.quota(at) for at, own in enumerate(self._own)]
+        return sorted(found, key=lambda key: not over[key.layer])
+
+
 class LookaheadPolicy:
     """All slots for all layers; whoever is expected to be needed last goes first.
 
@@ -187,6 +240,7 @@ class LookaheadPolicy:
         self._probability = np.full(shape, 1 / num_experts)
         self._foretold = np.zeros(shape, dtype=bool)  # of the layer's next visit
         self._known = np.zeros(num_layers)  # of the next visit's tokens, the share foretold
+        self._recency = RECENCY  # of the next visit
         self._layer = num_layers - 1
         self.divide(num_slots)
         self.clear()
@@ -217,12 +271,17 @@ class LookaheadPolicy:
         self._foretold[layer, list(experts)] = True
         self._order = None
 
+    def observe(
+        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
+    ) -> None:
+        self._recency = min(1 - (1 - RECENCY) ** len(topk_ids), MOST_OF_A_VISIT)
+
     def visit(self, layer: int, experts: list[int]) -> None:
         """The layer is visited and wants these; what was foretold of it has come or has not."""
         self._layer = layer
         self._known[layer] = 0.0
-        self._probability[layer] *= 1 - LOOKAHEAD_RECENCY
-        self._probability[layer, experts] += LOOKAHEAD_RECENCY
+        self._probability[layer] *= 1 - self._recency
+        self._probability[layer, experts] += self._recency
         self._foretold[layer] = False
         self._order = None
 
@@ -271,3 +330,34 @@ class LookaheadPolicy:
         expected = self._expected(layers, visits)
         order = np.argsort(-expected, kind="stable")
         return [(float(expected[at]), ExpertKey(int(layers[at]), int(experts[at]))) for at in order]
+
+
+class EntropyLookaheadPolicy(LookaheadPolicy):
+    """As `lookahead`, but layers share slots as `SpreadShares` has it (MoE-SpeQ 3.3.3).
+
+    A layer that fills its share makes room among its own experts; one that does not takes from
+    layers that fill more than theirs.
+    """
+
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
+        self._shares = SpreadShares(num_slots, num_layers, num_experts)
+        super().__init__(num_slots, num_layers, num_experts)
+
+    def divide(self, num_slots: int) -> None:
+        self._shares.divide(num_slots)
+
+    def quota(self, layer: int) -> int:
+        return self._shares.of(layer)
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        super().visit(layer, experts)
+        self._shares.visit(layer, experts)
+
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterator[ExpertKey]:
+        found = super().candidates(layer, ahead)
+        if layer is not None:
+            yield from (key for key in found if key.layer == layer)
+            return
+        held = self._resident.sum(axis=1)
+        over = [bool(held[at] > self.quota(at)) for at in range(self._num_layers)]
+        yield from sorted(found, key=lambda key: not over[key.layer])

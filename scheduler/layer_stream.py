@@ -57,6 +57,7 @@ class LayerStream:
         """Hear a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
         self.history.observe(layer, route)
+        self._supply.cache.policy.observe(layer, *route.arrays)
         if self._progress is not None:
             self._progress(self._done + self._rows * layer // self._num_layers, self._tokens)
 

@@ -11,16 +11,34 @@ from speq.routing import Route
 
 @dataclass(slots=True)
 class LookaheadBuffer:
-    """Entry (i, l): the route of the draft's token i (0 is the pending token) in MoE layer l."""
+    """Entry (i, l): the route of the draft's token i (0 is the pending token) in MoE layer l.
+
+    reach  the probability that the draft's tokens stand, up to each: 1 for the pending token
+    """
 
     num_layers: int
     predicted: dict[tuple[int, int], Route] = field(default_factory=dict)
     used: dict[int, Route] = field(default_factory=dict)
+    reach: list[float] = field(default_factory=lambda: [1.0])
 
     def clear(self) -> None:
         """Forget the last draft and the verification that followed it."""
         self.predicted.clear()
         self.used.clear()
+        self.reach = [1.0]
+
+    def extend(self, probability: float) -> float:
+        """One more token is drafted, which stands with this probability if those before it do.
+        Return the probability that all of them do.
+        """
+        self.reach.append(self.reach[-1] * probability)
+        return self.reach[-1]
+
+    def reach_of(self, token: int) -> float:
+        """Of a token of the draft. Where the drafter gave no probability, that of the last token
+        for which it did.
+        """
+        return self.reach[min(token, len(self.reach) - 1)]
 
     def record(self, token: int, layer: int, route: Route) -> None:
         """Keep a draft token's route (T = 1)."""

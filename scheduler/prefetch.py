@@ -3,13 +3,14 @@
 `OnDemand` fetches what is missing when it is asked for, as Mixtral-Offloading does: the baseline
 (`--prefetch none`) that everything cleverer is compared with. `ThreePhase` fetches what the draft
 names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
-router would say now. `speq.registries.PREFETCHERS` has both by name.
+router would say now. `Primed` is the same with the paper's first phase.
+`speq.registries.PREFETCHERS` has them by name.
 """
 
-from collections import Counter
 from collections.abc import Generator
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from typing import ClassVar, Protocol
 
 from speq.routing import Route
@@ -21,6 +22,12 @@ from speq.scheduler.supply import ExpertSupply
 # A guess is acted on if it is at least so probable: a wrong one costs a transfer, a right one hides
 # less than one.
 PAYS = 0.65
+# While a draft goes on, an expert is worth a transfer if so many of the tokens that name it are
+# expected to stand. An expert of less than its even share of a token's weight counts for LIGHT: the
+# exact router often prefers another.
+WORTH, LIGHT = 0.6, 0.5
+# The part of a draft in which the link rests, where it does.
+PRIMED_SHARE = 1 / 3
 
 
 class Prefetcher(Protocol):
@@ -42,6 +49,9 @@ class Prefetcher(Protocol):
 
     def request(self, token: int, layer: int, route: Route) -> None:
         """A draft's route, as soon as it is known."""
+
+    def end(self) -> None:
+        """The draft has ended, after as many tokens as it might have or before."""
 
     def observe(self, layer: int, route: Route) -> None:
         """The exact model's route, just before the layer is served."""
@@ -74,8 +84,12 @@ class OnDemand:
         self._new |= self._supply.missing(layer, experts)
         self._supply.cache.policy.foretell(layer, experts)
 
+    def end(self) -> None:
+        pass
+
     def observe(self, layer: int, route: Route) -> None:
         self.lookahead.observe(layer, route)
+        self._supply.cache.policy.observe(layer, *route.arrays)
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         return self._supply.serve(layer, experts)
@@ -84,13 +98,10 @@ class OnDemand:
 class Phase(Enum):
     """Of a draft (MoE-SpeQ 3.3.2).
 
-    PRIMING     nothing is known of the tokens to come: what is there stays there
-    GUIDED      what is likely to be used, named twice or with its share of the weight
+    PRIMING     the link rests: what is there and named stays there, and more is seen before
+                anything is evicted
+    GUIDED      what is likely to be used
     SATURATION  from the draft's last token on, and through the verification: everything
-
-    The paper lets the link rest for the first part of a draft, to see more before it evicts. Here
-    it is the evictions that are kept to what will have gone anyway (`LookaheadPolicy`), and a link
-    that is short of time does not rest.
     """
 
     PRIMING = 0
@@ -99,9 +110,15 @@ class Phase(Enum):
 
 
 class ThreePhase:
-    """Prefetches what the draft names, all along its drafting and its verification."""
+    """Prefetches what the draft names, all along its drafting and its verification.
+
+    The paper lets the link rest for the first part of a draft. Here it is the evictions that are
+    kept to what will have gone anyway (`LookaheadPolicy`), and a link that is short of time does
+    not rest. `Primed` lets it rest.
+    """
 
     foresees: ClassVar[bool] = True
+    primed_share: ClassVar[float] = 0.0
 
     def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
@@ -119,10 +136,9 @@ class ThreePhase:
         self._new.clear()
         self._supply.pace.pause()
         self._draft_length = draft_length
-        self._phase = Phase.PRIMING if draft_length else Phase.SATURATION
-        # By layer: how many tokens want each expert, and which of them are likely to be used.
-        self._wanted: list[Counter[int]] = [Counter() for _ in range(self.lookahead.num_layers)]
-        self._likely: list[set[int]] = [set() for _ in range(self.lookahead.num_layers)]
+        self._phase = self._phase_of(0) if draft_length else Phase.SATURATION
+        # By layer: of the tokens that want each expert, how many are expected to stand.
+        self._wanted: list[dict[int, float]] = [{} for _ in range(self.lookahead.num_layers)]
         # Layers still to come of which something may be missing.
         self._unsettled: set[int] = set()
         self._route: Route | None = None
@@ -132,23 +148,47 @@ class ThreePhase:
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
         (experts,), (weights,) = route.ids, route.weights
-        # One token's choice is likely to be used if it has its even share of the weight.
-        even = sum(weights) / len(experts)
         self._new |= self._supply.missing(layer, experts)
-        self._wanted[layer].update(experts)
-        self._unsettled.add(layer)
-        self._likely[layer] |= {e for e, w in zip(experts, weights, strict=True) if w >= even}
+        self._want(token, layer, experts, weights)
         known = (token + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
-        last = token + 1 == self._draft_length
-        if last and self._phase is not Phase.SATURATION:
-            self._unsettled = set(range(self.lookahead.num_layers))
-        self._phase = Phase.SATURATION if last else Phase.GUIDED
+        if self._phase is not Phase.SATURATION:
+            self._phase = self._phase_of(token)
+            if self._phase is Phase.SATURATION:
+                self._saturate()
+        self._unsettled.add(layer)
         self._supply.land()
         self._load()
 
+    def end(self) -> None:
+        if self._phase is not Phase.SATURATION:
+            self._saturate()
+        if self._unsettled:
+            self._supply.land()
+            self._load()
+
+    def _phase_of(self, token: int) -> Phase:
+        """While the draft's pass of that token is under way."""
+        if token + 1 >= self._draft_length:
+            return Phase.SATURATION
+        resting = token < self.primed_share * self._draft_length
+        return Phase.PRIMING if resting else Phase.GUIDED
+
+    def _saturate(self) -> None:
+        self._phase = Phase.SATURATION
+        self._unsettled = set(range(self.lookahead.num_layers))
+
+    def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
+        """Count a token's experts by the chance that it stands. The pending token does."""
+        reach, even = self.lookahead.reach_of(token), sum(weights) / len(experts)
+        wanted = self._wanted[layer]
+        for expert, weight in zip(experts, weights, strict=True):
+            chance = reach if token == 0 or weight >= even else reach * LIGHT
+            wanted[expert] = wanted.get(expert, 0.0) + chance
+
     def observe(self, layer: int, route: Route) -> None:
         self.lookahead.observe(layer, route)
+        self._supply.cache.policy.observe(layer, *route.arrays)
         self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
@@ -186,22 +226,37 @@ class ThreePhase:
             for expert, margin in guessed.items()
             if expert not in named and not self._supply.has(ExpertKey(layer, expert))
         }
-        named.update(expert for expert in probable if expert in self._guessed)
+        for expert in probable:
+            if expert in self._guessed:
+                named[expert] = 1.0
 
     def _load(self) -> None:
         """Ask for what is wanted and missing, by layer, what most tokens want first; no more than
         keeps the link busy until it is looked after again.
         """
+        if self._phase is Phase.PRIMING:
+            return
+        worth = 0.0 if self._phase is Phase.SATURATION else WORTH
         room = self._supply.room_ahead()
         for layer in sorted(self._unsettled):
             if room <= 0:
                 return
             keys = [
                 ExpertKey(layer, expert)
-                for expert, tokens in self._wanted[layer].most_common()
-                if self._phase is Phase.SATURATION or tokens > 1 or expert in self._likely[layer]
+                for expert, tokens in self._by_want(layer)
+                if tokens >= worth
             ]
             if all(map(self._supply.has, keys)):
                 self._unsettled.remove(layer)
             else:
                 room -= self._supply.load_ahead(keys, room)
+
+    def _by_want(self, layer: int) -> list[tuple[int, float]]:
+        """(expert, tokens) of a layer, what most tokens want first."""
+        return sorted(self._wanted[layer].items(), key=itemgetter(1), reverse=True)
+
+
+class Primed(ThreePhase):
+    """Lets the link rest while the first tokens are drafted, as in the paper."""
+
+    primed_share: ClassVar[float] = PRIMED_SHARE

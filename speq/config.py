@@ -103,10 +103,10 @@ class RunConfig(Options):
     draft_length: DraftLength = None
     cache_policy: Annotated[
         str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))
-    ] = "lru"
+    ] = "lookahead"
     prefetch: Annotated[
         str, Option("Which experts come before they are needed.", Choice(registry=PREFETCHERS))
-    ] = "none"
+    ] = "three-phase"
     drafter: Annotated[
         str,
         Option(

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Logits [rows, E] of the next MoE layer's router for some of the rows.
@@ -39,6 +41,7 @@ class Route:
     router_logits: Tensor | None = None
     following: Following | None = None
     _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _host_weights: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
     _guess: Guess | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -57,9 +60,21 @@ class Route:
         return self._ids
 
     @property
+    def host_weights(self) -> Tensor:
+        """topk_weights in host memory."""
+        if self._host_weights is None:
+            self._host_weights = self.topk_weights.cpu()
+        return self._host_weights
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """topk_ids and topk_weights."""
+        return self.host_ids.numpy(), self.host_weights.float().numpy()
+
+    @property
     def weights(self) -> list[list[float]]:
         """topk_weights, row by row."""
-        weights: list[list[float]] = self.topk_weights.tolist()
+        weights: list[list[float]] = self.host_weights.tolist()
         return weights
 
     @property
@@ -77,9 +92,11 @@ class Route:
         ids, margins = leading(self.following(rows), self.topk_ids.shape[1])
         return Guess(ids.tolist(), margins.tolist())
 
-    def was_read(self, host_ids: Tensor, guess: Guess | None) -> None:
-        """Take what has been brought to the host: topk_ids, and the guess for every row."""
-        self._host_ids, self._guess = host_ids, guess
+    def was_read(self, host_ids: Tensor, host_weights: Tensor, guess: Guess | None) -> None:
+        """Take what has been brought to the host: topk_ids and topk_weights, and the guess for
+        every row.
+        """
+        self._host_ids, self._host_weights, self._guess = host_ids, host_weights, guess
 
 
 def leading(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

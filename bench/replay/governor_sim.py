@@ -198,6 +198,8 @@ class Simulation:
             [[node.used[layer] for node in nodes] for layer in layers],
             [[], *([node.guessed[layer] for node in nodes] for layer in layers[:-1])],
             list(range(accepted + 1)),
+            [[[1.0] * len(node.used[layer]) for node in nodes] for layer in layers],
+            [None] * draft_length,
         )
 
     def _times(self) -> Times:
@@ -265,9 +267,9 @@ class Timed:
         self.decisions += 1
         return decision
 
-    def go_on(self, drafted: int, new_experts: int) -> bool:
+    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
         start_s = time.thread_time()
-        on = self._governor.go_on(drafted, new_experts)
+        on = self._governor.go_on(drafted, new_experts, reach)
         self.time_s += time.thread_time() - start_s
         return on
 

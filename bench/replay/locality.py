@@ -103,7 +103,10 @@ def in_windows(trace: RouteTrace, window: int) -> RouteTrace:
         used = [[step.used[layer][0] for step in steps] for layer in layers]
         drafted = [[(used[layer][token], even) for layer in layers] for token in range(1, window)]
         guessed = [[node for step in steps for node in step.guessed[layer]] for layer in layers]
-        rounds.append(TraceStep(drafted, used, guessed, list(range(window))))
+        weights = [[step.weights[layer][0] for step in steps] for layer in layers]
+        path = list(range(window))
+        leads: list[float | None] = [None] * (window - 1)
+        rounds.append(TraceStep(drafted, used, guessed, path, weights, leads))
     return RouteTrace(
         trace.model, window - 1, trace.num_layers, trace.num_experts, trace.top_k, rounds
     )

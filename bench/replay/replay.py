@@ -101,14 +101,14 @@ class Recorded:
         """Name the drafted routes, token by token and layer by layer, as far as `go_on` lets it."""
         whole, drafted = self.round_of(draft_length), 0
         for token, layers in enumerate(whole.drafted):
-            if token and not go_on(token):
+            if token and not go_on(token, whole.leads[token - 1]):
                 break
             for layer, choice in enumerate(layers):
                 self._clock.now += self.times.draft_layer_s
                 on_route(token, layer, drafted_route(choice))
             drafted += 1
         self._round = whole.cut(drafted)
-        return Draft.chain([STANDS] * drafted)
+        return Draft.chain([STANDS] * drafted, self._round.leads)
 
     def score(self, pending_id: int, draft: Draft) -> Scored:
         """Serve every layer of the verification; logits are such that the path is accepted."""
@@ -222,4 +222,4 @@ def verified_route(step: TraceStep, layer: int) -> Route:
                 logits[at, ids] = torch.tensor(margins)
             return logits
 
-    return Route(nodes, torch.ones(nodes.shape), None, following)
+    return Route(nodes, torch.tensor(step.weights[layer]), None, following)

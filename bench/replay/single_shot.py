@@ -23,10 +23,6 @@ class SingleShot(OnDemand):
         super().__init__(supply, lookahead)
         self.begin(0)
 
-    def moment(self) -> int:
-        """The drafted token behind whose last layer experts are asked for."""
-        raise NotImplementedError
-
     def begin(self, draft_length: int) -> None:
         super().begin(draft_length)
         self._supply.pace.pause()
@@ -41,8 +37,6 @@ class SingleShot(OnDemand):
         self._wanted[layer].update(experts)
         known = (token + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
-        if layer + 1 == self.lookahead.num_layers and token == self.moment():
-            self._load()
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         yield from self._supply.serve(layer, experts)
@@ -58,15 +52,17 @@ class SingleShot(OnDemand):
 class SingleSooner(SingleShot):
     """When the first drafted token has named its experts."""
 
-    def moment(self) -> int:
-        return 0
+    def request(self, token: int, layer: int, route: Route) -> None:
+        super().request(token, layer, route)
+        if token == 0 and layer + 1 == self.lookahead.num_layers:
+            self._load()
 
 
 class SingleLater(SingleShot):
     """When the last drafted token has."""
 
-    def moment(self) -> int:
-        return self._draft_length - 1
+    def end(self) -> None:
+        self._load()
 
 
 MODES = {

@@ -11,8 +11,8 @@ from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 
-# Asked before each further token of a draft, told how many there are.
-GoOn = Callable[[int], bool]
+# Asked before each further token of a draft, told how many there are and the lead of the last.
+GoOn = Callable[[int, float | None], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.decode.verification import EagerVerification, Verification
+from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
@@ -27,7 +28,9 @@ from speq.stats import Recorder, StepStats
 class Engine:
     """One model over one KV cache, for one sequence at a time.
 
-    sampler  chooses tokens where the model computes
+    sampler     chooses tokens where the model computes
+    confidence  how likely drafted tokens are to stand
+    draft       of the last step
     """
 
     model: MoEModel
@@ -39,6 +42,8 @@ class Engine:
     recorder: Recorder
     chunk: int
     sampler: Sampler = field(default_factory=HostSampler)
+    confidence: Confidence = field(default_factory=Confidence)
+    draft: Draft = field(default_factory=Draft, init=False)
 
     def start(
         self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
@@ -81,15 +86,21 @@ class Engine:
         return emitted
 
     def propose(self, sequence: Sequence, draft_length: int, governor: Governor) -> Draft:
-        """Draft up to so many tokens, as long as each is worth it by the experts named so far."""
+        """Draft up to so many tokens, as long as each is worth it by the experts named so far and
+        the chance that the tokens so far stand.
+        """
         prefetcher = self.offload.prefetcher
         prefetcher.begin(draft_length)
 
-        def go_on(drafted: int) -> bool:
-            return governor.go_on(drafted, prefetcher.new_experts)
+        def go_on(drafted: int, lead: float | None) -> bool:
+            reach = prefetcher.lookahead.extend(self.confidence.probability(lead))
+            return governor.go_on(drafted, prefetcher.new_experts, reach)
 
         with self.mending(), self.recorder.timed("draft"):
-            return self.drafter.propose(sequence, draft_length, prefetcher.request, go_on)
+            draft = self.drafter.propose(sequence, draft_length, prefetcher.request, go_on)
+            prefetcher.end()
+        self.draft = draft
+        return draft
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score the pending token and the whole draft with the exact experts, in one pass."""
@@ -106,6 +117,7 @@ class Engine:
         stats.draft_length = len(draft.token_ids)
         stats.accepted = outcome.accepted
         stats.emitted = len(emitted)
+        self.confidence.learn(draft.leads, outcome.accepted)
         stats.named, stats.choices = self.lookahead.recall(outcome.path)
         if len(outcome.path) < draft.nodes:
             self.recorder.rejected(self.lookahead.rejected(outcome.path))

@@ -64,19 +64,19 @@ class DeviceSampler:
             return scores.argmax(-1)
         # One by one: a row's sums do not depend on how many there are, nor does their memory.
         rows = zip(scores.split(1), aheads, strict=True)
-        return torch.cat([self._of_row(row, sequence, ahead) for row, ahead in rows])
+        return torch.cat([self.standings(row, sequence, ahead).argmax(-1) for row, ahead in rows])
 
-    def _of_row(self, scores: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
-        """[1, V] to [1]."""
+    def standings(self, scores: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
+        """[1, V] float32 logits to [1, V], as `sampling.standings` makes them, on the device."""
         sampling, vocab_size = sequence.sampling, scores.shape[1]
         if sampling.penalises:
             before = Before.of(sequence, ahead, vocab_size)
             sent = Before(self._uploads.send(before.text), self._uploads.send(before.times))
             scores = sent.penalise(scores[0], sampling)[None]
         if sampling.greedy:
-            return scores.argmax(-1)
+            return scores
         clock = self._noise.at(sequence.seed, sequence.position, len(ahead), vocab_size)
-        return (shaped(scores, sampling) / clock).argmax(-1)
+        return shaped(scores, sampling) / clock
 
 
 class DeviceNoise:

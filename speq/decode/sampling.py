@@ -91,7 +91,12 @@ def draw(probs: Tensor, seed: int, position: int) -> int:
     """A token from one distribution [V], on the CPU: whose exponential clock, ticking at the rate
     of its probability, strikes first.
     """
-    return int((probs / noise(seed, position, len(probs))).argmax())
+    return int(ticks(probs, seed, position).argmax())
+
+
+def ticks(probs: Tensor, seed: int, position: int) -> Tensor:
+    """One over the time when each token's clock strikes: [V] on the CPU, of a distribution [V]."""
+    return probs / noise(seed, position, len(probs))
 
 
 def penalised(logits: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
@@ -132,8 +137,27 @@ class Before:
 
 def chosen(logits: Tensor, sequence: Sequence, ahead: list[int]) -> int:
     """The token behind one row of logits [V], after the sequence and `ahead`, drafted tokens."""
+    return int(standings(logits, sequence, ahead).argmax())
+
+
+def standings(logits: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
+    """[V] logits to [V] float32, by which `chosen` takes the largest: logits, or for drawn tokens
+    one over the time when their clocks strike.
+    """
     scores = penalised(logits, sequence, ahead) if sequence.sampling.penalises else logits
     if sequence.sampling.greedy:
-        return greedy(scores[None])[0]
+        return checked(scores)
     probs = distribution(scores[None], sequence.sampling)[0]
-    return draw(probs, sequence.seed, sequence.position + len(ahead))
+    return ticks(probs, sequence.seed, sequence.position + len(ahead))
+
+
+def lead(standing: Tensor, sampling: SamplingParams) -> Tensor:
+    """By how much, in logits, the token that is chosen leads the next one: [..., V] to [...].
+
+    A clock's time is its noise over exp(logit / temperature), so a ratio of times is a difference
+    of logits. Infinite where no other token can be drawn.
+    """
+    first, second = standing.topk(2, dim=-1).values.unbind(-1)
+    if sampling.greedy:
+        return first - second
+    return (first.log() - second.log()) * max(float(sampling.temperature), MIN_TEMPERATURE)

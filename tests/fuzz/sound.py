@@ -116,8 +116,10 @@ class Sound:
             used = [[[(at + node + e) % experts for e in range(3)] for node in range(2)]] * layers
             drafted = [[[[0, 1, 2], [0.5, 0.25, 0.25]]] * layers]
             guessed: list[Any] = [[], [[ids, [0.3, 0.2, 0.1]] for ids in used[1]]]
-            steps.append({"drafted": drafted, "used": used, "guessed": guessed, "path": [0, 1]})
-        content = {"format": "speq-routes-1", "model": "model", "draft_length": 1}
+            step = {"drafted": drafted, "used": used, "guessed": guessed, "path": [0, 1]}
+            weights = [[[0.5, 0.25, 0.25]] * 2] * layers
+            steps.append(step | {"weights": weights, "leads": [0.5]})
+        content = {"format": "speq-routes-2", "model": "model", "draft_length": 1}
         content |= {"num_layers": layers, "num_experts": experts, "top_k": 3, "steps": steps}
         path = self.root / "routes.json"
         path.write_text(json.dumps(content))

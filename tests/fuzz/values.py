@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from tests.fuzz.case import Case, Expect, Make
 from tests.fuzz.damage import copied, short
 from tests.fuzz.sound import BUDGET, MEMORY, PROMPT, Sound, generate
@@ -77,8 +78,8 @@ LOAD: dict[str, Callable[[Any], bool]] = {
     "draft_length": lambda value: value in (None, "auto", "1") or whole(value, 0, 64),
     "tpot_slo_ms": lambda value: value is None or real(value, 1e-323),
     "latency_slo_ms": lambda value: value is None or real(value, 1e-323),
-    "cache_policy": named("lru", "lfu", "entropy", "lookahead"),
-    "prefetch": named("none", "three-phase", "single-sooner", "single-later"),
+    "cache_policy": named(*CACHE_POLICIES.names),
+    "prefetch": named(*PREFETCHERS.names),
     "codec": named("auto", "raw", "lossless", "residual"),
     "profile": lambda value: isinstance(value, str) or value == {"odd": "path"},
     "verify_reads": lambda value: isinstance(value, bool),

@@ -15,7 +15,18 @@ def step(
     used: list[list[list[int]]], path: list[int], draft: list[list[Choice]] | None = None
 ) -> TraceStep:
     """What each layer used, token by token; what was accepted of it; and what the draft chose."""
-    return TraceStep(draft or [], used, [[] for _ in used], path)
+    return traced(draft or [], used, [[] for _ in used], path)
+
+
+def traced(
+    draft: list[list[Choice]],
+    used: list[list[list[int]]],
+    guessed: list[list[Choice]],
+    path: list[int],
+) -> TraceStep:
+    """The exact experts all with the same weight, and nothing known of the draft's leads."""
+    weights = [[[1.0] * len(ids) for ids in layer] for layer in used]
+    return TraceStep(draft, used, guessed, path, weights, [None] * len(draft))
 
 
 def trace_of(*steps: TraceStep, experts: int = 4, top_k: int = 1) -> RouteTrace:

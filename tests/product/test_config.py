@@ -105,7 +105,11 @@ def test_run_config_defaults() -> None:
     config = RunConfig.of("1GiB")
     assert config == RunConfig(2**30)
     assert (config.device, config.dtype, config.draft, config.drafter) == ("auto",) * 4
-    assert (config.draft_length, config.cache_policy, config.prefetch) == (None, "lru", "none")
+    assert (config.draft_length, config.cache_policy, config.prefetch) == (
+        None,
+        "lookahead",
+        "three-phase",
+    )
 
 
 def test_run_config_takes_what_is_given() -> None:

@@ -166,6 +166,7 @@ def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> Non
         Cell(0, "half", "own"),
         Cell(1, "two slots", "own", "packed"),
         Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
+        Cell(5, "two slots", "poor", cache_policy="entropy-lookahead", prefetch="primed"),
         Cell(8, "all", "gptq", readers=4),
     ):
         model, draft = folders.of(family, cell)
@@ -370,6 +371,7 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
     """Texts that repeat themselves, so that drafts are found, and some of them stand."""
     cells = [
         Cell(3, "half", "own", drafter="ngram"),
+        Cell(2, "half", "own", "plain", 2, "weight-mean", "primed", drafter="ngram"),
         Cell(8, "two slots", "own", "packed", 4, "lookahead", "three-phase", drafter="ngram"),
         Cell(1, "all", "own", "plain", 2, "lfu", codec="lossless", drafter="ngram"),
         Cell(8, "half", "gptq", "packed", codec="residual", drafter="ngram"),

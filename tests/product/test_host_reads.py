@@ -90,7 +90,7 @@ def test_the_host_waits_no_more_than_it_must(
     for step in found:  # a verification is not over before its outcome is known
         (verify,) = [event for event in step.stats.events if event.kind == "verify"]
         assert verify.start_s < step.outcome_s <= verify.end_s
-    assert sum(step.stats.requests - step.stats.hits for step in found) > 0
+    assert sum(step.stats.moved for step in found) > 0
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {
@@ -180,6 +180,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     found = (
         route.ids,
         route.experts,
+        route.weights,
         buffer.rejected(path),
         buffer.recall(path),
         history.chosen,
@@ -198,6 +199,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     assert found[:-1] == (
         rows_of,
         sorted(used),
+        weights.tolist(),
         {(0, expert) for expert in used - kept},
         (named, 2 * top_k),
         len(used),

@@ -4,11 +4,12 @@ import math
 import random
 from functools import cache
 
+import numpy as np
 import pytest
 
 from speq.scheduler.eviction import (
     DARING,
-    LOOKAHEAD_RECENCY,
+    RECENCY,
     EvictionPolicy,
     LookaheadPolicy,
     LruPolicy,
@@ -143,8 +144,8 @@ def test_who_goes_first() -> None:
         policy.touch(ExpertKey(*key))
     policy.visit(0, [1])
     # Equally likely ones go by their layers: layer 1 is next, layer 0 was just visited. What a
-    # visit just wanted is likelier than the rest, and here that counts for more.
-    assert order(policy) == [(0, 2), (2, 1), (1, 1), (1, 2), (0, 1)]
+    # visit just wanted is likelier than the rest: it is expected before layer 2's.
+    assert order(policy) == [(0, 2), (2, 1), (0, 1), (1, 1), (1, 2)]
     policy.foretell(2, [1, 3])
     policy.foretell(1, [2])
     # Foretold ones stay, the sooner the surer.
@@ -201,9 +202,9 @@ class Stated:
         self.wanted = {key for key in self.wanted if key.layer != layer}
         for key in self.probability:
             if key.layer == layer:
-                self.probability[key] *= 1 - LOOKAHEAD_RECENCY
+                self.probability[key] *= 1 - RECENCY
                 if key.expert in experts:
-                    self.probability[key] += LOOKAHEAD_RECENCY
+                    self.probability[key] += RECENCY
 
     def foretell(self, layer: int, experts: list[int], known: float) -> None:
         self.known[layer] = known
@@ -311,3 +312,19 @@ def test_shares_do_not_bind_a_layer(slots: int) -> None:
     supply = ExpertSupply(ExpertCache(slots, policy), FakeTransfer(), Recorder())
     list(supply.serve(0, list(range(slots))))
     assert all(ExpertKey(0, expert) in supply.cache for expert in range(slots))
+
+
+def test_many_tokens_say_more_than_one() -> None:
+    """Expert 0 is wanted by a visit of eight tokens, and 1 by the four visits of one before it."""
+    ids = np.zeros((8, 1), dtype=np.int64)
+    policy = LookaheadPolicy(2, 1, 4)
+    for expert in (0, 1):
+        policy.touch(ExpertKey(0, expert))
+    for _ in range(4):
+        policy.observe(0, ids[:1] + 1, ids[:1] + 1.0)
+        policy.visit(0, [1])
+    assert order(policy) == [(0, 0), (0, 1)]
+    policy.observe(0, ids, ids + 1.0)
+    policy.visit(0, [0])
+    # 1 - 0.95^4 is 0.19, less a third for the eight tokens since, and 1 - 0.95^8 is 0.34.
+    assert order(policy) == [(0, 1), (0, 0)]

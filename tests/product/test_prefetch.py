@@ -17,7 +17,7 @@ from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.pace import FEWEST
-from speq.scheduler.prefetch import OnDemand, Prefetcher, ThreePhase
+from speq.scheduler.prefetch import OnDemand, Prefetcher, Primed, ThreePhase
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
@@ -61,6 +61,10 @@ class Rig:
         assert {p for _, p in self.transfer.asked[before:]} <= {Priority.PREFETCH}
         return [key for key, _ in self.transfer.asked[before:]]
 
+    def told(self, probability: float) -> None:
+        """One more token is drafted, which stands with this probability."""
+        self.prefetcher.lookahead.extend(probability)
+
     def verify(
         self,
         layer: int,
@@ -89,21 +93,91 @@ def keys(layer: int, *experts: int) -> list[ExpertKey]:
 
 def test_three_phases() -> None:
     rig = Rig()
-    rig.prefetcher.begin(3)
-    # What is likely: with its even share of the weight ...
-    assert rig.draft(0, 0, {1: 0.7, 2: 0.3}) == keys(0, 1)
-    assert rig.draft(0, 1, {7: 0.5, 8: 0.5}) == keys(1, 7, 8)
+    rig.prefetcher.begin(4)
+    # All that the pending token wants.
+    assert rig.draft(0, 0, {1: 0.7, 2: 0.3}) == keys(0, 1, 2)
     rig.arrive()
-    # ... or named twice, which also goes first.
-    assert rig.draft(1, 0, {3: 0.8, 2: 0.2}) == keys(0, 2, 3)
+    # Of other tokens what is likely: with its even share of the weight ...
+    assert rig.draft(1, 0, {3: 0.8, 4: 0.2}) == keys(0, 3)
     assert rig.draft(1, 2, {5: 0.9, 6: 0.1}) == keys(2, 5)
     rig.arrive()
-    assert rig.draft(1, 1, {9: 0.4, 7: 0.6}) == []
-    # From the last token on everything, in the order of layers.
-    assert rig.draft(2, 0, {4: 0.3, 0: 0.7}) == [*keys(0, 4, 0), *keys(1, 9), *keys(2, 6)]
-    assert rig.draft(2, 1, {7: 1.0}) == []
+    # ... or named twice.
+    assert rig.draft(2, 0, {0: 0.8, 4: 0.2}) == keys(0, 4, 0)
     rig.arrive()
-    assert rig.draft(2, 2, {5: 0.5, 11: 0.5}) == keys(2, 11)
+    assert rig.draft(2, 1, {9: 0.4, 7: 0.6}) == keys(1, 7)
+    rig.arrive()
+    # From the last token on everything, in the order of layers.
+    assert rig.draft(3, 0, {8: 0.3, 11: 0.7}) == [*keys(0, 11, 8), *keys(1, 9), *keys(2, 6)]
+    assert rig.draft(3, 1, {7: 1.0}) == []
+    rig.arrive()
+    assert rig.draft(3, 2, {5: 0.5, 11: 0.5}) == keys(2, 11)
+
+
+def test_tokens_that_hardly_stand_wait() -> None:
+    """Until the draft ends; and what is likelier to be used goes first."""
+    rig = Rig()
+    rig.prefetcher.begin(4)
+    rig.draft(0, 0, {1: 1.0})
+    rig.told(0.7)
+    assert rig.draft(1, 0, {2: 0.6, 3: 0.4}) == keys(0, 2)
+    rig.told(0.5)
+    assert rig.draft(2, 0, {4: 0.6, 3: 0.4}) == []
+    rig.arrive()
+    # 0.35 for each of 4 and 5, and half of 0.7, of 0.35 and of 0.35 for 3.
+    assert rig.draft(2, 1, {4: 0.7, 5: 0.1}) == []
+    rig.told(1.0)
+    assert rig.draft(3, 1, {5: 0.8, 6: 0.2}) == [*keys(0, 3, 4), *keys(1, 5, 4)]
+    rig.arrive()
+    assert rig.draft(3, 2, {0: 1.0}) == [*keys(1, 6), *keys(2, 0)]
+
+
+@pytest.mark.parametrize("mode", [ThreePhase, Primed])
+def test_a_draft_that_is_stopped_saturates_at_once(mode: type[ThreePhase]) -> None:
+    rig = Rig(mode)
+    rig.prefetcher.begin(12)
+    for layer in range(LAYERS):
+        rig.draft(0, layer, {1: 1.0})
+        rig.draft(1, layer, {2: 0.9, 3: 0.1})
+        rig.arrive()
+    before = len(rig.transfer.asked)
+    rig.prefetcher.end()
+    asked = [key for key, _ in rig.transfer.asked]
+    assert asked[before:]
+    while rig.supply.under_way:
+        rig.arrive()
+        rig.prefetcher.end()
+    named = {ExpertKey(layer, expert) for layer in range(LAYERS) for expert in (1, 2, 3)}
+    assert {key for key, _ in rig.transfer.asked} == named
+
+
+def test_a_draft_that_named_nothing_asks_for_nothing() -> None:
+    for length in (0, 3):
+        rig = Rig()
+        rig.prefetcher.begin(length)
+        rig.prefetcher.end()
+        assert rig.transfer.asked == []
+
+
+def test_a_primed_link_rests_first() -> None:
+    """For two of six tokens; what was named by then comes as soon as it ends to rest."""
+    rig = Rig(Primed)
+    rig.prefetcher.begin(6)
+    for token in (0, 1):
+        for layer in range(LAYERS):
+            assert rig.draft(token, layer, {token: 1.0}) == []
+    assert rig.draft(2, 0, {2: 0.9, 3: 0.1}) == [*keys(0, 0, 1, 2), *keys(1, 0)]
+    rig.arrive()
+    assert rig.draft(2, 1, {2: 1.0}) == [*keys(1, 1, 2), *keys(2, 0, 1)]
+    rig.arrive()
+    # What hardly counts waits for the last token here as well.
+    assert rig.draft(4, 1, {2: 1.0}) == []
+    assert rig.draft(5, 1, {2: 1.0}) == keys(0, 3)
+
+
+def test_a_primed_draft_of_one_token_has_no_time_to_rest() -> None:
+    rig = Rig(Primed)
+    rig.prefetcher.begin(1)
+    assert rig.draft(0, 0, {1: 1.0}) == keys(0, 1)
 
 
 def test_the_nearest_layer_goes_first() -> None:
@@ -118,19 +192,19 @@ def test_the_nearest_layer_goes_first() -> None:
 
 def test_a_new_step_knows_nothing_of_the_last() -> None:
     rig = Rig()
-    rig.prefetcher.begin(2)
-    rig.draft(0, 0, {1: 0.7, 2: 0.3})
-    rig.prefetcher.begin(2)
-    assert rig.draft(0, 0, {2: 0.3, 3: 0.7}) == keys(0, 3)
+    rig.prefetcher.begin(3)
+    rig.draft(1, 0, {1: 0.7, 2: 0.3})
+    rig.prefetcher.begin(3)
+    assert rig.draft(1, 0, {2: 0.3, 3: 0.7}) == keys(0, 3)
     # 2 was named once in this draft, and 1 by none.
-    assert rig.draft(1, 1, {4: 1.0}) == [*keys(0, 2), *keys(1, 4)]
+    assert rig.draft(2, 1, {4: 1.0}) == [*keys(0, 2), *keys(1, 4)]
 
 
 def test_weights_need_not_add_up_to_one() -> None:
     """As where a family does not renormalise them: the even share is of what they add up to."""
     rig = Rig()
-    rig.prefetcher.begin(2)
-    assert rig.draft(0, 0, {1: 0.07, 2: 0.05, 3: 0.01}) == keys(0, 1, 2)
+    rig.prefetcher.begin(3)
+    assert rig.draft(1, 0, {1: 0.07, 2: 0.05, 3: 0.01}) == keys(0, 1, 2)
 
 
 def test_the_policy_hears_how_much_of_a_pass_is_known() -> None:
@@ -143,7 +217,7 @@ def test_the_policy_hears_how_much_of_a_pass_is_known() -> None:
 
 
 def test_single_sooner_and_later_act_once() -> None:
-    for mode, acts_at in ((SingleSooner, 0), (SingleLater, 2)):
+    for mode in (SingleSooner, SingleLater):
         rig = Rig(mode)
         rig.prefetcher.begin(3)
         named: list[ExpertKey] = []
@@ -151,10 +225,14 @@ def test_single_sooner_and_later_act_once() -> None:
             for layer in range(LAYERS):
                 named += keys(layer, token, token + 1)
                 asked = rig.draft(token, layer, {token: 0.5, token + 1: 0.5})
-                if (token, layer) == (acts_at, LAYERS - 1):
+                if mode is SingleSooner and (token, layer) == (0, LAYERS - 1):
                     assert sorted(asked) == sorted(set(named))
                 else:
                     assert asked == []
+        before = len(rig.transfer.asked)
+        rig.prefetcher.end()  # here or sooner: a draft may be stopped
+        asked = [key for key, _ in rig.transfer.asked[before:]]
+        assert sorted(asked) == (sorted(set(named)) if mode is SingleLater else [])
 
 
 def test_only_so_many_are_under_way() -> None:
@@ -177,16 +255,18 @@ def test_single_shots_ask_for_all_at_once() -> None:
     rig.prefetcher.begin(1)
     for layer in range(LAYERS - 1):
         assert rig.draft(0, layer, {expert: 0.1 for expert in range(10)}) == []
-    asked = rig.draft(0, LAYERS - 1, {expert: 0.1 for expert in range(10)})
+    assert rig.draft(0, LAYERS - 1, {expert: 0.1 for expert in range(10)}) == []
+    rig.prefetcher.end()
+    asked = [key for key, _ in rig.transfer.asked]
     assert asked == [key for layer in range(LAYERS) for key in keys(layer, *range(10))]
 
 
 def test_verification_goes_on_prefetching_and_gives_up_what_has_passed() -> None:
     rig = Rig()
     rig.transfer.depth = 1
-    rig.prefetcher.begin(2)
+    rig.prefetcher.begin(3)
     for layer in range(LAYERS):
-        assert rig.draft(0, layer, {1: 0.8, 2: 0.1, 3: 0.1}) == keys(layer, 1)
+        assert rig.draft(1, layer, {1: 0.8, 2: 0.1, 3: 0.1}) == keys(layer, 1)
     # Saturation: everything of the layers behind it, as room comes, and none of its own.
     served = rig.prefetcher.serve(0, [1])
     assert set(next(served)) == {1}
@@ -299,7 +379,7 @@ def test_what_is_evicted_unused_is_wasted() -> None:
     assert ExpertKey(0, 2) not in rig.supply.cache
 
 
-@pytest.mark.parametrize("mode", [OnDemand, ThreePhase, SingleSooner, SingleLater])
+@pytest.mark.parametrize("mode", [OnDemand, ThreePhase, Primed, SingleSooner, SingleLater])
 @pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 @pytest.mark.parametrize("slots", [1, 2, 5, 13, 36])
 def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots: int) -> None:
@@ -321,6 +401,9 @@ def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots
                 prefetcher.request(
                     token, layer, Route(torch.tensor([ids]), torch.full((1, 3), 1 / 3), None)
                 )
+            lookahead.extend(rng.random())
+        if rng.random() < 0.9:  # the engine always tells
+            prefetcher.end()
         for layer in range(LAYERS):
             wanted = {e for e in named[layer] if rng.random() < 0.8} | {rng.randrange(EXPERTS)}
             guesses = torch.tensor(
@@ -346,7 +429,7 @@ def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots
 
 def test_single_shots_are_offered_for_as_long_as_a_bench_runs() -> None:
     offered_else = PREFETCHERS.names
-    assert offered_else == ("none", "three-phase")
+    assert offered_else == ("none", "three-phase", "primed")
     with offered():
         assert PREFETCHERS.names == (*offered_else, "single-sooner", "single-later")
         with offered():

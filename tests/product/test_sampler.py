@@ -10,7 +10,7 @@ from torch import Tensor
 from speq.config import SamplingParams
 from speq.decode import sampler as sampler_module
 from speq.decode.accept import accept
-from speq.decode.drafters.next_token import NextToken, next_token_on
+from speq.decode.drafters.next_token import Chosen, NextToken, next_token_on
 from speq.decode.sampler import DeviceSampler, HostSampler
 from speq.decode.sampling import noise
 from speq.decode.sequence import Draft, Sequence
@@ -116,7 +116,7 @@ IDS, WEIGHTS = [[4, 0], [2, 3], [1, 5]], [[0.75, 0.25], [0.5, 0.25], [1.0, 0.125
 
 def next_token(
     next_of: NextToken, logits: Tensor, sampling: dict[str, Any], told: Told
-) -> int | None:
+) -> Chosen | None:
     """What is drafted behind one token; routes are of three layers."""
     device = logits.device
 
@@ -143,7 +143,10 @@ def test_a_drafted_token_and_its_routes_are_read_together(sampling: dict[str, An
     with host_device() as device:
         next_of = next_token_on(DeviceSampler(device))
         logits = logits_of(1, 8).to(device.torch)
-        assert next_token(next_of, logits, sampling, told) == wanted
+        found = next_token(next_of, logits, sampling, told)
+        assert found is not None and wanted is not None
+        assert found.token_id == wanted.token_id
+        assert found.lead == pytest.approx(wanted.lead, rel=1e-3, abs=1e-4)
         assert device.reads == []
         assert len(device.waits) == 1
     assert on_host == told == expected

@@ -9,7 +9,16 @@ import torch
 from scipy import stats
 
 from speq.config import SamplingParams
-from speq.decode.sampling import chosen, distribution, draw, greedy, noise, penalised
+from speq.decode.sampling import (
+    chosen,
+    distribution,
+    draw,
+    greedy,
+    lead,
+    noise,
+    penalised,
+    standings,
+)
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 
@@ -236,3 +245,33 @@ def test_options_at_their_bounds_are_taken(options: dict[str, Any]) -> None:
 def test_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0).greedy
     assert not SamplingParams(temperature=1e-9).greedy
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
+    """If those of the chosen token and of the next one come closer by less, the choice is the same.
+    If they do by more, the next one is chosen.
+    """
+    rng = torch.Generator().manual_seed(21)
+    for position in range(50):
+        sequence = Sequence([1], SamplingParams(temperature=temperature, seed=3))
+        sequence.generated_ids = [0] * position
+        logits = 2 * torch.randn(V, generator=rng)
+        standing = standings(logits, sequence, [])
+        first, second = standing.topk(2).indices.tolist()
+        ahead = float(lead(standing, sequence.sampling))
+        assert chosen(logits, sequence, []) == first
+        for share, expected in ((0.99, first), (1.01, second)):
+            moved = logits.clone()
+            moved[first] -= ahead * share / 2
+            moved[second] += ahead * share / 2
+            assert chosen(moved, sequence, []) == expected
+
+
+def test_leads_by_hand() -> None:
+    greedily = SamplingParams()
+    assert lead(torch.tensor([[1.0, 3.5, 2.0], [4.0, 4.0, 0.0]]), greedily).tolist() == [1.5, 0.0]
+    drawn = SamplingParams(temperature=0.5, seed=1)
+    assert float(lead(torch.tensor([2.0, 8.0]), drawn)) == pytest.approx(0.5 * math.log(4))
+    # Where top-k, top-p or min-p leave one token.
+    assert float(lead(torch.tensor([0.0, 8.0, 0.0]), drawn)) == math.inf

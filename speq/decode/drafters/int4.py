@@ -30,19 +30,21 @@ class Int4Drafter:
         The draft's KV entries are forgotten again: verification writes exact ones in their place.
         """
         tokens: list[int] = []
+        leads: list[float | None] = []
         written = 0
         try:
             while len(tokens) < draft_length:
-                if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens))):
+                if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens), leads[-1])):
                     break
                 last = tokens[-1] if tokens else sequence.pending_id
                 run, on_layer = partial(self.draft_pass.run, last), partial(on_route, len(tokens))
-                token = self._next_token(run, sequence, tokens, on_layer)
+                chosen = self._next_token(run, sequence, tokens, on_layer)
                 self._cache.advance(1)
                 written += 1
-                if token is None:  # damaged codes must not end what needs no draft
+                if chosen is None:  # damaged codes must not end what needs no draft
                     break
-                tokens.append(token)
+                tokens.append(chosen.token_id)
+                leads.append(chosen.lead)
         finally:
             self._cache.rewind(written)
-        return Draft.chain(tokens)
+        return Draft.chain(tokens, leads)

@@ -4,14 +4,14 @@ An accelerator is given the whole pass and the choice before the host waits for 
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from speq.decode.draft_pass import OnLayer
 from speq.decode.sampler import DeviceSampler, Sampler
-from speq.decode.sampling import chosen
+from speq.decode.sampling import lead, standings
 from speq.decode.sequence import Sequence
 from speq.devices.staged import Readback
 from speq.routing import Route
@@ -20,10 +20,17 @@ from speq.routing import Route
 Run = Callable[[OnLayer], Tensor]
 
 
+class Chosen(NamedTuple):
+    """lead: by how much, in logits, the token leads the next one."""
+
+    token_id: int
+    lead: float
+
+
 class NextToken(Protocol):
     def __call__(
         self, run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
-    ) -> int | None:
+    ) -> Chosen | None:
         """The token behind the sequence and what is drafted; None where logits are not finite.
 
         on_layer  told (layer, route) of all layers, routes that the host has read or can
@@ -34,21 +41,28 @@ def next_token_on(sampler: Sampler) -> NextToken:
     return read_token(sampler) if isinstance(sampler, DeviceSampler) else host_token
 
 
-def host_token(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> int | None:
+def host_token(
+    run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
+) -> Chosen | None:
     """Routes are told in the midst of the pass, while the next layers are still to come."""
     logits = run(on_layer)
-    return chosen(logits[0], sequence, drafted) if logits.isfinite().all() else None
+    if not logits.isfinite().all():
+        return None
+    standing = standings(logits[0], sequence, drafted)
+    return Chosen(int(standing.argmax()), float(lead(standing, sequence.sampling)))
 
 
 def read_token(sampler: DeviceSampler) -> NextToken:
     """Routes and token in one read, when the pass is through."""
     readback = Readback(sampler.device)
 
-    def read(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> int | None:
+    def read(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> Chosen | None:
         routes: list[Route] = []
         scores = run(lambda layer, route: routes.append(route)).float()
-        token_id, all_ids, all_weights, bounds = readback.read(
-            sampler.chosen(scores, sequence, [drafted]),
+        standing = sampler.standings(scores, sequence, drafted)
+        token_id, ahead, all_ids, all_weights, bounds = readback.read(
+            standing.argmax(-1),
+            lead(standing, sequence.sampling),
             torch.cat([route.topk_ids for route in routes]),
             torch.cat([route.topk_weights for route in routes]),
             torch.stack(scores.aminmax()),
@@ -56,6 +70,6 @@ def read_token(sampler: DeviceSampler) -> NextToken:
         for layer, of_layer in enumerate(zip(all_ids.split(1), all_weights.split(1), strict=True)):
             on_layer(layer, Route(*of_layer))
         # Neither bound is finite where any logit is not a number.
-        return int(token_id) if bounds.isfinite().all() else None
+        return Chosen(int(token_id), float(ahead)) if bounds.isfinite().all() else None
 
     return read

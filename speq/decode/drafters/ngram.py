@@ -43,7 +43,7 @@ class NgramDrafter:
         """The tokens up to the first that ends the text."""
         ends = [at for at, token_id in enumerate(tokens, start=1) if sequence.ends(token_id)]
         kept = tokens[: ends[0]] if ends else tokens
-        return Draft(kept, list(range(len(kept))))
+        return Draft.chain(kept)
 
     def _read(self, sequence: Sequence) -> None:
         """Note what has been added since the last draft; another sequence begins anew."""
