@@ -1,7 +1,7 @@
 """A pass over many experts by several threads."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
@@ -47,7 +47,9 @@ def made_at_once(threads: int) -> int:
     return 1 if threads == 1 else threads + 1
 
 
-def in_turn(work: Callable[[int], Made], items: Iterable[int], threads: int) -> Iterator[Made]:
+def in_turn(
+    work: Callable[[int], Made], items: Iterable[int], threads: int
+) -> Generator[Made, None, None]:
     """What some work makes of each item, in their order, while later items are at work.
 
     At most `made_at_once(threads)` results exist at a time, the one that was given last among them.
