@@ -1,7 +1,8 @@
 """A model to plan for. A config.json is enough."""
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
+from speq.models.dense_form import LEAST_BITS, DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
@@ -29,7 +31,8 @@ class Subject:
     published      whether these are words as published, which a run may encode as it reads them
     draft          layout of an INT4 expert; None: there can be none
     reading_bytes  taken by each thread that reads the experts at hand
-    loading_bytes  taken by loading beside the weights it leaves
+    converted_bytes  of tensors outside the experts that are stored in another dtype
+    dense          how the matrices outside the experts are held
     """
 
     name: str
@@ -40,7 +43,8 @@ class Subject:
     published: bool
     draft: Int4Layout | None
     reading_bytes: int
-    loading_bytes: int
+    converted_bytes: int
+    dense: DenseForm
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
@@ -66,7 +70,8 @@ class Subject:
             published=True,
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
-            loading_bytes=0 if computed == words else stored_bytes,
+            converted_bytes=0 if computed == words else stored_bytes,
+            dense=DenseForm.raw(shape.dense, computed.itemsize),
         )
 
     @classmethod
@@ -94,7 +99,8 @@ class Subject:
             published=store.published,
             draft=None if draft is None else _packable(draft),
             reading_bytes=store.reading_bytes,
-            loading_bytes=opened.loading_bytes(computed),
+            converted_bytes=opened.converted_bytes(computed),
+            dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
         )
 
     @property
@@ -107,6 +113,23 @@ class Subject:
         return self.num_layers * self.shape.experts.num_experts
 
     @property
+    def non_expert_bytes(self) -> int:
+        """Weights outside the experts, as they are held."""
+        saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
+        return self.shape.resident_bytes(self.dtype) - saved_bytes
+
+    def with_dense(self, name: str, bits: Mapping[str, float] = LEAST_BITS) -> "Subject":
+        """The same, its dense matrices in another form, of so many bits a weight there.
+
+        Records have sizes that only loading tells. A plan by the smallest refuses no budget that
+        would do.
+        """
+        shapes, itemsize = self.shape.dense, self.dtype.itemsize
+        if name == "raw":
+            return replace(self, dense=DenseForm.raw(shapes, itemsize))
+        return replace(self, dense=DenseForm.of(shapes, itemsize, name, bits[name]))
+
+    @property
     def draft_bytes(self) -> int:
         """INT4 copy of all experts; 0 where there can be none."""
         return 0 if self.draft is None else self.count * self.draft.nbytes
@@ -114,10 +137,11 @@ class Subject:
     @property
     def pass_bytes(self) -> PassBytes:
         shape = self.shape
+        # The first matrix is the embedding.
+        unread_bytes = 0 if shape.tied else self.dense.sizes[0]
         return PassBytes(
             layers=shape.num_layers,
-            fixed_bytes=shape.resident_bytes(self.dtype)
-            - shape.embedding_weights * self.dtype.itemsize,
+            fixed_bytes=self.non_expert_bytes - unread_bytes,
             draft_token_bytes=self.num_layers * shape.top_k * self.draft_bytes // self.count,
         )
 
