@@ -37,13 +37,13 @@ from speq.models.opened import Opened
 from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
-from speq.planning.dense import DenseTrial, settle_dense
+from speq.planning.dense import DenseTrial, Room, settle_dense
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial, Trials, Use
-from speq.planning.ways import agree, drafter_of, wants_int4
+from speq.planning.ways import agree, drafter_of, open_ways, wants_int4
 from speq.units import Done, Progress, format_bytes
 
 logger = logging.getLogger("speq")
@@ -117,7 +117,8 @@ def load(
     with contextlib.closing(draft_source(opened, config)) as draft:
         subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
         budget = budget_of(config, context, device)
-        subject = settle_dense(subject, budget, config, dense_trial_of(opened, device, config))
+        room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
+        subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
         settled = settle(
             subject, budget, config, profile, trials_of(opened, device, subject, config)
         )

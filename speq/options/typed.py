@@ -143,6 +143,11 @@ class PlanOptions(TypedDict, total=False):
     """Where to compute."""
     dtype: str
     """Compute dtype; auto is the checkpoint's."""
+    dense: str
+    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    memory is short or it was measured to be no slower.
+    """
     context_length: int | None
     """Tokens that the KV cache holds; default: what each request needs."""
     preset: str | None
