@@ -52,6 +52,15 @@ Draft = Annotated[
         Text("auto, none, a folder or a hub id", path=True),
     ),
 ]
+Dense = Annotated[
+    str,
+    Option(
+        "How weights outside the experts are held: raw (words), lossless (about 11 bits a "
+        "bfloat16 weight), residual (about 9 bits, read over a draft's codes of them), or auto: "
+        "lossless where memory is short or it was measured to be no slower.",
+        Choice(("auto", "raw", "lossless", "residual")),
+    ),
+]
 DraftLength = Annotated[
     int | None,
     Option(
@@ -122,6 +131,7 @@ class RunConfig(Options):
             Choice(("auto",), CODECS),
         ),
     ] = "auto"
+    dense: Dense = "auto"
     graphs: Graphs = "auto"
     packed_copy: PackedCopy = "auto"
     profile: Profile = "auto"

@@ -7,6 +7,7 @@ the store that fills slots. `Runtime` lays out the rest.
 import contextlib
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,17 +32,19 @@ from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
 from speq.machine import default_host_bytes
 from speq.models import moe_model
+from speq.models.dense import Records, encode_dense
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
+from speq.planning.dense import DenseTrial, Room, settle_dense
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
 from speq.planning.trial import Trial, Trials, Use
-from speq.planning.ways import agree, drafter_of, wants_int4
+from speq.planning.ways import agree, drafter_of, open_ways, wants_int4
 from speq.units import Done, Progress, format_bytes
 
 logger = logging.getLogger("speq")
@@ -126,6 +129,8 @@ def load(
         if copied is not None:
             subject = replace(subject, copying_bytes=copied.writing_bytes)
         budget = budget_of(config, context, device)
+        room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
+        subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
         settled = settle(
             subject, budget, config, profile, trials_of(opened, device, subject, config)
         )
@@ -133,7 +138,14 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
-        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
+        model = moe_model.load(
+            opened.family,
+            opened.checkpoint,
+            subject.dtype,
+            device,
+            records_of(subject, device, budget, progress),
+        )
+        subject, settled = held(model, subject, settled, budget)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
@@ -266,6 +278,42 @@ def trials_of(
     limit_bytes = config.memory_budget // 2
     use = partial(Use.of, store, device, opened.shape, subject.dtype, limit_bytes)
     return Trials(encoding, use)
+
+
+def dense_trial_of(
+    opened: Opened, device: Processor | Accelerator, config: RunConfig
+) -> Callable[[], DenseTrial] | None:
+    """What times one of a model's own matrices, within half of the budget; None on a GPU."""
+    if not isinstance(device, Processor):
+        return None
+    names = opened.family.names
+    return partial(DenseTrial.of, opened.checkpoint, names.is_expert, config.memory_budget // 2)
+
+
+def records_of(
+    subject: Subject, device: Processor | Accelerator, budget: Budget, progress: Progress | None
+) -> Records | None:
+    """What encodes the dense matrices of a model; None where they stay words."""
+    if subject.dense.name == "raw":
+        return None
+    return partial(
+        encode_dense,
+        threads=budget.readers,
+        device=device.torch,
+        progress=labelled(progress, "encoding dense layers"),
+    )
+
+
+def held(
+    model: MoEModel, subject: Subject, settled: Settled, budget: Budget
+) -> tuple[Subject, Settled]:
+    """The model with dense matrices of known sizes, and the same holding with what they leave."""
+    sizes = tuple(model.dense_sizes)
+    if sizes == subject.dense.sizes:
+        return subject, settled
+    known = replace(subject, dense=subject.dense.known(sizes))
+    holding, memory = replan(known, settled.holding, budget)
+    return known, replace(settled, holding=holding, memory=memory)
 
 
 def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:

@@ -1,7 +1,7 @@
 """A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +19,14 @@ from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.layers.dense_linear import DenseLinear, dense_linears
+from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
-from speq.layers.streamed_linear import stream_linears
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
+from speq.models.dense import Records, held_bytes, held_matrices, hold_dense
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
-from speq.models.resident import make_resident
+from speq.models.resident import MappedWeights, make_resident
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
 EXPERTS = "routed experts"
@@ -44,7 +46,14 @@ class Scored:
 class MoEModel:
     """Everything of a model but its experts, which come from the bank given to each pass."""
 
-    def __init__(self, hf_model: Any, family: Family, device: Processor | Accelerator) -> None:
+    def __init__(
+        self,
+        hf_model: Any,
+        family: Family,
+        device: Processor | Accelerator,
+        records: Mapping[str, ExactMatrix],
+    ) -> None:
+        """records: matrices that are held as records, by the names of their modules."""
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
@@ -58,7 +67,12 @@ class MoEModel:
             next_router = routers[layer + 1] if layer + 1 < len(routers) else None
             block.experts.attach(layer, self._switch, block.router, next_router)
         self.num_moe_layers = len(blocks)
+        hold_dense(hf_model, self._switch, records)
         self._windows = windows_of(family, self._config)
+        if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
+            count = self._config.num_hidden_layers
+            kinds = self._config.layer_types if family.typed_masks else [ANY_KIND] * count
+            walk_chains(hf_model, family, kinds, ahead=host_rope(self._config) is None)
         self._walks = isinstance(hf_model.model.forward, ChainDecoder)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
@@ -71,7 +85,17 @@ class MoEModel:
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) + held_bytes(self._hf_model)
+
+    @property
+    def dense(self) -> dict[str, DenseLinear]:
+        """Its dense layers, by the names of their modules, which are those on disk."""
+        return dense_linears(self._hf_model)
+
+    @property
+    def dense_sizes(self) -> list[int]:
+        """Bytes of each matrix of `ModelShape.dense`, as it is held."""
+        return [matrix.nbytes for matrix in held_matrices(self._hf_model)]
 
     @property
     def unrecordable(self) -> str | None:
@@ -96,11 +120,11 @@ class MoEModel:
     @contextmanager
     def using(self, bank: ExpertBank) -> Iterator[None]:
         """Modules called inside the block run `bank`'s experts."""
-        self._switch.bank = bank
+        self._switch.turn(bank)
         try:
             yield
         finally:
-            self._switch.bank = None
+            self._switch.turn(None)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """Modules by what they do, for measurements; each holds those of other parts inside it."""
@@ -177,7 +201,7 @@ class MoEModel:
         masks: Any,
     ) -> Tensor:
         """masks: as the model takes them, or `Windows`, without positions."""
-        self._switch.bank = bank
+        self._switch.turn(bank)
         try:
             output = self._hf_model.model(
                 input_ids=token_ids,
@@ -187,7 +211,7 @@ class MoEModel:
                 use_cache=True,
             )
         finally:
-            self._switch.bank = None
+            self._switch.turn(None)
         return output.last_hidden_state
 
     @torch.inference_mode()
@@ -259,8 +283,11 @@ def load(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: Processor | Accelerator,
+    records: Records | None = None,
 ) -> MoEModel:
     """Load all of a model but its experts.
+
+    records  encodes its matrices one after another; None: they stay words
 
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
@@ -303,13 +330,9 @@ def load(
             sorted(unexpected)[0],
         )
     check = checkpoint.tensor_check()
+    mapped = MappedWeights(checkpoint, check)
+    held = {} if records is None else records(model, mapped.words)
     if isinstance(device, Processor):
-        make_resident(model, checkpoint, check)
+        make_resident(model, mapped)
     check.finish()
-    if isinstance(device, Processor):
-        stream_linears(model)
-        if dtype in EXACT_DTYPES:
-            config, count = model.config, model.config.num_hidden_layers
-            kinds = config.layer_types if family.typed_masks else [ANY_KIND] * count
-            walk_chains(model, family, kinds, ahead=host_rope(config) is None)
-    return MoEModel(model.eval().to(device.torch), family, device)
+    return MoEModel(model.eval().to(device.torch), family, device, held)

@@ -31,6 +31,11 @@ class RunOptions(TypedDict, total=False):
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
     """
+    dense: str
+    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    memory is short or it was measured to be no slower.
+    """
     graphs: str
     """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
     device cuda) or none.
@@ -143,6 +148,11 @@ class PlanOptions(TypedDict, total=False):
     """Where to compute."""
     dtype: str
     """Compute dtype; auto is the checkpoint's."""
+    dense: str
+    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    memory is short or it was measured to be no slower.
+    """
     context_length: int | None
     """Tokens that the KV cache holds; default: what each request needs."""
     preset: str | None
@@ -191,6 +201,11 @@ class TuneOptions(TypedDict, total=False):
     codec: str
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
+    """
+    dense: str
+    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    memory is short or it was measured to be no slower.
     """
     graphs: str
     """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the

@@ -1,7 +1,7 @@
 """A model to plan for. A config.json is enough."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
+from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
@@ -29,7 +30,8 @@ class Subject:
     published      whether these are words as published, which a run may encode as it reads them
     draft          layout of an INT4 expert; None: there can be none
     reading_bytes  taken by each thread that reads the experts at hand
-    loading_bytes  taken by loading beside the weights it leaves
+    converted_bytes  of tensors outside the experts that are stored in another dtype
+    dense          how the matrices outside the experts are held
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     """
 
@@ -41,7 +43,8 @@ class Subject:
     published: bool
     draft: Int4Layout | None
     reading_bytes: int
-    loading_bytes: int
+    converted_bytes: int
+    dense: DenseForm
     copying_bytes: int = 0
 
     @classmethod
@@ -68,7 +71,8 @@ class Subject:
             published=True,
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
-            loading_bytes=0 if computed == words else stored_bytes,
+            converted_bytes=0 if computed == words else stored_bytes,
+            dense=DenseForm.raw(shape.dense, computed.itemsize),
         )
 
     @classmethod
@@ -96,7 +100,8 @@ class Subject:
             published=store.published,
             draft=None if draft is None else _packable(draft),
             reading_bytes=store.reading_bytes,
-            loading_bytes=opened.loading_bytes(computed),
+            converted_bytes=opened.converted_bytes(computed),
+            dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
         )
 
     @property
@@ -109,6 +114,24 @@ class Subject:
         return self.num_layers * self.shape.experts.num_experts
 
     @property
+    def non_expert_bytes(self) -> int:
+        """Weights outside the experts, as they are held."""
+        saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
+        return self.shape.resident_bytes(self.dtype) - saved_bytes
+
+    def with_dense(self, name: str, usual: bool = False) -> "Subject":
+        """The same, its dense matrices in another form: as small as they can be there, or as usual.
+
+        Records have sizes that only loading tells. A plan by the smallest refuses no budget that
+        would do.
+        """
+        shapes, itemsize = self.shape.dense, self.dtype.itemsize
+        if name == "raw":
+            return replace(self, dense=DenseForm.raw(shapes, itemsize))
+        sized = DenseForm.usual if usual else DenseForm.least
+        return replace(self, dense=sized(name, shapes, itemsize))
+
+    @property
     def draft_bytes(self) -> int:
         """INT4 copy of all experts; 0 where there can be none."""
         return 0 if self.draft is None else self.count * self.draft.nbytes
@@ -116,10 +139,11 @@ class Subject:
     @property
     def pass_bytes(self) -> PassBytes:
         shape = self.shape
+        # The first matrix is the embedding.
+        unread_bytes = 0 if shape.tied else self.dense.sizes[0]
         return PassBytes(
             layers=shape.num_layers,
-            fixed_bytes=shape.resident_bytes(self.dtype)
-            - shape.embedding_weights * self.dtype.itemsize,
+            fixed_bytes=self.non_expert_bytes - unread_bytes,
             draft_token_bytes=self.num_layers * shape.top_k * self.draft_bytes // self.count,
         )
 
