@@ -16,7 +16,8 @@ class Holding:
     slot_bytes   of one slot
     moved_bytes  moved for a miss: a record, or the words that one is encoded from
     read_bytes   read to compute with one: the record, and the codes it is read over
-    draft_bytes  of the INT4 copy of all experts; 0: none is held
+    draft_bytes  of the draft, the INT4 copy of all experts and codes of other layers, or of what
+                 records are read over; 0: none is held
     needs_draft  whether records are read over that copy, which then cannot be left out
     encoded      whether experts are encoded from published words as they are read
     estimated    whether slot_bytes is what such experts usually take, not what these do

@@ -15,7 +15,8 @@ import torch
 from speq.config import RunConfig
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import device_named
-from speq.drafts.draft_source import RoundedDraft, open_draft
+from speq.drafts.dense_draft import DenseDraft
+from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
@@ -28,6 +29,7 @@ from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
+from speq.layers.int4_matrix import Int4Matrix
 from speq.machine import default_host_bytes
 from speq.models import moe_model
 from speq.models.moe_model import MoEModel
@@ -112,7 +114,9 @@ def load(
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(draft_source(opened, config)) as draft:
-        subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
+        name, dense = str(opened.checkpoint.path), opened.shape.dense
+        dense_codes = dense_draft(config.draft_dense, dense, draft)
+        subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense_codes)
         budget = budget_of(config, context, device)
         settled = settle(
             subject, budget, config, profile, trials_of(opened, device, subject, config)
@@ -125,6 +129,8 @@ def load(
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
+        if settled.holding.drafter == "int4":
+            draft_on(model, dense_codes, opened, progress)
     base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
     with contextlib.ExitStack() as undo:
         host = None
@@ -207,7 +213,7 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
         )
     if config.draft in ("auto", "none") and not wanted:
         return RoundedDraft(checkpoint, store, experts, owned=False)
-    source = open_draft(config.draft, checkpoint, store, experts)
+    source = open_draft(config.draft, checkpoint, store, experts, opened.shape.dense)
     try:
         _ = source.layout.nbytes  # refuses experts that INT4 codes cannot be packed for
     except SpeqError:
@@ -275,6 +281,20 @@ def int4_copy(
     if tied is not None:
         tied.check(opened.checkpoint.path, arena)
     return arena
+
+
+def draft_on(
+    model: MoEModel, codes: DenseDraft, opened: Opened, progress: Progress | None
+) -> None:
+    """Give a model's dense layers the codes that drafts run on, where its device computes."""
+    layers, device = model.dense, model.device
+    weights = codes.weights(
+        opened.checkpoint,
+        lambda name: layers[name].exact.words(),
+        labelled(progress, "rounding other layers to INT4"),
+    )
+    for layout, weight in weights:
+        layers[layout.name].draft = Int4Matrix(weight.to(device), layout.planes)
 
 
 def host_tier(

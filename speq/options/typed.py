@@ -19,6 +19,11 @@ class RunOptions(TypedDict, total=False):
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.
     """
+    draft_dense: str
+    """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
+    (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
+    eight bits); auto is all.
+    """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     cache_policy: str
@@ -178,6 +183,11 @@ class TuneOptions(TypedDict, total=False):
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.
+    """
+    draft_dense: str
+    """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
+    (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
+    eight bits); auto is all.
     """
     cache_policy: str
     """Which expert leaves when its slot is needed."""

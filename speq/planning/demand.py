@@ -152,5 +152,8 @@ def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int
     if holding.draft_bytes and subject.draft is not None:
         for part, dtype in subject.draft.shapes.values():
             yield subject.count * math.prod(part) * dtype.itemsize
+    if holding.drafter == "int4":
+        for layout in subject.dense_draft.layouts.values():
+            yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
     for _ in range(shape.num_layers):
         yield from (heads * width * context * size for heads, width in shape.attention.kv_shapes)

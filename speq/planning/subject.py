@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from speq.drafts.draft_source import open_draft
+from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
+from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, RawCodec
 from speq.experts.int4 import Int4Layout
@@ -28,6 +29,7 @@ class Subject:
     codec          of the experts at hand, sized by the largest, or of what was published
     published      whether these are words as published, which a run may encode as it reads them
     draft          layout of an INT4 expert; None: there can be none
+    dense_draft    the draft's other layers that run on codes
     reading_bytes  taken by each thread that reads the experts at hand
     loading_bytes  taken by loading beside the weights it leaves
     """
@@ -39,6 +41,7 @@ class Subject:
     codec: ExpertCodec
     published: bool
     draft: Int4Layout | None
+    dense_draft: DenseDraft
     reading_bytes: int
     loading_bytes: int
 
@@ -65,6 +68,7 @@ class Subject:
             codec=RawCodec(ExpertShape(experts.hidden_size, experts.expert_width, words)),
             published=True,
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
+            dense_draft=DenseDraft.of("auto", shape.dense),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
             loading_bytes=0 if computed == words else stored_bytes,
         )
@@ -72,15 +76,24 @@ class Subject:
     @classmethod
     def of_model(cls, name: str, opened: Opened, dtype: str) -> "Subject":
         """A whole model: its experts as they are packed, and the draft it would run with."""
-        draft = None
+        draft, shapes = None, opened.shape.dense
+        dense = DenseDraft.of("auto", shapes)
         with contextlib.suppress(SpeqError):  # refused by a run, with its reason
-            source = open_draft("auto", opened.checkpoint, opened.store, opened.shape.experts)
+            checkpoint, store, experts = opened.checkpoint, opened.store, opened.shape.experts
+            source = open_draft("auto", checkpoint, store, experts, shapes)
             with contextlib.closing(source):
-                draft = source.layout
-        return cls.of_draft(name, opened, dtype, draft)
+                draft, dense = source.layout, dense_draft("auto", shapes, source)
+        return cls.of_draft(name, opened, dtype, draft, dense)
 
     @classmethod
-    def of_draft(cls, name: str, opened: Opened, dtype: str, draft: Int4Layout | None) -> "Subject":
+    def of_draft(
+        cls,
+        name: str,
+        opened: Opened,
+        dtype: str,
+        draft: Int4Layout | None,
+        dense: DenseDraft = EXPERTS_ONLY,
+    ) -> "Subject":
         """A whole model beside a draft of that layout."""
         store = opened.store
         words = store.codec.shape.dtype
@@ -93,6 +106,7 @@ class Subject:
             codec=store.codec,
             published=store.published,
             draft=None if draft is None else _packable(draft),
+            dense_draft=dense,
             reading_bytes=store.reading_bytes,
             loading_bytes=opened.loading_bytes(computed),
         )
@@ -107,18 +121,27 @@ class Subject:
         return self.num_layers * self.shape.experts.num_experts
 
     @property
-    def draft_bytes(self) -> int:
+    def base_bytes(self) -> int:
         """INT4 copy of all experts; 0 where there can be none."""
         return 0 if self.draft is None else self.count * self.draft.nbytes
 
     @property
+    def draft_bytes(self) -> int:
+        """The draft: INT4 copy of all experts, and codes of other layers; 0: there can be none."""
+        return self.base_bytes and self.base_bytes + self.dense_draft.nbytes
+
+    @property
     def pass_bytes(self) -> PassBytes:
-        shape = self.shape
+        shape, dense, size = self.shape, self.dense_draft, self.dtype.itemsize
+        fixed_bytes = shape.resident_bytes(self.dtype) - shape.embedding_weights * size
+        replaced_bytes = size * sum(
+            layout.outputs * layout.columns for layout in dense.layouts.values()
+        )
         return PassBytes(
             layers=shape.num_layers,
-            fixed_bytes=shape.resident_bytes(self.dtype)
-            - shape.embedding_weights * self.dtype.itemsize,
-            draft_token_bytes=self.num_layers * shape.top_k * self.draft_bytes // self.count,
+            fixed_bytes=fixed_bytes,
+            draft_fixed_bytes=fixed_bytes - replaced_bytes + dense.nbytes,
+            draft_token_bytes=self.num_layers * shape.top_k * self.base_bytes // self.count,
         )
 
 
