@@ -6,7 +6,7 @@ them.
 """
 
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class EagerVerification:
 
 class CutBank:
     """Experts that the host runs between the pieces of a graph."""
+
+    drafts: ClassVar[bool] = False
 
     def __init__(self, bank: ExpertBank, cut: Cut) -> None:
         self._bank, self._cut = bank, cut

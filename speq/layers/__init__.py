@@ -1,1 +1,1 @@
-"""The modules that take the place of a block's routed experts."""
+"""The modules that take the place of routed experts, of dense layers and of the embedding."""

@@ -1,6 +1,7 @@
 """The INT4 experts, resident as a whole: the draft's bank."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ class DraftExperts:
     kernel    what runs all experts of a route; measurements may put another one in its place
     on_route  told (layer, route) as soon as a router has spoken, in the midst of the pass
     """
+
+    drafts: ClassVar[bool] = True
 
     def __init__(self, arena: Int4Arena, activation: str) -> None:
         self.kernel: Callable[..., Tensor] = ops.moe_int4

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,8 @@ class ExactExperts:
     timed       times a layer's experts
     on_route    told each layer's exact route
     """
+
+    drafts: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -15,17 +15,32 @@ from speq.routing import Route
 
 
 class ExpertBank(Protocol):
-    """One set of experts for all MoE layers."""
+    """One set of experts for all MoE layers.
+
+    drafts  whether passes over it draft, and so run the draft's dense layers, where it has any
+    """
+
+    @property
+    def drafts(self) -> bool: ...
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         """[T, H] in, the weighted sum of each row's experts [T, H] out."""
 
 
 class BankSwitch:
-    """Holds the bank that the pass under way uses; all layers of a model share it."""
+    """Holds the bank that the pass under way uses; all layers of a model share it.
+
+    drafting  whether that bank drafts
+    """
 
     def __init__(self) -> None:
         self.bank: ExpertBank | None = None
+        self.drafting = False
+
+    def turn(self, bank: ExpertBank | None) -> None:
+        """Begin a pass over a bank, or end one."""
+        self.bank = bank
+        self.drafting = bank is not None and bank.drafts
 
 
 class OffloadedExperts(nn.Module):

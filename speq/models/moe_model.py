@@ -17,8 +17,9 @@ from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
 from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
-from speq.layers.streamed_linear import stream_linears
+from speq.models.dense import held_bytes, hold_dense
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import make_resident
@@ -53,6 +54,7 @@ class MoEModel:
             next_router = routers[layer + 1] if layer + 1 < len(routers) else None
             block.experts.attach(layer, self._switch, block.router, next_router)
         self.num_moe_layers = len(blocks)
+        hold_dense(hf_model, self._switch, {})
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
         eos = self._config.eos_token_id if eos is None else eos
@@ -64,7 +66,12 @@ class MoEModel:
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) + held_bytes(self._hf_model)
+
+    @property
+    def dense(self) -> dict[str, DenseLinear]:
+        """Its dense layers, by the names of their modules, which are those on disk."""
+        return dense_linears(self._hf_model)
 
     @property
     def unrecordable(self) -> str | None:
@@ -91,11 +98,11 @@ class MoEModel:
     @contextmanager
     def using(self, bank: ExpertBank) -> Iterator[None]:
         """Modules called inside the block run `bank`'s experts."""
-        self._switch.bank = bank
+        self._switch.turn(bank)
         try:
             yield
         finally:
-            self._switch.bank = None
+            self._switch.turn(None)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """Modules by what they do, for measurements; each holds those of other parts inside it."""
@@ -170,7 +177,7 @@ class MoEModel:
         mask: Callable[[int | None], Tensor],
     ) -> Tensor:
         """mask: what tokens see of the entries, given how far they look back."""
-        self._switch.bank = bank
+        self._switch.turn(bank)
         try:
             output = self._hf_model.model(
                 input_ids=token_ids,
@@ -180,7 +187,7 @@ class MoEModel:
                 use_cache=True,
             )
         finally:
-            self._switch.bank = None
+            self._switch.turn(None)
         return output.last_hidden_state
 
     @torch.inference_mode()
@@ -282,6 +289,4 @@ def load(
     if isinstance(device, Processor):
         make_resident(model, checkpoint, check)
     check.finish()
-    if isinstance(device, Processor):
-        stream_linears(model)
     return MoEModel(model.eval().to(device.torch), family, device)

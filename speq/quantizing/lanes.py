@@ -8,6 +8,7 @@ read once, for all of it, and what a draft would have said is known at the end.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,8 @@ class Overhearing:
     inputs        [R, H], what the experts were given
     topk_ids      [R, K] int64; topk_weights [R, K] float32
     """
+
+    drafts: ClassVar[bool] = False
 
     def __init__(self, inputs: Rows, rows: int, top_k: int) -> None:
         self.inputs = inputs

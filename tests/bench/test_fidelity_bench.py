@@ -168,6 +168,8 @@ def test_counts_become_shares() -> None:
 class ExactAsDraft:
     """A draft that cannot err: the exact experts."""
 
+    drafts = True
+
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.on_route: Callable[[int, Route], None] | None = None

@@ -18,7 +18,6 @@ from speq.kernels import compact_ops, library, ops, reference
 from speq.kernels.checks import FLOAT_DTYPES
 from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Bank
-from speq.layers.streamed_linear import StreamedLinear, stream_linears
 
 POISON = 12345.0
 
@@ -457,19 +456,6 @@ def test_linear_is_torchs(dtype: torch.dtype, shape: tuple[int, ...], biased: bo
         ours, wanted = ops.linear(inputs, layer.weight, layer.bias), layer(inputs)
     assert ours.shape == wanted.shape
     assert torch.equal(ours, wanted)
-
-
-def test_plain_linears_of_a_model_are_streamed() -> None:
-    class Special(torch.nn.Linear):
-        pass
-
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Special(8, 8), torch.nn.ReLU())
-    inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(17))
-    with torch.no_grad():
-        before = model(inputs)
-        stream_linears(model)
-        assert [type(layer) for layer in model] == [StreamedLinear, Special, torch.nn.ReLU]
-        torch.testing.assert_close(model(inputs), before)
 
 
 def test_sum_of_words() -> None:

@@ -207,6 +207,8 @@ def test_drafts_are_rewound_and_run_again(tiny: Callable[[str], Path]) -> None:
 class Counted:
     """A bank that is told by the host when a layer's experts are asked for."""
 
+    drafts = True
+
     def __init__(self, bank: DraftExperts) -> None:
         self._bank = bank
         self.routes: list[tuple[int, list[list[int]]]] = []
