@@ -1,5 +1,6 @@
 """The dense layers of a model that a draft may run on codes, by what they are for."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from speq.experts.expert_names import PROJECTIONS
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 # It multiplies the whole context at each pass, so that reading its weights is not what takes time.
 EXPANDING = "kv_b_proj"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,12 @@ class DenseShape:
     part: str
     outputs: int
     columns: int
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer that it is part of; None of the head."""
+        match = LAYER.search(self.name)
+        return None if match is None else int(match[1])
 
 
 def dense_shapes(model: Any, block: str) -> tuple[DenseShape, ...]:
