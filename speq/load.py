@@ -283,9 +283,7 @@ def int4_copy(
     return arena
 
 
-def draft_on(
-    model: MoEModel, codes: DenseDraft, opened: Opened, progress: Progress | None
-) -> None:
+def draft_on(model: MoEModel, codes: DenseDraft, opened: Opened, progress: Progress | None) -> None:
     """Give a model's dense layers the codes that drafts run on, where its device computes."""
     layers, device = model.dense, model.device
     weights = codes.weights(

@@ -48,9 +48,7 @@ class GptqFolder:
 
     label = "loading the GPTQ draft"
 
-    def __init__(
-        self, path: Path, experts: ExpertLayout, shapes: tuple[Shape, ...] = ()
-    ) -> None:
+    def __init__(self, path: Path, experts: ExpertLayout, shapes: tuple[Shape, ...] = ()) -> None:
         self.path = path
         self.config = gptq_config(path, read_json(path / "config.json"))
         self.layout = self._layout(experts)
@@ -61,9 +59,8 @@ class GptqFolder:
                 for module in expert.modules:
                     self._read_values(module)
             self._dense = dense_modules(self._shards, self.config, shapes)
-            self.dense = {
-                shape.name: self._dense_layout(shape) for shape in shapes if shape.name in self._dense
-            }
+            packed = (shape for shape in shapes if shape.name in self._dense)
+            self.dense = {shape.name: self._dense_layout(shape) for shape in packed}
         except BaseException:
             self.close()
             raise

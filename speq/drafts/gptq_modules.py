@@ -1,6 +1,6 @@
-"""The packed linear layers of a GPTQ folder, experts and others: found by name, checked by shape and dtype.
+"""The packed linear layers of a GPTQ folder: found by name, checked by shape and dtype.
 
-Names are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
+Names of experts are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
 
     model.layers.L.mlp.experts.N.{gate,up,down}_proj.{qweight,qzeros,scales,g_idx}
     model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}...      mixtral and phimoe, older
@@ -12,7 +12,7 @@ Dense layers have the names of the model's modules.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -188,19 +188,25 @@ def dense_modules(
 
     Raises SpeqError for those that are not whole, or of other sizes.
     """
-    packed: dict[str, PackedModule] = {}
+    by_name = {shape.name: shape for shape in shapes}
+    found: dict[str, PackedModule] = {}
     for name, (file, info) in shards.tensors.items():
         module, _, part = name.rpartition(".")
-        if part in DTYPES and (info.nbytes or part in REQUIRED):
-            packed.setdefault(module, PackedModule(module, {})).parts[part] = Part(file, info)
-    found = {}
-    for shape in shapes:
-        ending = "." + shape.name
-        for name, module in packed.items():
-            if "qweight" in module.parts and ("." + name).endswith(ending):
-                check_module(shards.path, config, module, shape.outputs, shape.columns, ())
-                found[shape.name] = module
+        own = by_name and next((n for n in endings(module) if n in by_name), None)
+        if own and part in DTYPES and (info.nbytes or part in REQUIRED):
+            found.setdefault(own, PackedModule(module, {})).parts[part] = Part(file, info)
+    found = {name: module for name, module in found.items() if "qweight" in module.parts}
+    for name, module in found.items():
+        shape = by_name[name]
+        check_module(shards.path, config, module, shape.outputs, shape.columns, ())
     return found
+
+
+def endings(name: str) -> Iterator[str]:
+    """A dotted name, and what is left of it without its first words."""
+    while name:
+        yield name
+        _, _, name = name.partition(".")
 
 
 def check_module(

@@ -192,9 +192,7 @@ def linear_of(inputs: Tensor, weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     """
     out = inputs.new_empty(inputs.shape[0], weight.qweight.shape[0], dtype=dtype)
     for rows, target in row_blocks(1, inputs, out):
-        library.call(
-            "linear_int4", rows, weight.qweight, weight.scales, weight.input_perm, target
-        )
+        library.call("linear_int4", rows, weight.qweight, weight.scales, weight.input_perm, target)
     return out
 
 

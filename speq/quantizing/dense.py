@@ -70,7 +70,7 @@ class DenseLayers:
             yield
 
     def _hear(
-        self, name: str, window: list[tuple[Tensor, Inputs]], layer: nn.Module, args: tuple[Any, ...]
+        self, name: str, window: list[tuple[Tensor, Inputs]], layer: nn.Module, args: Any
     ) -> None:
         given = args[0]
         heard = next((inputs for tensor, inputs in window if tensor is given), None)

@@ -121,7 +121,7 @@ def quantise_expert(
 def quantise_matrix(
     matrix: Tensor, hessian: Tensor, tokens: int, settings: QuantizeSettings
 ) -> tuple[QuantisedMatrix, float]:
-    """A matrix [N, K] float32 by GPTQ, and the share of the Hessian's diagonal that was added to it.
+    """A matrix [N, K] float32 by GPTQ, and the share of a Hessian's diagonal that was added to it.
 
     hessian  [K, K] of `tokens` rows
     """

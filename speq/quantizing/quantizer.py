@@ -207,7 +207,7 @@ class Quantizer:
     def _quantise_layer(
         self, layer: int, dense: DenseLayers, progress: Progress | None, total: int
     ) -> LayerReport:
-        """Dense layers and all experts of a layer to its shard, the experts' outputs to the rows."""
+        """Dense layers and experts of a layer to its shard, the experts' outputs to the rows."""
         layout = self._source.shape.experts
         reports = []
         with self._folder.shard(layer) as file:

@@ -263,9 +263,9 @@ def test_a_cycle_by_hand() -> None:
 
 def test_speeds_of_bandwidths_by_hand() -> None:
     rates = replace(preset("rtx-4090"), memory_bytes_per_s=1e9, layer_s=1e-3)
-    speeds = Speeds.of_rates(rates, PassBytes(10, 2_000_000, 500_000), [PLAIN, DRAFT])
+    speeds = Speeds.of_rates(rates, PassBytes(10, 2_000_000, 1_200_000, 500_000), [PLAIN, DRAFT])
     assert speeds.pass_s == pytest.approx(12e-3)
-    assert speeds.draft_token_s == pytest.approx(12.5e-3)
+    assert speeds.draft_token_s == pytest.approx(11.7e-3)
     assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(0.9e-6)}
 
 
