@@ -114,7 +114,7 @@ def load(
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(draft_source(opened, config)) as draft:
-        name, dense = str(opened.checkpoint.path), opened.shape.dense
+        name, dense = str(opened.checkpoint.path), opened.shape.draft_layers
         dense_codes = dense_draft(config.draft_dense, dense, draft)
         subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense_codes)
         budget = budget_of(config, context, device)
@@ -213,7 +213,7 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
         )
     if config.draft in ("auto", "none") and not wanted:
         return RoundedDraft(checkpoint, store, experts, owned=False)
-    source = open_draft(config.draft, checkpoint, store, experts, opened.shape.dense)
+    source = open_draft(config.draft, checkpoint, store, experts, opened.shape.draft_layers)
     try:
         _ = source.layout.nbytes  # refuses experts that INT4 codes cannot be packed for
     except SpeqError:

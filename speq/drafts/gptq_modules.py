@@ -1,6 +1,6 @@
 """The packed linear layers of a GPTQ folder: found by name, checked by shape and dtype.
 
-Names of experts are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
+Names are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
 
     model.layers.L.mlp.experts.N.{gate,up,down}_proj.{qweight,qzeros,scales,g_idx}
     model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}...      mixtral and phimoe, older

@@ -190,9 +190,11 @@ def linear_of(inputs: Tensor, weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 
     Nothing is checked: a draft calls it for each of its layers, one token at a time.
     """
-    out = inputs.new_empty(inputs.shape[0], weight.qweight.shape[0], dtype=dtype)
-    for rows, target in row_blocks(1, inputs, out):
-        library.call("linear_int4", rows, weight.qweight, weight.scales, weight.input_perm, target)
+    qweight, scales, perm = weight.qweight, weight.scales, weight.input_perm
+    out = inputs.new_empty(inputs.shape[0], qweight.shape[0], dtype=dtype)
+    blocks = [(inputs, out)] if inputs.shape[0] == 1 else row_blocks(1, inputs, out)
+    for rows, target in blocks:
+        library.call("linear_int4", rows, qweight, scales, perm, target)
     return out
 
 

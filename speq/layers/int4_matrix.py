@@ -59,7 +59,7 @@ class Int4Matrix:
         return self.weight.qweight, self.weight.scales
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """inputs [..., K], rounded to INT8, by the matrix, plus bias [N]: [..., N] in their dtype."""
+        """inputs [..., K], rounded to INT8, by the matrix, plus bias [N]: [..., N] like them."""
         rows = inputs.reshape(-1, inputs.shape[-1])
         if self.planes == 1:
             outputs = ops.linear_of(rows, self.weight, inputs.dtype)

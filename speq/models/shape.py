@@ -44,7 +44,7 @@ class ModelShape:
     resident_sizes    elements of each parameter outside the experts, held in the compute dtype
     embedding_weights of them, those of which a token reads a row; 0 where the head shares them
     buffer_bytes      what is held beside them in a dtype of its own
-    dense             layers that a draft may run on codes
+    draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
     """
 
@@ -59,7 +59,7 @@ class ModelShape:
     resident_sizes: tuple[int, ...]
     embedding_weights: int
     buffer_bytes: int
-    dense: tuple[DenseShape, ...]
+    draft_layers: tuple[DenseShape, ...]
     max_context: int
 
     @property
@@ -209,7 +209,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         if config.tie_word_embeddings
         else config.vocab_size * config.hidden_size,
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
-        dense=dense_shapes(model, family.names.blocks[0]),
+        draft_layers=dense_shapes(model, family.names.blocks[0]),
         max_context=max_context(config, where),
     )
 

@@ -21,6 +21,8 @@ from speq.planning.subject import Subject
 
 # A plan is for so many tokens where nothing is said: enough for a chat.
 DEFAULT_CONTEXT = 4096
+# A draft's head of eight bits: both planes' logits and their sum, in float32.
+HEAD_LOGIT_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def graph_bytes(
     if not drafted:
         return verification
     draft = shape.activation_bytes(1, 0, context, dtype) + MAX_GRAPHS * result
+    draft += HEAD_LOGIT_BYTES * shape.vocab_size
     return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 

@@ -68,7 +68,7 @@ class Subject:
             codec=RawCodec(ExpertShape(experts.hidden_size, experts.expert_width, words)),
             published=True,
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
-            dense_draft=DenseDraft.of("auto", shape.dense),
+            dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
             loading_bytes=0 if computed == words else stored_bytes,
         )
@@ -76,7 +76,7 @@ class Subject:
     @classmethod
     def of_model(cls, name: str, opened: Opened, dtype: str) -> "Subject":
         """A whole model: its experts as they are packed, and the draft it would run with."""
-        draft, shapes = None, opened.shape.dense
+        draft, shapes = None, opened.shape.draft_layers
         dense = DenseDraft.of("auto", shapes)
         with contextlib.suppress(SpeqError):  # refused by a run, with its reason
             checkpoint, store, experts = opened.checkpoint, opened.store, opened.shape.experts

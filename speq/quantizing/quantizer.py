@@ -110,7 +110,7 @@ def dense_of(shape: ModelShape, settings: QuantizeSettings) -> tuple[DenseShape,
     can hold."""
     if not settings.dense:
         return ()
-    inside = [each for each in shape.dense if each.layer is not None]
+    inside = [each for each in shape.draft_layers if each.layer is not None]
     left = [each.name for each in inside if not fits(settings, each)]
     if left:
         logger.warning(

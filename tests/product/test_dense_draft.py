@@ -99,7 +99,7 @@ def test_a_matrix_is_of_whole_planes() -> None:
     weight = Int4Weight(*ops.quantize_int4(weights(5, 64), GROUP))
     with pytest.raises(ValueError, match="5 rows are not 2 planes"):
         Int4Matrix(weight, 2)
-    with pytest.raises(ValueError, match="float32; it must be torch.uint8"):
+    with pytest.raises(ValueError, match=r"float32; it must be torch\.uint8"):
         Int4Weight(weights(5, 32), weight.scales)
     with pytest.raises(ValueError, match="outside the 64"):
         Int4Weight(weight.qweight, weight.scales, torch.full((64,), 64, dtype=torch.int32))
@@ -140,7 +140,7 @@ DENSE = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_layers_drafts_run_on_codes(family: str, tiny: Folder) -> None:
     opened = open_model(tiny(family))
-    shapes, tensors = opened.shape.dense, opened.checkpoint.tensors
+    shapes, tensors = opened.shape.draft_layers, opened.checkpoint.tensors
     attention, mlp = DENSE[family]
     for choice, wanted, head in (
         ("none", [], False),
@@ -161,7 +161,7 @@ def test_which_layers_drafts_run_on_codes(family: str, tiny: Folder) -> None:
 
 def test_a_shared_expert_runs_on_codes_and_its_gate_does_not(tiny: Folder) -> None:
     opened = open_model(tiny("qwen2_moe"))
-    names = [shape.name for shape in opened.shape.dense if "layers.2.mlp" in shape.name]
+    names = [shape.name for shape in opened.shape.draft_layers if "layers.2.mlp" in shape.name]
     assert names == [f"model.layers.2.mlp.shared_expert.{name}" for name in MLP]
     opened.close()
 
@@ -176,7 +176,7 @@ def test_rounded_codes_are_kept_and_read_again(tiny: Folder, tmp_path: Path) -> 
         asked.append(name)
         return tensors[f"{name}.weight"][0].tensor(f"{name}.weight")
 
-    draft = DenseDraft.of("all", opened.shape.dense)
+    draft = DenseDraft.of("all", opened.shape.draft_layers)
     first = [*draft.weights(opened.checkpoint, words, lambda *so_far: told.append(so_far))]
     count = len(draft.layouts)
     assert asked == [*draft.layouts]
@@ -191,7 +191,7 @@ def test_rounded_codes_are_kept_and_read_again(tiny: Folder, tmp_path: Path) -> 
             assert torch.equal(held.scales, wanted[1])
     # Another choice is another file; the experts' own is a third.
     asked.clear()
-    fewer = DenseDraft.of("attention", opened.shape.dense)
+    fewer = DenseDraft.of("attention", opened.shape.draft_layers)
     assert len([*fewer.weights(opened.checkpoint, words)]) == len(asked) == count - 1
     experts = draft_file.candidate_paths(opened.checkpoint)[0]
     assert len([*experts.parent.glob("draft-int4-rtn-dense-*")]) >= 2
@@ -201,7 +201,7 @@ def test_rounded_codes_are_kept_and_read_again(tiny: Folder, tmp_path: Path) -> 
 def test_codes_are_counted_where_they_draft(tiny: Folder) -> None:
     opened = open_model(tiny("qwen2_moe"))
     source = open_draft("auto", opened.checkpoint, opened.store, opened.shape.experts)
-    codes = DenseDraft.of("all", opened.shape.dense)
+    codes = DenseDraft.of("all", opened.shape.draft_layers)
     subject = Subject.of_draft("model", opened, "float32", source.layout, codes)
     plain = replace(subject, dense_draft=DenseDraft({}))
     assert subject.base_bytes == plain.base_bytes == plain.draft_bytes
@@ -229,7 +229,7 @@ def quantised(tiny: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_gptq_folder_brings_the_codes_of_its_dense_layers(tiny: Folder, quantised: Path) -> None:
     opened = open_model(tiny("deepseek_v2"))
-    checkpoint, store, shapes = opened.checkpoint, opened.store, opened.shape.dense
+    checkpoint, store, shapes = opened.checkpoint, opened.store, opened.shape.draft_layers
     source = open_draft(str(quantised), checkpoint, store, opened.shape.experts, shapes)
     draft = dense_draft("all", shapes, source)
     rounded = [name for name, layout in draft.layouts.items() if not layout.brought]

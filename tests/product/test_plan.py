@@ -80,7 +80,9 @@ def test_items_of_qwen_are_what_its_config_implies() -> None:
     # transformers holds its rotary frequencies once or twice.
     assert items["non_expert_weights"] - 2 * weights in (rotary_bytes, 2 * rotary_bytes)
     assert items["kv_cache"] == 4096 * 2 * layers * hidden * 2
-    assert items["draft"] == 60 * layers * (expert // 2 + expert // 128 * 2)
+    dense, head = layers * (4 * hidden * hidden + 3 * hidden * 5632), vocab * hidden
+    draft = 60 * layers * expert + dense + 2 * head  # the head in two planes
+    assert items["draft"] == draft // 2 + draft // 128 * 2
     assert items["slots"] == made.memory[way].slots * expert * 2
     assert items["read_buffers"] == 4096
     used = sum(items.values())
