@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BATCH = 32
+BATCH = 64
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines to write")
-    parser.add_argument("--texts", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--texts", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256, help="of each text")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     write(options.model, options.out, options.texts, options.tokens, options.seed)
@@ -45,6 +45,7 @@ def write(folder: Path, out: Path, texts: int, tokens: int, seed: int) -> None:
             for row in drawn:
                 text = tokenizer.decode(row, skip_special_tokens=True)
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":
