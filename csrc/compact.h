@@ -4,8 +4,9 @@
 // in Python.
 //
 // An expert is three matrices: gate and up [expert_width, hidden_size], down [hidden_size,
-// expert_width]. Columns go in blocks of 64 and rows in quads of four; the last of either may be
-// shorter, and every matrix begins a quad. A record has sections at multiples of 64 bytes:
+// expert_width]. A dense matrix has a record of its own. Columns go in blocks of 64 and rows in
+// quads of four; the last of either may be shorter, and every matrix begins a quad. A record has
+// sections at multiples of 64 bytes:
 //
 //   lossless  exponents  8 bytes a matrix: those that classes 0 to 6 stand for, and 0
 //             index
@@ -38,6 +39,8 @@ constexpr std::int64_t kSlackBytes = 128;
 constexpr std::int64_t kExpertMatrices = 3;
 // In an entry of the index: weights of the quad whose codes are not zero have escapes.
 constexpr std::uint32_t kHasExceptions = 1u << 31;
+// The other bits of an entry tell a position, so the streams of a record end below it.
+constexpr std::int64_t kStreamsEnd = kHasExceptions;
 
 // Classes of three bits; of seven the escape tells.
 constexpr int kClasses = 8;
@@ -91,36 +94,55 @@ SPEQ_INLINE constexpr std::int64_t class_stride(std::int64_t columns) {
 
 // Where the sections of a record lie, in bytes from its start; those of each matrix.
 struct CompactLayout {
+  int matrices;
   std::int64_t rows[kExpertMatrices], columns[kExpertMatrices];
   std::int64_t first_quad[kExpertMatrices + 1];
   std::int64_t index, classes[kExpertMatrices], bytes[kExpertMatrices], streams;
+
+  SPEQ_MEMBER std::int64_t quads() const { return first_quad[matrices]; }
+  SPEQ_MEMBER std::int64_t fixed_bytes() const { return streams + kSlackBytes; }
 };
 
-SPEQ_INLINE CompactLayout compact_layout(std::int64_t hidden_size, std::int64_t expert_width,
-                                         bool lossless) {
-  CompactLayout layout{{expert_width, expert_width, hidden_size},
-                       {hidden_size, hidden_size, expert_width},
-                       {0},
-                       0,
-                       {0},
-                       {0},
-                       0};
-  for (int m = 0; m < kExpertMatrices; ++m) {
+// Places the sections of a record whose matrices, rows and columns are known.
+SPEQ_INLINE CompactLayout with_sections(CompactLayout layout, bool lossless) {
+  for (int m = 0; m < layout.matrices; ++m) {
     layout.first_quad[m + 1] = layout.first_quad[m] + quads_of(layout.rows[m]);
   }
-  std::int64_t at = lossless ? whole_lines(kExpertMatrices * kClasses) : 0;
+  std::int64_t at = lossless ? whole_lines(layout.matrices * kClasses) : 0;
   layout.index = at;
-  at += whole_lines((layout.first_quad[kExpertMatrices] + 1) * sizeof(std::uint32_t));
-  for (int m = 0; m < kExpertMatrices && lossless; ++m) {
+  at += whole_lines((layout.quads() + 1) * sizeof(std::uint32_t));
+  for (int m = 0; m < layout.matrices && lossless; ++m) {
     layout.classes[m] = at;
     at += whole_lines(layout.rows[m] * class_stride(layout.columns[m]));
   }
-  for (int m = 0; m < kExpertMatrices; ++m) {
+  for (int m = 0; m < layout.matrices; ++m) {
     layout.bytes[m] = at;
     at += whole_lines(layout.rows[m] * layout.columns[m]);
   }
   layout.streams = at;
   return layout;
+}
+
+// Of an expert: gate, up and down.
+SPEQ_INLINE CompactLayout compact_layout(std::int64_t hidden_size, std::int64_t expert_width,
+                                         bool lossless) {
+  CompactLayout layout{};
+  layout.matrices = kExpertMatrices;
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    const bool down = m == kExpertMatrices - 1;
+    layout.rows[m] = down ? hidden_size : expert_width;
+    layout.columns[m] = down ? expert_width : hidden_size;
+  }
+  return with_sections(layout, lossless);
+}
+
+// Of one dense matrix.
+SPEQ_INLINE CompactLayout dense_layout(std::int64_t rows, std::int64_t columns, bool lossless) {
+  CompactLayout layout{};
+  layout.matrices = 1;
+  layout.rows[0] = rows;
+  layout.columns[0] = columns;
+  return with_sections(layout, lossless);
 }
 
 // Positions within the streams of a quad. Whatever an index says, both stay within the streams, so

@@ -62,6 +62,15 @@ DraftDense = Annotated[
         Choice(("auto", *DENSE_DRAFTS)),
     ),
 ]
+Dense = Annotated[
+    str,
+    Option(
+        "How weights outside the experts are held: raw (words), lossless (about 11 bits a "
+        "bfloat16 weight), residual (about 9 bits, read over a draft's codes of them), or auto: "
+        "lossless where memory is short or it was measured to be no slower.",
+        Choice(("auto", "raw", "lossless", "residual")),
+    ),
+]
 DraftLength = Annotated[
     int | None,
     Option(
@@ -124,6 +133,7 @@ class RunConfig(Options):
             Choice(("auto",), CODECS),
         ),
     ] = "auto"
+    dense: Dense = "auto"
     graphs: Graphs = "auto"
     profile: Profile = "auto"
     verify_reads: Annotated[

@@ -7,6 +7,7 @@ the store that fills slots. `Runtime` lays out the rest.
 import contextlib
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,11 +33,13 @@ from speq.layers.draft_experts import DraftExperts
 from speq.layers.int4_matrix import Int4Matrix
 from speq.machine import default_host_bytes
 from speq.models import moe_model
+from speq.models.dense import Records, encode_dense
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
+from speq.planning.dense import DenseTrial, settle_dense
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
 from speq.planning.settle import Settled, objectives_of, replan, settle
@@ -118,6 +121,7 @@ def load(
         dense_codes = dense_draft(config.draft_dense, dense, draft)
         subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense_codes)
         budget = budget_of(config, context, device)
+        subject = settle_dense(subject, budget, config, dense_trial_of(opened, device, config))
         settled = settle(
             subject, budget, config, profile, trials_of(opened, device, subject, config)
         )
@@ -125,7 +129,14 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
-        model = moe_model.load(opened.family, opened.checkpoint, subject.dtype, device)
+        model = moe_model.load(
+            opened.family,
+            opened.checkpoint,
+            subject.dtype,
+            device,
+            records_of(subject, device, budget, progress),
+        )
+        subject, settled = held(model, subject, settled, budget)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
@@ -233,6 +244,42 @@ def trials_of(
     limit_bytes = config.memory_budget // 2
     use = partial(Use.of, store, device, opened.shape, subject.dtype, limit_bytes)
     return Trials(encoding, use)
+
+
+def dense_trial_of(
+    opened: Opened, device: Processor | Accelerator, config: RunConfig
+) -> Callable[[], DenseTrial] | None:
+    """What times one of a model's own matrices, within half of the budget; None on a GPU."""
+    if not isinstance(device, Processor):
+        return None
+    names = opened.family.names
+    return partial(DenseTrial.of, opened.checkpoint, names.is_expert, config.memory_budget // 2)
+
+
+def records_of(
+    subject: Subject, device: Processor | Accelerator, budget: Budget, progress: Progress | None
+) -> Records | None:
+    """What encodes the dense matrices of a model; None where they stay words."""
+    if subject.dense.name == "raw":
+        return None
+    return partial(
+        encode_dense,
+        threads=budget.readers,
+        device=device.torch,
+        progress=labelled(progress, "encoding dense layers"),
+    )
+
+
+def held(
+    model: MoEModel, subject: Subject, settled: Settled, budget: Budget
+) -> tuple[Subject, Settled]:
+    """The model with dense matrices of known sizes, and the same holding with what they leave."""
+    sizes = tuple(model.dense_sizes)
+    if sizes == subject.dense.sizes:
+        return subject, settled
+    known = replace(subject, dense=subject.dense.known(sizes))
+    holding, memory = replan(known, settled.holding, budget)
+    return known, replace(settled, holding=holding, memory=memory)
 
 
 def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:

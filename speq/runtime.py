@@ -112,7 +112,8 @@ class Runtime:
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory = self._loaded.memory(self.plan)
-        return RunStats(start_s, memory, self.holding.codec, self.planned)
+        form = self._loaded.subject.dense.name
+        return RunStats(start_s, memory, self.holding.codec, form, self.planned)
 
     @contextmanager
     def watched(self, stats: RunStats) -> Iterator[None]:

@@ -312,6 +312,7 @@ FIGURES = {
     "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
     "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",
+    "dense": "how weights outside the experts were held: raw, lossless or residual",
     "planned": "the planner's reason for codec and draft, if a profile let it choose",
 }
 LAYER_FIGURES = {
@@ -341,6 +342,7 @@ class RunStats:
     """The steps of one generation, and what they add up to: FIGURES defines each figure.
 
     codec    of the experts in slots
+    dense    form of the weights outside the experts
     planned  why, where a profile let the planner choose that and the draft
     card     figures of the GPU during the run, where its driver gave any
     """
@@ -348,6 +350,7 @@ class RunStats:
     start_s: float
     memory: dict[str, int]
     codec: str = "raw"
+    dense: str = "raw"
     planned: str | None = None
     card: dict[str, Any] | None = None
     steps: list[StepStats] = field(default_factory=list)
@@ -424,5 +427,6 @@ class RunStats:
             "memory": dict(self.memory),
             "card": self.card,
             "codec": self.codec,
+            "dense": self.dense,
             "planned": self.planned,
         }

@@ -57,7 +57,7 @@ class LayerShape:
             return self.exact_bytes
         if form == "int4":
             return self.int4_bytes(group_size)
-        layout = CompactLayout(self.hidden_size, self.expert_width, form == "lossless")
+        layout = CompactLayout.of_expert(self.hidden_size, self.expert_width, form == "lossless")
         return aligned(int(1.1 * layout.fixed_bytes))
 
 

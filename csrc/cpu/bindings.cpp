@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/grouped_binding.h"
-#include "cpu/linear.h"
+#include "cpu/linear_binding.h"
 #include "cpu/moe_int4.h"
 #include "cpu/tensors.h"
 
@@ -159,33 +159,17 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
 }
 
 void linear_out(Tensor inputs, Tensor weight, std::optional<Tensor> bias, Tensor out) {
-  const ScalarType type = inputs.scalar_type();
-  check(inputs, "inputs", 2, type);
-  check(weight, "weight", 2, type);
-  check(out, "out", 2, type);
-  const std::int64_t rows = inputs.size(0), columns = inputs.size(1), outputs = weight.size(0);
-  STD_TORCH_CHECK(weight.size(1) == columns && out.size(0) == rows && out.size(1) == outputs,
-                  "inputs [R, K], weight [N, K] and out [R, N] do not fit together");
-  if (bias.has_value()) {
-    check(*bias, "bias", 1, type);
-    STD_TORCH_CHECK(bias->size(0) == outputs, "bias must have an element for each output");
-  }
-  const Word word = word_of(inputs, "inputs");
-  if (out.numel() == 0) {
-    return;
-  }
-  const Linear linear({
-      rows,
-      columns,
-      outputs,
-      word,
-      inputs.const_data_ptr(),
-      weight.const_data_ptr(),
-      bias.has_value() ? bias->const_data_ptr() : nullptr,
-      out.mutable_data_ptr(),
-  });
-  parallel_for(0, outputs, grain(columns * bytes_of(word)),
-               [&](std::int64_t begin, std::int64_t end) { linear.run(begin, end); });
+  check(weight, "weight", 2, inputs.scalar_type());
+  STD_TORCH_CHECK(inputs.dim() == 2 && weight.size(1) == inputs.size(1),
+                  "inputs [R, K] and weight [N, K] do not fit together");
+  const Word word = word_of(weight, "weight");
+  const std::int64_t columns = weight.size(1), row_bytes = columns * bytes_of(word);
+  const auto *words = static_cast<const std::byte *>(weight.const_data_ptr());
+  run_linear(inputs, weight.size(0), word, bias, out,
+             [=](std::int64_t begin, std::int64_t end, const Inputs &of, float *const *outs) {
+               dot_exact_for(word, of.stored)(words + begin * row_bytes, columns, end - begin,
+                                              of.rows, of.count, outs);
+             });
 }
 
 void read_sum_out(Tensor words, Tensor out) {

@@ -2,16 +2,20 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "cpu/encode.h"
 #include "cpu/grouped_binding.h"
+#include "cpu/record_binding.h"
 
 namespace {
 
 using namespace speq;
 using namespace speq::cpu;
 
-// Quads that a thread takes at a time when records are made or undone.
-constexpr std::int64_t kGrainQuads = 16;
+struct ExactExpert {
+  const BFloat16 *gate_up, *down;
+  std::int64_t hidden_size, expert_width;
+
+  ExactWords words() const { return {gate_up, gate_up + expert_width * hidden_size, down}; }
+};
 
 ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
   check(gate_up_proj, "gate_up_proj", 2, ScalarType::BFloat16);
@@ -23,24 +27,10 @@ ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
           static_cast<const BFloat16 *>(down_proj.const_data_ptr()), hidden_size, width};
 }
 
-// Makes a record, where it has room for it, and says how large that is.
-void encode(CompactEncoder &encoder, Tensor &record, Tensor &nbytes) {
-  check(record, "record", 1, ScalarType::Byte);
-  check(nbytes, "nbytes", 1, ScalarType::Long);
-  STD_TORCH_CHECK(nbytes.numel() == 1, "nbytes must hold one number");
-  parallel_for(0, encoder.quads(), kGrainQuads,
-               [&](std::int64_t begin, std::int64_t end) { encoder.measure(begin, end); });
-  const std::int64_t wanted = encoder.finish();
-  *static_cast<std::int64_t *>(nbytes.mutable_data_ptr()) = wanted;
-  if (wanted <= record.numel()) {
-    auto *bytes = static_cast<std::uint8_t *>(record.mutable_data_ptr());
-    parallel_for(0, encoder.quads(), kGrainQuads,
-                 [&](std::int64_t begin, std::int64_t end) { encoder.write(begin, end, bytes); });
-  }
-}
-
 void encode_lossless_out(Tensor gate_up_proj, Tensor down_proj, Tensor record, Tensor nbytes) {
-  LosslessEncoder encoder(exact_expert(gate_up_proj, down_proj));
+  const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
+  LosslessEncoder encoder(compact_layout(expert.hidden_size, expert.expert_width, true),
+                          expert.words());
   encode(encoder, record, nbytes);
 }
 
@@ -49,35 +39,30 @@ void encode_residual_out(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_q
                          Tensor record, Tensor nbytes) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
   const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
-  ResidualEncoder encoder(
-      expert,
-      int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up").matrix(0),
-      int4_slots(down_qweight, down_scales, hidden_size, width, "down").matrix(0));
+  const Int4Matrix gate =
+      int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up").matrix(0);
+  const Int4Matrix down =
+      int4_slots(down_qweight, down_scales, hidden_size, width, "down").matrix(0);
+  Int4Matrix up = gate;
+  up.qweight += width * gate.row_bytes();
+  up.scales += width * gate.row_groups();
+  ResidualEncoder encoder(compact_layout(hidden_size, width, false), expert.words(),
+                          {gate, up, down});
   encode(encoder, record, nbytes);
-}
-
-RecordSlots checked(const RecordSlots &slots, std::int64_t fixed_bytes, const char *name) {
-  constexpr std::int64_t kEntry = alignof(std::uint32_t);
-  STD_TORCH_CHECK(slots.slot_bytes >= fixed_bytes && slots.stride % kEntry == 0 &&
-                      reinterpret_cast<std::uintptr_t>(slots.records) % kEntry == 0,
-                  name, " must hold records of at least ", fixed_bytes, " bytes, aligned to four");
-  return slots;
 }
 
 RecordSlots record_slots(const Tensor &slots, std::int64_t fixed_bytes) {
   STD_TORCH_CHECK(slots.dim() == 2 && slots.scalar_type() == ScalarType::Byte &&
-                      slots.stride(1) == 1,
-                  "slots must be [S, slot_bytes] of uint8");
-  return checked({static_cast<const std::uint8_t *>(slots.const_data_ptr()), slots.size(0),
-                  slots.size(1), slots.stride(0)},
-                 fixed_bytes, "slots");
+                      slots.stride(1) == 1 && slots.stride(0) % kEntryBytes == 0,
+                  "slots must be [S, slot_bytes] of uint8, ", kEntryBytes, " bytes aligned");
+  const auto *records = static_cast<const std::uint8_t *>(slots.const_data_ptr());
+  check_record({records, slots.size(1)}, fixed_bytes, "slots");
+  return {records, slots.size(0), slots.size(1), slots.stride(0)};
 }
 
-RecordSlots only_slot(const Tensor &record, std::int64_t fixed_bytes) {
-  check(record, "record", 1, ScalarType::Byte);
-  // A stride that nobody steps by.
-  return checked({static_cast<const std::uint8_t *>(record.const_data_ptr()), 1, record.numel(), 0},
-                 fixed_bytes, "record");
+RecordSlots only_slot(const Tensor &tensor, std::int64_t fixed_bytes) {
+  const Record record = record_of(tensor, fixed_bytes);
+  return {record.bytes, 1, record.nbytes, 0}; // a stride that nobody steps by
 }
 
 BaseExperts base_experts(const Tensor &base_slots, const Tensor &gate_up_qweight,
@@ -98,22 +83,17 @@ BaseExperts base_experts(const Tensor &base_slots, const Tensor &gate_up_qweight
 }
 
 // Words of all rows of an expert; rows_of(projection) are the matrices.
-template <typename RowsOf, typename Rows>
-void decode(const RowsOf &rows_of, const CodedKernels<Rows> &kernels, Tensor &gate_up_proj,
-            Tensor &down_proj) {
+template <typename RowsOf>
+void decode(const RowsOf &rows_of, Tensor &gate_up_proj, Tensor &down_proj) {
   exact_expert(gate_up_proj, down_proj);
   auto *gate_up = static_cast<BFloat16 *>(gate_up_proj.mutable_data_ptr());
   auto *down = static_cast<BFloat16 *>(down_proj.mutable_data_ptr());
   for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
-    const Rows rows = rows_of(projection);
+    const auto rows = rows_of(projection);
     BFloat16 *words = projection == Projection::down ? down
                       : projection == Projection::up ? gate_up + rows.rows * rows.columns
                                                      : gate_up;
-    parallel_for(0, quads_of(rows.rows), kGrainQuads, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t quad = begin; quad < end; ++quad) {
-        kernels.decode(rows, quad, words + quad * kQuadRows * rows.columns);
-      }
-    });
+    decode_quads(rows, 0, quads_of(rows.rows), words);
   }
 }
 
@@ -122,8 +102,8 @@ void decode_lossless_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
   const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
   const LosslessWeights weights(
       hidden_size, width, only_slot(record, LosslessWeights::fixed_bytes(hidden_size, width)));
-  decode([&](Projection projection) { return weights.rows(projection, 0); },
-         micro_kernels().lossless, gate_up_proj, down_proj);
+  decode([&](Projection projection) { return weights.rows(projection, 0); }, gate_up_proj,
+         down_proj);
 }
 
 void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_scales,
@@ -141,8 +121,8 @@ void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_s
   const ResidualWeights weights(hidden_size, width,
                                 only_slot(record, ResidualWeights::fixed_bytes(hidden_size, width)),
                                 base);
-  decode([&](Projection projection) { return weights.rows(projection, 0, 0); },
-         micro_kernels().residual, gate_up_proj, down_proj);
+  decode([&](Projection projection) { return weights.rows(projection, 0, 0); }, gate_up_proj,
+         down_proj);
 }
 
 void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,

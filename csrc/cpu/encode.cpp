@@ -49,9 +49,8 @@ int code_at(const std::uint8_t *qweight, std::int64_t column) {
 
 } // namespace
 
-CompactEncoder::CompactEncoder(const ExactExpert &expert, bool lossless)
-    : layout_(compact_layout(expert.hidden_size, expert.expert_width, lossless)), expert_(expert),
-      index_(quads() + 1) {}
+CompactEncoder::CompactEncoder(const CompactLayout &layout, const ExactWords &words)
+    : layout_(layout), words_(words), index_(quads() + 1) {}
 
 CompactEncoder::Quad CompactEncoder::quad(std::int64_t index) const {
   int matrix = 0;
@@ -63,10 +62,7 @@ CompactEncoder::Quad CompactEncoder::quad(std::int64_t index) const {
 }
 
 const BFloat16 *CompactEncoder::row(int matrix, std::int64_t row) const {
-  if (matrix == 2) {
-    return expert_.down + row * layout_.columns[2];
-  }
-  return expert_.gate_up + (matrix * layout_.rows[0] + row) * layout_.columns[0];
+  return words_[matrix] + row * layout_.columns[matrix];
 }
 
 void CompactEncoder::measure(std::int64_t begin, std::int64_t end) {
@@ -78,13 +74,13 @@ void CompactEncoder::measure(std::int64_t begin, std::int64_t end) {
 }
 
 std::int64_t CompactEncoder::finish() {
-  std::uint32_t position = 0;
+  stream_bytes_ = 0;
   for (std::uint32_t &entry : index_) {
     const std::uint32_t size = entry & ~kHasExceptions;
-    entry = position | (entry & kHasExceptions);
-    position += size;
+    entry = std::uint32_t(stream_bytes_) | (entry & kHasExceptions);
+    stream_bytes_ += size;
   }
-  return layout_.streams + position + kSlackBytes;
+  return layout_.fixed_bytes() + stream_bytes_;
 }
 
 // A record's bytes depend on the weights alone.
@@ -93,7 +89,7 @@ void CompactEncoder::clear_gaps(std::uint8_t *record) const {
     std::memset(record + section + bytes, 0, whole_lines(bytes) - bytes);
   };
   clear_behind(layout_.index, std::int64_t(index_.size() * sizeof index_[0]));
-  for (int m = 0; m < kExpertMatrices; ++m) {
+  for (int m = 0; m < layout_.matrices; ++m) {
     if (layout_.classes[m] != 0) {
       clear_behind(layout_.classes[m], layout_.rows[m] * class_stride(layout_.columns[m]));
     }
@@ -128,8 +124,9 @@ void CompactEncoder::write(std::int64_t begin, std::int64_t end, std::uint8_t *r
   }
 }
 
-LosslessEncoder::LosslessEncoder(const ExactExpert &expert) : CompactEncoder(expert, true) {
-  for (int m = 0; m < kExpertMatrices; ++m) {
+LosslessEncoder::LosslessEncoder(const CompactLayout &layout, const ExactWords &words)
+    : CompactEncoder(layout, words) {
+  for (int m = 0; m < layout_.matrices; ++m) {
     std::array<std::int64_t, 256> counts{};
     for (std::int64_t r = 0; r < layout_.rows[m]; ++r) {
       const BFloat16 *words = row(m, r);
@@ -195,13 +192,9 @@ void LosslessEncoder::write_head(std::uint8_t *record) const {
   std::memcpy(record, exponents_, sizeof exponents_);
 }
 
-ResidualEncoder::ResidualEncoder(const ExactExpert &expert, const Int4Matrix &gate_up,
-                                 const Int4Matrix &down)
-    : CompactEncoder(expert, false), codes_{gate_up, gate_up, down} {
-  const std::int64_t width = expert.expert_width;
-  codes_[1].qweight += width * gate_up.row_bytes();
-  codes_[1].scales += width * gate_up.row_groups();
-}
+ResidualEncoder::ResidualEncoder(const CompactLayout &layout, const ExactWords &words,
+                                 const RecordCodes &codes)
+    : CompactEncoder(layout, words), codes_(codes) {}
 
 bool ResidualEncoder::fill(const Quad &quad, bool exceptions, Streams &streams) const {
   const Int4Matrix &codes = codes_[quad.matrix];

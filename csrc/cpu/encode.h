@@ -1,4 +1,4 @@
-// Exact BF16 experts into compact records (compact.h). Two passes over the weights, each over
+// Exact BF16 matrices into compact records (compact.h). Two passes over the weights, each over
 // ranges of quads that threads may share: one finds how large the record will be, one writes it.
 #pragma once
 
@@ -9,21 +9,22 @@
 
 namespace speq::cpu {
 
-// gate over up [2 * expert_width, hidden_size], and down [hidden_size, expert_width].
-struct ExactExpert {
-  const BFloat16 *gate_up, *down;
-  std::int64_t hidden_size, expert_width;
-};
+// The words of each matrix of a record: gate, up and down of an expert, or a dense one.
+using ExactWords = std::array<const BFloat16 *, kExpertMatrices>;
+// The draft's codes of the same matrices.
+using RecordCodes = std::array<Int4Matrix, kExpertMatrices>;
 
 class CompactEncoder {
 public:
-  CompactEncoder(const ExactExpert &expert, bool lossless);
+  CompactEncoder(const CompactLayout &layout, const ExactWords &words);
   virtual ~CompactEncoder() = default;
 
-  std::int64_t quads() const { return layout_.first_quad[kExpertMatrices]; }
+  std::int64_t quads() const { return layout_.quads(); }
   void measure(std::int64_t begin, std::int64_t end);
   // The record's bytes, once all quads are measured.
   std::int64_t finish();
+  // Whether the index, which is finished, can tell where all streams begin.
+  bool can_write() const { return stream_bytes_ < kStreamsEnd; }
   // Write quads of a record of so many bytes.
   void write(std::int64_t begin, std::int64_t end, std::uint8_t *record) const;
 
@@ -54,13 +55,14 @@ private:
   Quad quad(std::int64_t index) const;
   void clear_gaps(std::uint8_t *record) const;
 
-  ExactExpert expert_;
+  ExactWords words_;
+  std::int64_t stream_bytes_ = 0;
   std::vector<std::uint32_t> index_; // sizes, until `finish` makes positions of them
 };
 
 class LosslessEncoder : public CompactEncoder {
 public:
-  explicit LosslessEncoder(const ExactExpert &expert);
+  LosslessEncoder(const CompactLayout &layout, const ExactWords &words);
 
 private:
   Streams streams_of(const Quad &quad) const override;
@@ -73,8 +75,7 @@ private:
 
 class ResidualEncoder : public CompactEncoder {
 public:
-  // The draft's codes of the same matrices, gate over up.
-  ResidualEncoder(const ExactExpert &expert, const Int4Matrix &gate_up, const Int4Matrix &down);
+  ResidualEncoder(const CompactLayout &layout, const ExactWords &words, const RecordCodes &codes);
 
 private:
   Streams streams_of(const Quad &quad) const override;
@@ -84,7 +85,7 @@ private:
   // where `exceptions` says that the quad has some.
   bool fill(const Quad &quad, bool exceptions, Streams &streams) const;
 
-  Int4Matrix codes_[kExpertMatrices];
+  RecordCodes codes_;
 };
 
 } // namespace speq::cpu

@@ -39,6 +39,13 @@ inline DotExact dot_exact_for(Word weights, Word stored) {
   }
 }
 
+// Rows of inputs, all of one kind.
+struct Inputs {
+  const void *const *rows;
+  std::int64_t count;
+  Word stored; // bfloat16 where pairs are multiplied
+};
+
 class ExactRows {
 public:
   // weights and values are the dtypes of the two sides.

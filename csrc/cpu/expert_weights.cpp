@@ -4,29 +4,6 @@
 #include <string>
 
 namespace speq::cpu {
-namespace {
-
-// The part of a matrix that lossless and residual records have alike.
-CodedRows coded_rows(const CompactLayout &layout, const RecordSlots &slots, Projection projection,
-                     std::int64_t slot) {
-  const int m = int(projection);
-  const std::uint8_t *record = slots.record(slot);
-  return {layout.rows[m],
-          layout.columns[m],
-          record + layout.bytes[m],
-          record + layout.streams,
-          reinterpret_cast<const std::uint32_t *>(record + layout.index) + layout.first_quad[m],
-          slots.slot_bytes - layout.streams - kSlackBytes};
-}
-
-template <typename Rows>
-void dot_rows(const CodedKernels<Rows> &kernels, const Rows &matrix, std::int64_t first,
-              std::int64_t rows, const Inputs &inputs, float *const *outs) {
-  const auto dot = inputs.stored == Word::bfloat16 ? kernels.dot_pairs : kernels.dot;
-  dot(matrix, first, first + rows, inputs.rows, inputs.count, outs);
-}
-
-} // namespace
 
 void RawWeights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
                      std::int64_t rows, const Inputs &inputs, float *const *outs) const {
@@ -44,19 +21,17 @@ LosslessWeights::LosslessWeights(std::int64_t hidden_size, std::int64_t expert_w
       layout_(compact_layout(hidden_size, expert_width, true)), slots_(slots) {}
 
 std::int64_t LosslessWeights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
-  return compact_layout(hidden_size, expert_width, true).streams + kSlackBytes;
+  return compact_layout(hidden_size, expert_width, true).fixed_bytes();
 }
 
 LosslessRows LosslessWeights::rows(Projection projection, std::int64_t slot) const {
-  const std::uint8_t *record = slots_.record(slot);
-  return {coded_rows(layout_, slots_, projection, slot), record + int(projection) * kClasses,
-          record + layout_.classes[int(projection)]};
+  return lossless_rows(layout_, slots_.record(slot), int(projection));
 }
 
 void LosslessWeights::dot(Projection projection, std::int64_t, std::int64_t slot,
                           std::int64_t first, std::int64_t count, const Inputs &inputs,
                           float *const *outs) const {
-  dot_rows(micro_kernels().lossless, rows(projection, slot), first, count, inputs, outs);
+  dot_rows(rows(projection, slot), first, first + count, inputs, outs);
 }
 
 ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width,
@@ -65,7 +40,7 @@ ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_w
       layout_(compact_layout(hidden_size, expert_width, false)), slots_(slots), base_(base) {}
 
 std::int64_t ResidualWeights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
-  return compact_layout(hidden_size, expert_width, false).streams + kSlackBytes;
+  return compact_layout(hidden_size, expert_width, false).fixed_bytes();
 }
 
 std::int64_t ResidualWeights::base_slot(std::int64_t expert) const {
@@ -87,15 +62,15 @@ ResidualRows ResidualWeights::rows(Projection projection, std::int64_t expert,
       base_slot(expert) * of_expert + (projection == Projection::up ? expert_width : 0);
   const std::uint8_t *qweight = down ? base_.down_qweight : base_.gate_up_qweight;
   const Float16 *scales = down ? base_.down_scales : base_.gate_up_scales;
-  return {
-      coded_rows(layout_, slots_, projection, slot),
-      {qweight + first * (width / 2), scales + first * (width / group_size), width, group_size}};
+  return residual_rows(
+      layout_, slots_.record(slot), int(projection),
+      {qweight + first * (width / 2), scales + first * (width / group_size), width, group_size});
 }
 
 void ResidualWeights::dot(Projection projection, std::int64_t expert, std::int64_t slot,
                           std::int64_t first, std::int64_t count, const Inputs &inputs,
                           float *const *outs) const {
-  dot_rows(micro_kernels().residual, rows(projection, expert, slot), first, count, inputs, outs);
+  dot_rows(rows(projection, expert, slot), first, first + count, inputs, outs);
 }
 
 const std::int32_t *ResidualWeights::input_perm(std::int64_t expert) const {

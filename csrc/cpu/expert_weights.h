@@ -4,18 +4,11 @@
 #include <cstddef>
 #include <span>
 
-#include "cpu/exact_rows.h"
+#include "cpu/records.h"
 
 namespace speq::cpu {
 
 enum class Projection : int { gate, up, down };
-
-// Rows of inputs, all of one kind, and where a product's results go: outs[r][n].
-struct Inputs {
-  const void *const *rows;
-  std::int64_t count;
-  Word stored; // bfloat16 where pairs are multiplied
-};
 
 class ExpertWeights {
 public:
@@ -65,7 +58,7 @@ struct RecordSlots {
   const std::uint8_t *records;
   std::int64_t count, slot_bytes, stride;
 
-  const std::uint8_t *record(std::int64_t slot) const { return records + slot * stride; }
+  Record record(std::int64_t slot) const { return {records + slot * stride, slot_bytes}; }
 };
 
 class LosslessWeights : public ExpertWeights {

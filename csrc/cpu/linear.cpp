@@ -1,11 +1,13 @@
 #include "cpu/linear.h"
 
+#include <utility>
 #include <vector>
 
 namespace speq::cpu {
 
-Linear::Linear(const LinearProblem &problem)
-    : problem_(problem), inputs_(problem.rows, problem.columns, problem.word, problem.word) {
+Linear::Linear(const LinearProblem &problem, DotRows dot)
+    : problem_(problem), dot_(std::move(dot)),
+      inputs_(problem.rows, problem.columns, problem.weights, problem.word) {
   with_type(problem_.word, [&](auto type) {
     const auto *words = static_cast<const decltype(type) *>(problem_.inputs);
     for (std::int64_t r = 0; r < problem_.rows; ++r) {
@@ -15,7 +17,7 @@ Linear::Linear(const LinearProblem &problem)
 }
 
 void Linear::run(std::int64_t begin, std::int64_t end) const {
-  const std::int64_t outputs = end - begin, row_bytes = problem_.columns * bytes_of(problem_.word);
+  const std::int64_t outputs = end - begin;
   std::vector<float> values(problem_.rows * outputs);
   std::vector<const void *> inputs(problem_.rows);
   std::vector<float *> value_rows(problem_.rows);
@@ -23,8 +25,7 @@ void Linear::run(std::int64_t begin, std::int64_t end) const {
     inputs[r] = inputs_.row(r);
     value_rows[r] = &values[r * outputs];
   }
-  inputs_.dot()(static_cast<const std::byte *>(problem_.weight) + begin * row_bytes,
-                problem_.columns, outputs, inputs.data(), problem_.rows, value_rows.data());
+  dot_(begin, end, {inputs.data(), problem_.rows, inputs_.stored()}, value_rows.data());
   with_type(problem_.word, [&](auto type) {
     using Type = decltype(type);
     const auto *bias = static_cast<const Type *>(problem_.bias);

@@ -2,28 +2,35 @@
 // token, bound by the reading of the weights.
 #pragma once
 
+#include <functional>
+
 #include "cpu/exact_rows.h"
 
 namespace speq::cpu {
 
 struct LinearProblem {
   std::int64_t rows, columns, outputs;
-  Word word;          // of everything
+  Word weights;       // of the matrix [outputs, columns]
+  Word word;          // of everything else
   const void *inputs; // [rows, columns]
-  const void *weight; // [outputs, columns]
   const void *bias;   // [outputs] or null
   void *out;          // [rows, outputs]
 };
 
+// Rows [begin, end) of the matrix by inputs: outs[r][n - begin].
+using DotRows = std::function<void(std::int64_t begin, std::int64_t end, const Inputs &inputs,
+                                   float *const *outs)>;
+
 class Linear {
 public:
-  explicit Linear(const LinearProblem &problem);
+  Linear(const LinearProblem &problem, DotRows dot);
 
   // Outputs [begin, end) of every row.
   void run(std::int64_t begin, std::int64_t end) const;
 
 private:
   LinearProblem problem_;
+  DotRows dot_;
   ExactRows inputs_;
 };
 

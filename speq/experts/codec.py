@@ -196,7 +196,7 @@ class CompactCodec:
     @property
     def layout(self) -> CompactLayout:
         shape, lossless = self.shape, not self.needs_draft
-        return CompactLayout(shape.hidden_size, shape.expert_width, lossless=lossless)
+        return CompactLayout.of_expert(shape.hidden_size, shape.expert_width, lossless)
 
     @property
     def plain_bytes(self) -> int:

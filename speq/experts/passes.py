@@ -1,4 +1,4 @@
-"""A pass over many experts by several threads."""
+"""A pass over many experts, or matrices, by several threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,12 +17,13 @@ def spread(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
 
 
 def over_all(
-    work: Callable[[int, int], None],
-    keys: Sequence[tuple[int, int]],
+    work: Callable[..., None],
+    keys: Sequence[tuple[int, ...]],
     threads: int,
     progress: Done | None = None,
 ) -> None:
-    """Do some work for each (layer, expert), several at a time. Raises the first error.
+    """Do some work for each (layer, expert), or for other numbers, several at a time. Raises the
+    first error.
 
     After an error or an interrupt no more is begun, and no thread is at work on return.
     """

@@ -1,5 +1,9 @@
-"""Sizes of compact records of experts. csrc/compact.h says what lies in them."""
+"""Sizes of compact records of experts and of dense matrices.
 
+csrc/compact.h says what lies in them.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LINE_BYTES = 64
@@ -7,26 +11,34 @@ QUAD_ROWS = 4
 BLOCK_COLUMNS = 64
 # An entry of the index.
 INDEX_BYTES = 4
+# An entry tells positions below it, so the streams of a record end below it too.
+STREAMS_END = 1 << 31
 # Decoders take whole vectors, and so read up to this far past the streams.
 SLACK_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class CompactLayout:
-    """Sections of the record of one expert of gate and up [F, H] and down [H, F].
+    """Sections of a record.
 
+    matrices  rows and columns of each of its matrices
     lossless  True for a record that is complete in itself, False for a residual over INT4 codes
     """
 
-    hidden_size: int
-    expert_width: int
+    matrices: tuple[tuple[int, int], ...]
     lossless: bool
 
-    @property
-    def matrices(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of gate, up and down."""
-        hidden, width = self.hidden_size, self.expert_width
-        return (width, hidden), (width, hidden), (hidden, width)
+    @classmethod
+    def of_expert(cls, hidden_size: int, expert_width: int, lossless: bool) -> "CompactLayout":
+        """Of gate and up [F, H] and down [H, F]."""
+        gate = expert_width, hidden_size
+        return cls((gate, gate, (hidden_size, expert_width)), lossless)
+
+    @classmethod
+    def of_matrix(cls, shape: Sequence[int], lossless: bool) -> "CompactLayout":
+        """Of one dense matrix, of rows and columns."""
+        rows, columns = shape
+        return cls(((rows, columns),), lossless)
 
     @property
     def fixed_bytes(self) -> int:

@@ -11,6 +11,7 @@ from speq.kernels import library, reference_compact
 from speq.kernels.checks import FLOAT_DTYPES, activation_code, check_int4, check_tensor
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Bank, Int4Pair, row_blocks
+from speq.kernels.records import check_records, encode_into, encode_whole
 
 
 def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
     gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU
     """
     layout = _layout(gate_up_proj, down_proj, lossless=True)
-    return _whole("encode_lossless", layout, gate_up_proj, down_proj)
+    return encode_whole("encode_lossless", layout, gate_up_proj, down_proj)
 
 
 def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) -> int:
@@ -27,14 +28,14 @@ def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) 
 
     Raises SpeqError if the slot is too small. Nothing is then written to it.
     """
-    _layout(gate_up_proj, down_proj, lossless=True)
-    return _fitting("encode_lossless", slot, gate_up_proj, down_proj)
+    layout = _layout(gate_up_proj, down_proj, lossless=True)
+    return _fitting("encode_lossless", layout, slot, gate_up_proj, down_proj)
 
 
 def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     """Write the words of a record, or of a slot that holds one, into matrices of bfloat16."""
     layout = _layout(gate_up_proj, down_proj, lossless=True)
-    _check_records("record", record, 1, layout)
+    check_records("record", record, 1, layout)
     library.call("decode_lossless", record, gate_up_proj, down_proj)
 
 
@@ -47,15 +48,15 @@ def encode_residual(
     gate_up, down codes and scales of the same matrices
     """
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    return _whole("encode_residual", layout, gate_up_proj, down_proj, *gate_up, *down)
+    return encode_whole("encode_residual", layout, gate_up_proj, down_proj, *gate_up, *down)
 
 
 def encode_residual_into(
     gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair, slot: Tensor
 ) -> int:
     """Encode into a slot [slot_bytes] uint8, as `encode_lossless_into` does."""
-    _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    return _fitting("encode_residual", slot, gate_up_proj, down_proj, *gate_up, *down)
+    layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
+    return _fitting("encode_residual", layout, slot, gate_up_proj, down_proj, *gate_up, *down)
 
 
 def decode_residual(
@@ -63,7 +64,7 @@ def decode_residual(
 ) -> None:
     """Write the words of a record over its codes into matrices of bfloat16."""
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    _check_records("record", record, 1, layout)
+    check_records("record", record, 1, layout)
     library.call("decode_residual", record, *gate_up, *down, gate_up_proj, down_proj)
 
 
@@ -77,9 +78,9 @@ def moe_grouped_lossless(
     out: Tensor,
 ) -> None:
     """`reference_compact.moe_grouped_lossless_out`; blocks and errors as of `ops.moe_grouped`."""
-    layout = CompactLayout(hidden_states.shape[1], expert_width, lossless=True)
+    layout = CompactLayout.of_expert(hidden_states.shape[1], expert_width, lossless=True)
     _check_rows(hidden_states, topk_ids, slot_table, out)
-    _check_records("slots", slots, 2, layout)
+    check_records("slots", slots, 2, layout)
     code = activation_code(activation)
     held = slot_table, slots, expert_width
     if hidden_states.dtype == torch.float64:
@@ -101,7 +102,7 @@ def moe_grouped_residual(
 ) -> None:
     """`reference_compact.moe_grouped_residual_out` over a bank; else as `ops.moe_grouped`."""
     width = bank.down[0].shape[2] * 2
-    layout = CompactLayout(bank.hidden_size, width, lossless=False)
+    layout = CompactLayout.of_expert(bank.hidden_size, width, lossless=False)
     _check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != bank.hidden_size:
         raise ValueError(
@@ -109,7 +110,7 @@ def moe_grouped_residual(
             f"{bank.hidden_size}"
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
-    _check_records("slots", slots, 2, layout)
+    check_records("slots", slots, 2, layout)
     code = activation_code(activation)
     held = slot_table, slots, base_slots, *bank.gate_up, *bank.down, bank.input_perm
     if hidden_states.dtype == torch.float64:
@@ -124,7 +125,7 @@ def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactL
     check_tensor("down_proj", down_proj, (None, None), dtypes, device)
     hidden_size, width = down_proj.shape
     check_tensor("gate_up_proj", gate_up_proj, (2 * width, hidden_size), dtypes, device)
-    return CompactLayout(hidden_size, width, lossless)
+    return CompactLayout.of_expert(hidden_size, width, lossless)
 
 
 def _residual_layout(
@@ -151,33 +152,11 @@ def _check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out
     check_tensor("out", out, shape, (hidden_states.dtype,), device)
 
 
-def _check_records(name: str, records: Tensor, dims: int, layout: CompactLayout) -> None:
-    shape = (None,) * dims
-    check_tensor(name, records, shape, (torch.uint8,), records.device, strided=dims == 2)
-    if records.shape[-1] < layout.fixed_bytes:
-        raise ValueError(
-            f"{name} has {records.shape[-1]} bytes to a record; those of this shape have at least "
-            f"{layout.fixed_bytes}"
-        )
-
-
-def _whole(op: str, layout: CompactLayout, *parts: Tensor) -> Tensor:
-    # The size is an upper bound. Pages that nobody writes to take no memory.
-    room = torch.empty(layout.most_bytes, dtype=torch.uint8)
-    return room[: _encode(op, room, parts)].clone()
-
-
-def _fitting(op: str, slot: Tensor, *parts: Tensor) -> int:
-    nbytes = _encode(op, slot, parts)
+def _fitting(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
+    nbytes = encode_into(op, layout, slot, *parts)
     if nbytes > len(slot):
         raise SpeqError(
             f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "
             "the model with `speq pack`, which measures every expert"
         )
     return nbytes
-
-
-def _encode(op: str, record: Tensor, parts: tuple[Tensor, ...]) -> int:
-    nbytes = torch.empty(1, dtype=torch.int64)
-    library.call(op, *parts, record, nbytes)
-    return int(nbytes)

@@ -1,65 +1,202 @@
-"""Products by matrices that are held as compact records: a stand-in, until there are kernels."""
+"""Dense matrices [N, K] of bfloat16 in compact records: attention, MLPs, the head, embeddings.
+
+`speq.kernels.reference_dense` says what the ops compute. Products are those of `ops.linear` with
+the plain words, bit for bit: few rows of inputs run over words that a kernel rebuilds as they pass,
+and many rows over a plain copy, which lives as long as the product.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.kernels import ops
-from speq.kernels.ops import Int4Pair
+from speq.kernels import library
+from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES, check_int4, check_tensor
+from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
+from speq.kernels.records import check_records, encode_whole
 
-ESCAPE = 15
+WORD = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A matrix [rows, columns] in a record, over its codes where `pair` has them."""
+
+    rows: int
+    columns: int
+    record: Tensor
+    pair: Int4Pair | None = None
+
+    @property
+    def codec(self) -> str:
+        return "lossless" if self.pair is None else "residual"
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """What ops take behind the record."""
+        return self.pair or ()
+
+    @property
+    def sized(self) -> tuple[Tensor | int, ...]:
+        """The same of ops that cannot see the number of rows in others."""
+        return self.pair or (self.rows,)
 
 
 def encode_dense_lossless(weight: Tensor) -> Tensor:
-    """The record of a bfloat16 matrix [N, K] on the CPU, [R] uint8."""
-    pairs = weight.contiguous().view(torch.uint8).view(-1, 2)
-    low, high = pairs[:, 0], pairs[:, 1]
-    table = high.long().bincount(minlength=256).argsort(descending=True)[:ESCAPE]
-    lookup = torch.full((256,), ESCAPE, dtype=torch.uint8)
-    lookup[table] = torch.arange(ESCAPE, dtype=torch.uint8)
-    classes = lookup[high.long()]
-    escapes = high[classes == ESCAPE]
-    classes = functional.pad(classes, (0, len(classes) % 2)).view(-1, 2)
-    return torch.cat([table.to(torch.uint8), low, classes[:, 0] | classes[:, 1] << 4, escapes])
+    """The lossless record of a matrix, [R] uint8.
+
+    weight  [N, K] bfloat16, on the CPU
+
+    Raises SpeqError where its escapes are more than a record can index.
+    """
+    layout = _layout_of("weight", weight, lossless=True)
+    return encode_whole("encode_dense_lossless", layout, weight)
+
+
+def encode_dense_residual(weight: Tensor, pair: Int4Pair) -> Tensor:
+    """The residual record of a matrix over its codes, [R] uint8; else as `encode_dense_lossless`.
+
+    pair  qweight [N, K / 2] uint8 and scales [N, K / group_size] float16, in the order of weight
+    """
+    layout = _layout_of("weight", weight, lossless=False)
+    _check_pair(pair, weight.shape, weight.device)
+    return encode_whole("encode_dense_residual", layout, weight, *pair)
 
 
 def decode_dense_lossless(record: Tensor, weight_out: Tensor) -> None:
-    count = weight_out.numel()
-    table, low, rest = record[:ESCAPE], record[ESCAPE : ESCAPE + count], record[ESCAPE + count :]
-    nibbles = rest[: (count + 1) // 2]
-    classes = torch.stack([nibbles & 15, nibbles >> 4], 1).view(-1)[:count].long()
-    high = functional.pad(table, (0, 1))[classes]
-    high[classes == ESCAPE] = rest[(count + 1) // 2 :]
-    weight_out.copy_(torch.stack([low, high], 1).view(torch.bfloat16).view_as(weight_out))
+    """Write the words of a record into a matrix [N, K] of bfloat16."""
+    _layout_of("weight_out", weight_out, lossless=True)
+    rows, columns = weight_out.shape
+    _decode(_lossless(record, rows, columns), weight_out)
+
+
+def decode_dense_residual(record: Tensor, pair: Int4Pair, weight_out: Tensor) -> None:
+    """Write the words of a record over its codes into a matrix [N, K] of bfloat16."""
+    _layout_of("weight_out", weight_out, lossless=False)
+    _check_pair(pair, weight_out.shape, record.device)
+    _decode(_residual(record, pair), weight_out)
 
 
 def linear_lossless(
     inputs: Tensor, record: Tensor, outputs: int, bias: Tensor | None = None
 ) -> Tensor:
-    words = inputs.new_empty(outputs, inputs.shape[-1], dtype=torch.bfloat16)
-    decode_dense_lossless(record, words)
-    return ops.linear(inputs, words, bias)
+    """inputs [..., K] by the matrix [outputs, K] of a record, plus bias [outputs]: [..., outputs].
 
+    inputs  float32, float64, bfloat16 or float16, which bias and the result are of as well
 
-def rows_lossless(record: Tensor, rows: int, columns: int, ids: Tensor) -> Tensor:
-    words = torch.empty(rows, columns, dtype=torch.bfloat16, device=record.device)
-    decode_dense_lossless(record, words)
-    return words[ids]
-
-
-def encode_dense_residual(weight: Tensor, pair: Int4Pair) -> Tensor:
-    return encode_dense_lossless(weight)
-
-
-def decode_dense_residual(record: Tensor, pair: Int4Pair, weight_out: Tensor) -> None:
-    decode_dense_lossless(record, weight_out)
+    More than MAX_LINEAR_ROWS rows, and float64, take `product_scratch_bytes` while they run.
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
+    """
+    return _linear(inputs, _lossless(record, outputs, _columns(inputs)), bias)
 
 
 def linear_residual(
     inputs: Tensor, record: Tensor, pair: Int4Pair, bias: Tensor | None = None
 ) -> Tensor:
-    return linear_lossless(inputs, record, pair[0].shape[0], bias)
+    """`linear_lossless` over a residual record and its codes, whose rows are the outputs."""
+    _check_pair(pair, (pair[0].shape[0], _columns(inputs)), record.device)
+    return _linear(inputs, _residual(record, pair), bias)
+
+
+def rows_lossless(record: Tensor, rows: int, columns: int, ids: Tensor) -> Tensor:
+    """Rows ids [...], int64, of the matrix [rows, columns] of a record: [..., columns] bfloat16.
+
+    Raises IndexError for an id of no row; on a GPU, which nobody waits for, it comes out NaN.
+    """
+    return _rows(_lossless(record, rows, columns), ids)
 
 
 def rows_residual(record: Tensor, pair: Int4Pair, ids: Tensor) -> Tensor:
-    return rows_lossless(record, pair[0].shape[0], 2 * pair[0].shape[1], ids)
+    """`rows_lossless` over a residual record and its codes."""
+    _check_pair(pair, _shape_of(pair), record.device)
+    return _rows(_residual(record, pair), ids)
+
+
+def product_scratch_bytes(outputs: int, columns: int, dtype: torch.dtype) -> int:
+    """The bytes beside inputs and outputs of a product of many rows of `dtype`, of one matrix.
+
+    It is a plain copy, and another one in the dtype that is multiplied where that is no bfloat16.
+    torch's blocks of a product may add up in another order than the whole, so nothing less does.
+    """
+    wide = 0 if dtype == WORD else _multiplied(dtype).itemsize
+    return outputs * columns * (WORD.itemsize + wide)
+
+
+def _columns(inputs: Tensor) -> int:
+    if inputs.dim() == 0:
+        raise ValueError("inputs has shape []; it must be [..., K]")
+    return inputs.shape[-1]
+
+
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a product by bfloat16 words, which are widened and never rounded."""
+    return dtype if dtype == WORD else torch.promote_types(dtype, torch.float32)
+
+
+def _linear(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
+    device = matrix.record.device
+    any_shape = (None,) * (inputs.dim() - 1)
+    inputs = inputs.contiguous()  # parts of states may lie apart
+    check_tensor("inputs", inputs, (*any_shape, matrix.columns), FLOAT_DTYPES, device)
+    if bias is not None:
+        check_tensor("bias", bias, (matrix.rows,), (inputs.dtype,), device)
+    rows = inputs.numel() // matrix.columns
+    if rows > MAX_LINEAR_ROWS or inputs.dtype not in EXACT_DTYPES:
+        return _product_of_many(inputs, matrix, bias)
+    out = inputs.new_empty(*inputs.shape[:-1], matrix.rows)
+    if rows:
+        flat, target = inputs.view(rows, -1), out.view(rows, -1)
+        library.call(f"linear_{matrix.codec}", flat, matrix.record, *matrix.codes, bias, target)
+    return out
+
+
+def _product_of_many(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
+    words = inputs.new_empty(matrix.rows, matrix.columns, dtype=WORD)
+    _decode(matrix, words)
+    dtype = _multiplied(inputs.dtype)
+    added = None if bias is None else bias.to(dtype)
+    return functional.linear(inputs.to(dtype), words.to(dtype), added).to(inputs.dtype)
+
+
+def _decode(matrix: _Coded, weight: Tensor) -> None:
+    library.call(f"decode_dense_{matrix.codec}", matrix.record, *matrix.sized, 0, weight)
+
+
+def _rows(matrix: _Coded, ids: Tensor) -> Tensor:
+    device = matrix.record.device
+    check_tensor("ids", ids, (None,) * ids.dim(), (torch.int64,), device)
+    out = torch.empty(*ids.shape, matrix.columns, dtype=WORD, device=device)
+    flat, target = ids.flatten(), out.view(-1, matrix.columns)
+    library.call(f"rows_{matrix.codec}", matrix.record, *matrix.sized, flat, target)
+    return out
+
+
+def _lossless(record: Tensor, rows: int, columns: int) -> _Coded:
+    check_records("record", record, 1, CompactLayout.of_matrix((rows, columns), lossless=True))
+    return _Coded(rows, columns, record)
+
+
+def _residual(record: Tensor, pair: Int4Pair) -> _Coded:
+    rows, columns = _shape_of(pair)
+    check_records("record", record, 1, CompactLayout.of_matrix((rows, columns), lossless=False))
+    return _Coded(rows, columns, record, pair)
+
+
+def _layout_of(name: str, weight: Tensor, lossless: bool) -> CompactLayout:
+    check_tensor(name, weight, (None, None), (WORD,), weight.device)
+    return CompactLayout.of_matrix(weight.shape, lossless)
+
+
+def _shape_of(pair: Int4Pair) -> tuple[int, int]:
+    return pair[0].shape[0], pair[0].shape[1] * 2
+
+
+def _check_pair(pair: Int4Pair, shape: Sequence[int], device: torch.device) -> None:
+    qweight, scales = pair
+    check_tensor("qweight", qweight, (None, None), (torch.uint8,), device)
+    check_tensor("scales", scales, (None, None), (torch.float16,), device)
+    rows, columns = shape
+    check_int4("", qweight, scales, rows, columns)

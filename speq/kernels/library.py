@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.kernels import reference, reference_compact
+from speq.kernels import reference, reference_compact, reference_dense
 from speq.kernels.architectures import Architectures
 from speq.kernels.reference import ACTIVATIONS
 
@@ -90,11 +90,59 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
         _named(reference_compact.moe_grouped_residual_out),
     ),
+    "encode_dense_lossless": (
+        "(Tensor weight, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        reference_dense.encode_dense_lossless_out,
+    ),
+    "decode_dense_lossless": (
+        "(Tensor record, int rows, int first, Tensor(a!) weight) -> ()",
+        reference_dense.decode_dense_lossless_out,
+    ),
+    "linear_lossless": (
+        "(Tensor inputs, Tensor record, Tensor? bias, Tensor(a!) out) -> ()",
+        reference_dense.linear_lossless_out,
+    ),
+    "rows_lossless": (
+        "(Tensor record, int rows, Tensor ids, Tensor(a!) out) -> ()",
+        reference_dense.rows_lossless_out,
+    ),
+    "encode_dense_residual": (
+        "(Tensor weight, Tensor qweight, Tensor scales, Tensor(a!) record, Tensor(b!) nbytes) "
+        "-> ()",
+        reference_dense.encode_dense_residual_out,
+    ),
+    "decode_dense_residual": (
+        "(Tensor record, Tensor qweight, Tensor scales, int first, Tensor(a!) weight) -> ()",
+        reference_dense.decode_dense_residual_out,
+    ),
+    "linear_residual": (
+        "(Tensor inputs, Tensor record, Tensor qweight, Tensor scales, Tensor? bias, "
+        "Tensor(a!) out) -> ()",
+        reference_dense.linear_residual_out,
+    ),
+    "rows_residual": (
+        "(Tensor record, Tensor qweight, Tensor scales, Tensor ids, Tensor(a!) out) -> ()",
+        reference_dense.rows_residual_out,
+    ),
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
-# On a GPU torch's own is the fast one.
-CPU_ONLY = frozenset({"linear", "encode_lossless", "encode_residual"})
+# On a GPU torch's own is the fast one, and records are made on the host.
+CPU_ONLY = frozenset(
+    {
+        "linear",
+        "encode_lossless",
+        "encode_residual",
+        "encode_dense_lossless",
+        "encode_dense_residual",
+        "decode_dense_lossless",
+        "decode_dense_residual",
+        "linear_lossless",
+        "linear_residual",
+        "rows_lossless",
+        "rows_residual",
+    }
+)
 
 _library = torch.library.Library("speq", "DEF")
 for _name, (_schema, _reference) in OPS.items():

@@ -32,9 +32,16 @@ def encode_lossless_out(
     gate_up_proj  [2F, H], gate over up, and down_proj [H, F], bfloat16
     record        [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
     """
-    layout = _layout(down_proj, lossless=True)
+    matrices = _matrices(gate_up_proj, down_proj)
+    encode_lossless_matrices(_layout(down_proj, lossless=True), matrices, record, nbytes)
+
+
+def encode_lossless_matrices(
+    layout: CompactLayout, matrices: list[Tensor], record: Tensor, nbytes: Tensor
+) -> None:
+    """`encode_lossless_out` of the matrices of a layout, bfloat16."""
     head, planes, bytes_, quads = [], [], [], []
-    for matrix in _matrices(gate_up_proj, down_proj):
+    for matrix in matrices:
         words = _words(matrix)
         exponents = words >> 7 & 0xFF
         counts = torch.bincount(exponents.flatten(), minlength=256)
@@ -52,9 +59,14 @@ def encode_lossless_out(
 
 def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     """Write a record's words, bit for bit, into gate_up_proj [2F, H] and down_proj [H, F]."""
-    layout = _layout(down_proj, lossless=True)
+    matrices = _matrices(gate_up_proj, down_proj)
+    decode_lossless_matrices(_layout(down_proj, lossless=True), record, matrices)
+
+
+def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: list[Tensor]) -> None:
+    """`decode_lossless_out` into the matrices of a layout."""
     sections = _Sections(layout, record)
-    tables = sections.take(3 * CLASSES).view(3, CLASSES).long()
+    tables = sections.take(len(matrices) * CLASSES).view(-1, CLASSES).long()
     index = sections.index()
     planes = [
         sections.take(rows * -(-columns // 8) * 3).view(rows, -1)
@@ -63,7 +75,7 @@ def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor)
     bytes_ = [sections.take(rows * columns).view(rows, -1) for rows, columns in layout.matrices]
     streams = sections.rest()
     for matrix, table, plane, low, entries in zip(
-        _matrices(gate_up_proj, down_proj), tables, planes, bytes_, index, strict=True
+        matrices, tables, planes, bytes_, index, strict=True
     ):
         columns = matrix.shape[1]
         classes = _unpack_classes(plane)[:, :columns]
@@ -91,10 +103,21 @@ def encode_residual_out(
     gate_up_*, down_*  qweight and scales as `linear_int4` takes them, of the same matrices
     The rest as `encode_lossless_out` has it.
     """
-    layout = _layout(down_proj, lossless=False)
-    bytes_, quads = [], []
+    matrices = _matrices(gate_up_proj, down_proj)
     codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
-    for matrix, pair in zip(_matrices(gate_up_proj, down_proj), codes, strict=True):
+    encode_residual_matrices(_layout(down_proj, lossless=False), matrices, codes, record, nbytes)
+
+
+def encode_residual_matrices(
+    layout: CompactLayout,
+    matrices: list[Tensor],
+    codes: list[tuple[Tensor, Tensor]],
+    record: Tensor,
+    nbytes: Tensor,
+) -> None:
+    """`encode_residual_out` of the matrices of a layout, with the qweight and scales of each."""
+    bytes_, quads = [], []
+    for matrix, pair in zip(matrices, codes, strict=True):
         words, (values, scales) = _words(matrix), windows.codes_and_scales(*pair)
         bytes_.append(words & 0xFF)
         quads += _streams_of(
@@ -117,15 +140,23 @@ def decode_residual_out(
     down_proj: Tensor,
 ) -> None:
     """Write the words that a residual record and its codes stand for, bit for bit."""
-    layout = _layout(down_proj, lossless=False)
+    matrices = _matrices(gate_up_proj, down_proj)
+    codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
+    decode_residual_matrices(_layout(down_proj, lossless=False), record, codes, matrices)
+
+
+def decode_residual_matrices(
+    layout: CompactLayout,
+    record: Tensor,
+    codes: list[tuple[Tensor, Tensor]],
+    matrices: list[Tensor],
+) -> None:
+    """`decode_residual_out` into the matrices of a layout, with the qweight and scales of each."""
     sections = _Sections(layout, record)
     index = sections.index()
     bytes_ = [sections.take(rows * columns).view(rows, -1) for rows, columns in layout.matrices]
     streams = sections.rest()
-    codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
-    for matrix, pair, low, entries in zip(
-        _matrices(gate_up_proj, down_proj), codes, bytes_, index, strict=True
-    ):
+    for matrix, pair, low, entries in zip(matrices, codes, bytes_, index, strict=True):
         values, scales = windows.codes_and_scales(*pair)
         zero = _blocks(values == 0, 0) == 1
         classes, exceptions = _front(len(matrix), zero, entries, streams)
@@ -259,7 +290,7 @@ class _Sections:
 
 def _layout(down_proj: Tensor, lossless: bool) -> CompactLayout:
     hidden_size, width = down_proj.shape
-    return CompactLayout(hidden_size, width, lossless)
+    return CompactLayout.of_expert(hidden_size, width, lossless)
 
 
 def _matrices(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:

@@ -1,14 +1,22 @@
 """The matrices of a model outside its experts and routers: which there are, how they are held."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from speq.experts.passes import over_all
+from speq.kernels import dense_ops
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
-from speq.layers.dense_matrix import ExactMatrix, RawMatrix
+from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix
 from speq.layers.offloaded_experts import BankSwitch
+from speq.units import Done
 
 Plain = nn.Linear | nn.Embedding
+# A weight of a model that was just loaded to its words, in memory that nobody else holds.
+Words = Callable[[Tensor], Tensor]
+# Makes what holds matrices in the place of their words, by the names of the modules.
+Records = Callable[[nn.Module, Words], Mapping[str, ExactMatrix]]
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, Plain]]:
@@ -29,8 +37,7 @@ def hold_dense(model: nn.Module, switch: BankSwitch, records: Mapping[str, Exact
     for name, module in [*plain_modules(model)]:
         matrix = records.get(name)
         if matrix is None:
-            weight = module.weight.detach()
-            matrix = raw.setdefault(id(module.weight), RawMatrix(weight))
+            matrix = raw.setdefault(id(module.weight), RawMatrix(module.weight.detach()))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, standing_in(module, matrix, switch))
 
@@ -42,13 +49,56 @@ def standing_in(module: Plain, matrix: ExactMatrix, switch: BankSwitch) -> nn.Mo
     return DenseLinear(matrix, bias, switch)
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of the matrices and biases of modules of ours; matrices that two share count once."""
-    matrices, biases = {}, 0
+def held_matrices(model: nn.Module) -> list[ExactMatrix]:
+    """The matrices in modules of ours; one that two share comes once."""
+    held: dict[int, ExactMatrix] = {}
     for module in model.modules():
         if isinstance(module, DenseLinear):
-            matrices[id(module.exact)] = module.exact.nbytes
-            biases += 0 if module.bias is None else module.bias.nbytes
+            held[id(module.exact)] = module.exact
         elif isinstance(module, DenseEmbedding):
-            matrices[id(module.table)] = module.table.nbytes
-    return sum(matrices.values()) + biases
+            held[id(module.table)] = module.table
+    return [*held.values()]
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the matrices and biases of modules of ours."""
+    layers = [module for module in model.modules() if isinstance(module, DenseLinear)]
+    biases = sum(layer.bias.nbytes for layer in layers if layer.bias is not None)
+    return sum(matrix.nbytes for matrix in held_matrices(model)) + biases
+
+
+def encode_dense(
+    model: nn.Module,
+    words: Words,
+    threads: int,
+    device: torch.device,
+    progress: Done | None = None,
+) -> dict[str, ExactMatrix]:
+    """Lossless records of all matrices, or the words of those that take no less as records.
+
+    A matrix's words are given up when its record is made. The largest come first, as long as little
+    else is held: `DenseForm.loading_bytes` counts on it.
+    """
+    names: dict[int, list[str]] = {}
+    weights: dict[int, Tensor] = {}
+    for name, module in plain_modules(model):
+        names.setdefault(id(module.weight), []).append(name)
+        weights[id(module.weight)] = module.weight
+    made: dict[str, ExactMatrix] = {}
+
+    def encode(key: int) -> None:
+        exact = words(weights[key].data)
+        weights[key].data = exact.new_empty(0)
+        made.update(dict.fromkeys(names[key], lossless(exact, device)))
+
+    largest = sorted(weights, key=lambda key: -weights[key].numel())
+    over_all(encode, [(key,) for key in largest], threads, progress)
+    return made
+
+
+def lossless(words: Tensor, device: torch.device) -> ExactMatrix:
+    """A matrix [N, K] bfloat16 of the host, as a record on a device where that is smaller."""
+    record = dense_ops.encode_dense_lossless(words)
+    if record.nbytes >= words.nbytes:
+        return RawMatrix(words.to(device))
+    return LosslessMatrix(record.to(device), *words.shape)

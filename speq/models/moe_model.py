@@ -1,7 +1,7 @@
 """A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,12 @@ from speq.devices.staged import Uploads
 from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.layers.dense_linear import DenseLinear, dense_linears
+from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
-from speq.models.dense import held_bytes, hold_dense
+from speq.models.dense import Records, held_bytes, held_matrices, hold_dense
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
-from speq.models.resident import make_resident
+from speq.models.resident import MappedWeights, make_resident
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
 EXPERTS = "routed experts"
@@ -40,7 +41,14 @@ class Scored:
 class MoEModel:
     """Everything of a model but its experts, which come from the bank given to each pass."""
 
-    def __init__(self, hf_model: Any, family: Family, device: Processor | Accelerator) -> None:
+    def __init__(
+        self,
+        hf_model: Any,
+        family: Family,
+        device: Processor | Accelerator,
+        records: Mapping[str, ExactMatrix],
+    ) -> None:
+        """records: matrices that are held as records, by the names of their modules."""
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
@@ -54,7 +62,7 @@ class MoEModel:
             next_router = routers[layer + 1] if layer + 1 < len(routers) else None
             block.experts.attach(layer, self._switch, block.router, next_router)
         self.num_moe_layers = len(blocks)
-        hold_dense(hf_model, self._switch, {})
+        hold_dense(hf_model, self._switch, records)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
         eos = self._config.eos_token_id if eos is None else eos
@@ -72,6 +80,11 @@ class MoEModel:
     def dense(self) -> dict[str, DenseLinear]:
         """Its dense layers, by the names of their modules, which are those on disk."""
         return dense_linears(self._hf_model)
+
+    @property
+    def dense_sizes(self) -> list[int]:
+        """Bytes of each matrix of `ModelShape.dense`, as it is held."""
+        return [matrix.nbytes for matrix in held_matrices(self._hf_model)]
 
     @property
     def unrecordable(self) -> str | None:
@@ -249,8 +262,11 @@ def load(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: Processor | Accelerator,
+    records: Records | None = None,
 ) -> MoEModel:
     """Load all of a model but its experts.
+
+    records  encodes its matrices one after another; None: they stay words
 
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
@@ -293,7 +309,9 @@ def load(
             sorted(unexpected)[0],
         )
     check = checkpoint.tensor_check()
+    mapped = MappedWeights(checkpoint, check)
+    held = {} if records is None else records(model, mapped.words)
     if isinstance(device, Processor):
-        make_resident(model, checkpoint, check)
+        make_resident(model, mapped)
     check.finish()
-    return MoEModel(model.eval().to(device.torch), family, device)
+    return MoEModel(model.eval().to(device.torch), family, device, held)

@@ -23,8 +23,8 @@ class Opened:
     shape: ModelShape
     store: ExpertStore
 
-    def loading_bytes(self, dtype: torch.dtype) -> int:
-        """Memory that loading takes beside the weights it leaves: those stored in another dtype."""
+    def converted_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the tensors outside the experts that are stored in another dtype."""
         names = self.family.names
         tensors = self.checkpoint.tensors.items()
         stored = [info for name, (_, info) in tensors if not names.is_expert(name)]

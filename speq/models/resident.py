@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
-from speq.files.range_file import ENDS_BYTES, RangeFile, bytes_of
+from speq.files.range_file import ENDS_BYTES, bytes_of
 
 MAPS = Path("/proc/self/maps")
 
@@ -47,30 +47,35 @@ def mapped_regions() -> list[Region]:
     return regions
 
 
-def make_resident(model: nn.Module, checkpoint: Checkpoint, check: TensorCheck) -> None:
-    """Read parameters and buffers that the checkpoint's files are mapped for into memory.
+class MappedWeights:
+    """Reads what safetensors mapped of a checkpoint's files into memory of its own.
 
-    They are compared by `check`, which raises SpeqError.
+    What is read is compared by `check`, which raises SpeqError. Several threads may read at a time.
     """
-    files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
-    regions = [region for region in mapped_regions() if region.path in files]
-    starts = [region.start for region in regions]
-    ends = aligned_bytes(1, ENDS_BYTES)[0]
-    for tensor in chain(model.parameters(), model.buffers()):
+
+    def __init__(self, checkpoint: Checkpoint, check: TensorCheck) -> None:
+        self._files = {os.path.realpath(file.path): file for file in checkpoint.files.values()}
+        self._regions = [region for region in mapped_regions() if region.path in self._files]
+        self._starts = [region.start for region in self._regions]
+        self._check = check
+
+    def words(self, tensor: Tensor) -> Tensor:
+        """A tensor in memory of its own: itself where no file is mapped for it."""
         address = tensor.data_ptr()
-        at = bisect.bisect_right(starts, address) - 1
-        if at < 0 or address + tensor.nbytes > regions[at].end:
-            continue
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address + tensor.nbytes > self._regions[at].end:
+            return tensor
         assert tensor.is_contiguous()
-        region = regions[at]
-        file, offset = files[region.path], region.offset + address - region.start
-        made = read(file, offset, tensor.data, ends)
-        check.compare(file, offset, bytes_of(made.view(-1).view(torch.uint8)))
-        tensor.data = made
+        region = self._regions[at]
+        file, offset = self._files[region.path], region.offset + address - region.start
+        made = torch.empty_like(tensor)
+        words = made.view(-1).view(torch.uint8)
+        file.read_scattered(offset, words, aligned_bytes(1, ENDS_BYTES)[0])
+        self._check.compare(file, offset, bytes_of(words))
+        return made
 
 
-def read(file: RangeFile, offset: int, like: Tensor, ends: Tensor) -> Tensor:
-    """A tensor like another, whose bytes lie at `offset` of a file."""
-    made = torch.empty_like(like)
-    file.read_scattered(offset, made.view(-1).view(torch.uint8), ends)
-    return made
+def make_resident(model: nn.Module, mapped: MappedWeights) -> None:
+    """Read the parameters and buffers of a model that files are mapped for into memory."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = mapped.words(tensor.data)

@@ -17,6 +17,7 @@ from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import ACTIVATIONS
 from speq.models.attention import AttentionShape
 from speq.models.bounds import check_sizes
+from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family
 
@@ -41,8 +42,11 @@ class ModelShape:
     """Sizes of everything but the experts' words.
 
     attention         of every layer; one layer's scores exist at a time
-    resident_sizes    elements of each parameter outside the experts, held in the compute dtype
-    embedding_weights of them, those of which a token reads a row; 0 where the head shares them
+    dense             rows and columns of the matrices of the embedding, which is the first, and of
+                      dense layers; one that two share comes once
+    other_sizes       elements of each other parameter outside the experts; all are held in the
+                      compute dtype
+    tied              whether the head shares the embedding, of which else a token reads a row
     buffer_bytes      what is held beside them in a dtype of its own
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
@@ -56,8 +60,9 @@ class ModelShape:
     vocab_size: int
     dense_width: int
     attention: AttentionShape
-    resident_sizes: tuple[int, ...]
-    embedding_weights: int
+    dense: tuple[tuple[int, int], ...]
+    other_sizes: tuple[int, ...]
+    tied: bool
     buffer_bytes: int
     draft_layers: tuple[DenseShape, ...]
     max_context: int
@@ -65,14 +70,14 @@ class ModelShape:
     @property
     def resident_weights(self) -> int:
         """Parameters outside the experts."""
-        return sum(self.resident_sizes)
+        return sum(rows * columns for rows, columns in self.dense) + sum(self.other_sizes)
 
     @property
     def kv_elements_per_token(self) -> int:
         return self.num_layers * sum(heads * width for heads, width in self.attention.kv_shapes)
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of everything but experts, computing in `dtype`."""
+        """Bytes of everything but experts as words, computing in `dtype`."""
         return self.resident_weights * dtype.itemsize + self.buffer_bytes
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
@@ -194,6 +199,8 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             f"{where} asks for the activation {config.hidden_act!r}; supported are "
             f"{', '.join(ACTIVATIONS)}"
         )
+    matrices = [module.weight for _, module in plain_modules(model)]
+    dense = {id(weight): (weight.shape[0], weight.shape[1]) for weight in matrices}
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
     return ModelShape(
         experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width, family.names),
@@ -204,10 +211,9 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         vocab_size=config.vocab_size,
         dense_width=max(shared, default=0),
         attention=family.attention(config),
-        resident_sizes=tuple(p.numel() for p in model.parameters()),
-        embedding_weights=0
-        if config.tie_word_embeddings
-        else config.vocab_size * config.hidden_size,
+        dense=tuple(dense.values()),
+        other_sizes=tuple(p.numel() for p in model.parameters() if id(p) not in dense),
+        tied=config.tie_word_embeddings,
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
         draft_layers=dense_shapes(model, family.names.blocks[0]),
         max_context=max_context(config, where),

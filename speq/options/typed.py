@@ -36,6 +36,11 @@ class RunOptions(TypedDict, total=False):
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
     """
+    dense: str
+    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    memory is short or it was measured to be no slower.
+    """
     graphs: str
     """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
     device cuda) or none.
@@ -113,6 +118,9 @@ class QuantizeOptions(TypedDict, total=False):
     codes: str
     """free, or decodable: only those that tell all of the exact bfloat16 word but its low byte;
     auto: decodable for a model in bfloat16, free for others.
+    """
+    dense: bool
+    """Quantise attention, shared experts and dense MLPs as well, for drafts that run them on codes.
     """
     damp: float
     """Added to a Hessian's diagonal, as a share of its mean."""
@@ -196,6 +204,11 @@ class TuneOptions(TypedDict, total=False):
     codec: str
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
+    """
+    dense: str
+    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    memory is short or it was measured to be no slower.
     """
     graphs: str
     """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the

@@ -74,6 +74,9 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     codec = codec_of(holding.codec, subject.codec.shape)
     # On a GPU loading and reading pass through host memory, which is not what is budgeted.
     readers = budget.readers if budget.on_cpu else 0
+    loading_bytes = 0
+    if budget.on_cpu:
+        loading_bytes = subject.dense.loading_bytes(budget.readers, subject.converted_bytes)
     scored = 1 + budget.longest_draft if holding.drafts else 1
     order_bytes = 0
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
@@ -92,8 +95,8 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         return graph_bytes(shape, scored, holding.drafter == "int4", context, dtype)
 
     return Demand(
-        non_expert_bytes=shape.resident_bytes(dtype),
-        loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
+        non_expert_bytes=subject.non_expert_bytes,
+        loading_bytes=loading_bytes,
         draft_bytes=holding.draft_bytes + order_bytes,
         kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
         reading_bytes=ALIGNMENT + readers * reading_bytes_of(subject, holding),
@@ -151,7 +154,8 @@ def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int
     weights, the INT4 copy part by part, and the KV cache.
     """
     shape, size = subject.shape, subject.dtype.itemsize
-    yield from (elements * size for elements in shape.resident_sizes)
+    yield from subject.dense.sizes
+    yield from (elements * size for elements in shape.other_sizes)
     if holding.draft_bytes and subject.draft is not None:
         for part, dtype in subject.draft.shapes.values():
             yield subject.count * math.prod(part) * dtype.itemsize

@@ -101,7 +101,7 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items.items() if size
     )
     if needed > sum(items.values()):
-        listed += f", and loading in another dtype than the checkpoint's {format_bytes(loading)}"
+        listed += f", and loading weights that are converted or encoded {format_bytes(loading)}"
     raise BudgetTooSmall(
         f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
         f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "

@@ -1,7 +1,8 @@
 """A model to plan for. A config.json is enough."""
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
+from speq.models.dense_form import LEAST_BITS, DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
@@ -31,7 +33,8 @@ class Subject:
     draft          layout of an INT4 expert; None: there can be none
     dense_draft    the draft's other layers that run on codes
     reading_bytes  taken by each thread that reads the experts at hand
-    loading_bytes  taken by loading beside the weights it leaves
+    converted_bytes  of tensors outside the experts that are stored in another dtype
+    dense          how the matrices outside the experts are held
     """
 
     name: str
@@ -43,7 +46,8 @@ class Subject:
     draft: Int4Layout | None
     dense_draft: DenseDraft
     reading_bytes: int
-    loading_bytes: int
+    converted_bytes: int
+    dense: DenseForm
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
@@ -70,7 +74,8 @@ class Subject:
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
-            loading_bytes=0 if computed == words else stored_bytes,
+            converted_bytes=0 if computed == words else stored_bytes,
+            dense=DenseForm.raw(shape.dense, computed.itemsize),
         )
 
     @classmethod
@@ -108,7 +113,8 @@ class Subject:
             draft=None if draft is None else _packable(draft),
             dense_draft=dense,
             reading_bytes=store.reading_bytes,
-            loading_bytes=opened.loading_bytes(computed),
+            converted_bytes=opened.converted_bytes(computed),
+            dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
         )
 
     @property
@@ -119,6 +125,23 @@ class Subject:
     def count(self) -> int:
         """Experts of all layers together."""
         return self.num_layers * self.shape.experts.num_experts
+
+    @property
+    def non_expert_bytes(self) -> int:
+        """Weights outside the experts, as they are held."""
+        saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
+        return self.shape.resident_bytes(self.dtype) - saved_bytes
+
+    def with_dense(self, name: str, bits: Mapping[str, float] = LEAST_BITS) -> "Subject":
+        """The same, its dense matrices in another form, of so many bits a weight there.
+
+        Records have sizes that only loading tells. A plan by the smallest refuses no budget that
+        would do.
+        """
+        shapes, itemsize = self.shape.dense, self.dtype.itemsize
+        if name == "raw":
+            return replace(self, dense=DenseForm.raw(shapes, itemsize))
+        return replace(self, dense=DenseForm.of(shapes, itemsize, name, bits[name]))
 
     @property
     def base_bytes(self) -> int:
@@ -132,15 +155,17 @@ class Subject:
 
     @property
     def pass_bytes(self) -> PassBytes:
-        shape, dense, size = self.shape, self.dense_draft, self.dtype.itemsize
-        fixed_bytes = shape.resident_bytes(self.dtype) - shape.embedding_weights * size
-        replaced_bytes = size * sum(
-            layout.outputs * layout.columns for layout in dense.layouts.values()
-        )
+        shape, codes = self.shape, self.dense_draft
+        # The first matrix is the embedding.
+        unread_bytes = 0 if shape.tied else self.dense.sizes[0]
+        fixed_bytes = self.non_expert_bytes - unread_bytes
+        weights = sum(layout.outputs * layout.columns for layout in codes.layouts.values())
+        words_bytes = weights * self.dtype.itemsize
+        replaced_bytes = words_bytes * self.dense.nbytes // sum(self.dense.words_bytes)
         return PassBytes(
             layers=shape.num_layers,
             fixed_bytes=fixed_bytes,
-            draft_fixed_bytes=fixed_bytes - replaced_bytes + dense.nbytes,
+            draft_fixed_bytes=fixed_bytes - replaced_bytes + codes.nbytes,
             draft_token_bytes=self.num_layers * shape.top_k * self.base_bytes // self.count,
         )
 

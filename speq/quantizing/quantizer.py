@@ -79,7 +79,7 @@ def quantize(
         calibration = Calibration(calibration.calibration[:0], calibration.held_out)
     lanes = Lanes.of(calibration, rounds_too=settings.method != "rtn")
     dtype = source.store.codec.shape.dtype
-    loading = source.loading_bytes(dtype)
+    loading = source.converted_bytes(dtype)
     dense = dense_of(source.shape, settings)
     plan = plan_of(source.shape, source.store, dtype, lanes, dense, loading, memory_budget)
     with writing(out, "layers that are done are kept, the same command goes on from there"):

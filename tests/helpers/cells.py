@@ -29,6 +29,7 @@ class Cell:
     codec: str = "raw"
     drafter: str = "auto"
     graphs: str = "auto"
+    dense: str = "raw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ def loaded(
         cell.drafter,
         device=device,
         graphs=cell.graphs,
+        dense=cell.dense,
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -118,5 +120,6 @@ def loaded(
         codec=cell.codec,
         drafter=cell.drafter,
         graphs=cell.graphs,
+        dense=cell.dense,
     )
     return generator, experts

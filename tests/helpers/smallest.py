@@ -24,6 +24,7 @@ def two_slot_budget(
     drafter: str = "auto",
     device: str = "cpu",
     graphs: str = "auto",
+    dense: str = "raw",
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -37,6 +38,7 @@ def two_slot_budget(
         drafter=drafter,
         device=device,
         graphs=graphs,
+        dense=dense,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

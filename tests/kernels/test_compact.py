@@ -84,7 +84,7 @@ def check_decodes(decode: Any, gate_up_proj: Tensor, down_proj: Tensor) -> None:
 def test_lossless_gives_every_bit_back(hidden: int, width: int, make: Any) -> None:
     gate_up, down = make(2 * width, hidden), make(hidden, width)
     record = compact_ops.encode_lossless(gate_up, down)
-    layout = CompactLayout(hidden, width, lossless=True)
+    layout = CompactLayout.of_expert(hidden, width, lossless=True)
     wanted = of_reference(reference_compact.encode_lossless_out, layout, gate_up, down)
     assert torch.equal(record, wanted)
     assert layout.fixed_bytes <= len(record) <= layout.most_bytes
@@ -111,7 +111,7 @@ def test_residual_gives_every_bit_back(
     else:
         codes = any_codes(2 * width, hidden, sizes[0]), any_codes(hidden, width, sizes[1])
     record = compact_ops.encode_residual(gate_up, down, *codes)
-    layout = CompactLayout(hidden, width, lossless=False)
+    layout = CompactLayout.of_expert(hidden, width, lossless=False)
     flat = *codes[0], *codes[1]
     wanted = of_reference(reference_compact.encode_residual_out, layout, gate_up, down, *flat)
     assert torch.equal(record, wanted)
@@ -292,7 +292,7 @@ def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
         record = compact_ops.encode_lossless(gate_up, down)
     else:
         record = compact_ops.encode_residual(gate_up, down, *codes)
-    layout = CompactLayout(hidden, width, lossless)
+    layout = CompactLayout.of_expert(hidden, width, lossless)
     # The last of the fixed sections are the bytes of the weights, three matrices of them.
     sizes = [-(-rows * columns // 64) * 64 for rows, columns in layout.matrices]
     streams = layout.fixed_bytes - 128

@@ -382,7 +382,7 @@ def test_damaged_records_harm_no_other(backend: Backend, codec: str, kind: str) 
     generator = torch.Generator().manual_seed(7)
     given = problem(100, 36, (20, 4), rows=3)
     whole = given.by(backend, codec)
-    layout = CompactLayout(100, 36, codec == "lossless")
+    layout = CompactLayout.of_expert(100, 36, codec == "lossless")
     slots = given.records[codec].clone()
     damaged = slots[SLOTS - 1]
     noise = torch.randint(0, 256, damaged.shape, generator=generator).to(torch.uint8)

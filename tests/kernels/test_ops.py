@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speq.experts.int4 import Int4Arena, Int4Layout, group_size_of
-from speq.kernels import compact_ops, library, ops, reference
+from speq.kernels import compact_ops, dense_ops, library, ops, reference
 from speq.kernels.checks import FLOAT_DTYPES
 from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Bank
@@ -286,6 +286,24 @@ COMPACT_ARGUMENTS: dict[str, list[Any]] = {
         torch.zeros(3, 2, 64),
     ],
 }
+WEIGHT, PAIR = WORDS[0], (CODES[0], CODES[1])
+DENSE = {
+    "lossless": dense_ops.encode_dense_lossless(WEIGHT),
+    "residual": dense_ops.encode_dense_residual(WEIGHT, PAIR),
+}
+PRODUCT = [torch.zeros(16), torch.zeros(3, 16)]
+CHOSEN = [torch.tensor([3, 15, 3]), torch.zeros(3, 64).bfloat16()]
+# The same of those over compact dense matrices.
+DENSE_ARGUMENTS: dict[str, list[Any]] = {
+    "encode_dense_lossless": [WEIGHT, DENSE["lossless"], NBYTES],
+    "decode_dense_lossless": [DENSE["lossless"], 16, 0, WEIGHT],
+    "linear_lossless": [torch.zeros(3, 64), DENSE["lossless"], *PRODUCT],
+    "rows_lossless": [DENSE["lossless"], 16, *CHOSEN],
+    "encode_dense_residual": [WEIGHT, *PAIR, DENSE["residual"], NBYTES],
+    "decode_dense_residual": [DENSE["residual"], *PAIR, 0, WEIGHT],
+    "linear_residual": [torch.zeros(3, 64), DENSE["residual"], *PAIR, *PRODUCT],
+    "rows_residual": [DENSE["residual"], *PAIR, *CHOSEN],
+}
 
 
 @pytest.mark.parametrize(
@@ -334,8 +352,8 @@ def test_errors_name_the_argument(call: str, name: str, value: Any, message: str
 
 def raw_arguments(op: str) -> list[Any]:
     """What the op itself takes, in order."""
-    if op in COMPACT_ARGUMENTS:
-        return list(COMPACT_ARGUMENTS[op])
+    if op in COMPACT_ARGUMENTS or op in DENSE_ARGUMENTS:
+        return list((COMPACT_ARGUMENTS | DENSE_ARGUMENTS)[op])
     values = list(CALLS[op][1].values())
     return {
         "linear": [*values, torch.zeros(3, 4)],
@@ -369,6 +387,39 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_grouped_residual", 3, torch.zeros(1, 64).byte()),
         ("moe_grouped_residual", 4, torch.zeros(4).long()),
         ("moe_grouped_residual", 5, torch.zeros(5, 16, 31).byte()),
+        ("encode_dense_lossless", 0, torch.zeros(16, 64)),
+        ("encode_dense_lossless", 0, torch.zeros(64).bfloat16()),
+        ("encode_dense_lossless", 0, torch.zeros(0, 64).bfloat16()),
+        ("encode_dense_residual", 1, torch.zeros(16, 31).byte()),
+        ("decode_dense_lossless", 0, torch.zeros(64).byte()),
+        ("decode_dense_lossless", 1, 15),
+        ("decode_dense_lossless", 1, 1600),
+        ("decode_dense_lossless", 2, 2),
+        ("decode_dense_lossless", 2, 4),
+        ("decode_dense_lossless", 2, -4),
+        ("decode_dense_lossless", 3, torch.zeros(15, 64).bfloat16()),
+        ("decode_dense_lossless", 3, torch.zeros(16, 64)),
+        ("decode_dense_lossless", 3, torch.zeros(16).bfloat16()),
+        ("decode_dense_residual", 3, 4),
+        ("decode_dense_residual", 1, torch.zeros(15, 32).byte()),
+        ("linear_lossless", 0, torch.zeros(64)),
+        ("linear_lossless", 0, torch.zeros(2, 64)),
+        ("linear_lossless", 0, torch.zeros(3, 6400)),
+        ("linear_lossless", 0, torch.zeros(3, 64).double()),
+        ("linear_lossless", 1, torch.zeros(64).byte()),
+        ("linear_lossless", 2, torch.zeros(15)),
+        ("linear_lossless", 2, torch.zeros(16).half()),
+        ("linear_lossless", 3, torch.zeros(3, 1600)),
+        ("linear_residual", 0, torch.zeros(3, 62)),
+        ("linear_residual", 2, torch.zeros(64).byte()),
+        ("linear_residual", 3, torch.zeros(15, 2).half()),
+        ("linear_residual", 5, torch.zeros(3, 15)),
+        ("rows_lossless", 1, 1600),
+        ("rows_lossless", 2, torch.zeros(3).int()),
+        ("rows_lossless", 2, torch.zeros(4).long()),
+        ("rows_lossless", 3, torch.zeros(3, 6400).bfloat16()),
+        ("rows_residual", 3, torch.zeros(2).long()),
+        ("rows_residual", 4, torch.zeros(3, 62).bfloat16()),
         ("linear_int4", 0, torch.zeros(3, 62)),
         ("linear_int4", 0, torch.zeros(2, 64)),
         ("linear_int4", 0, torch.zeros(3, 64).long()),

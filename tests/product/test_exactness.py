@@ -7,6 +7,7 @@ the shape of a pass does not turn near-ties.
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ from speq.bench.machine.step import DRAFT_KERNELS
 from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore
+from speq.layers.dense_matrix import LosslessMatrix
 from speq.measure.report import read_prompts
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.transfer import Fetch
@@ -376,3 +378,28 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
         Cell(3, "half", "own", "plain", 2, "entropy", codec="residual", drafter="ngram"),
     ]
     check_family(family, cells, folders, "float32")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compact_dense_layers_give_the_tokens_of_words(family: str, folders: Folders) -> None:
+    """In bfloat16, where both compute the same sums: tokens of one are tokens of the other."""
+    cells = [
+        Cell(3, "half", "own", codec="lossless", prefetch="three-phase"),
+        Cell(0, "two slots", "own", codec="lossless"),
+        Cell(2, "all", "poor", "packed", codec="lossless"),
+    ]
+    for cell, prompt in zip(cells, (PROMPTS[0], PROMPTS[1], PROMPTS[0]), strict=True):
+        model, draft = folders.of(family, cell)
+        wanted: list[int] = []
+        for dense in ("raw", "lossless"):
+            of_form = replace(cell, dense=dense)
+            generator, _ = loaded(of_form, model, draft, "bfloat16", len(prompt) + 100)
+            kinds = {type(layer.exact) for layer in generator.runtime.model.dense.values()}
+            assert (LosslessMatrix in kinds) == (dense == "lossless")
+            memory = generator.runtime.plan.items["non_expert_weights"]
+            assert memory == generator.runtime.model.nbytes
+            result = generator.generate(prompt, max_new_tokens=100, ignore_eos=True)
+            generator.close()
+            assert result.stats["dense"] == dense
+            wanted = wanted or result.token_ids
+            assert result.token_ids == wanted, of_form

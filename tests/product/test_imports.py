@@ -34,13 +34,14 @@ LEAVES = (
     "speq.units",
     "speq.version",
 )
+REFERENCES = ("reference", "reference_compact", "reference_dense")
 BELOW_MODELS = ("leaves", "devices", "reference", "kernels", "files", "experts", "layers")
 BELOW_DECODE = (*BELOW_MODELS, "models", "scheduler", "governor")
 BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
 TABLE = {
     "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
     "reference": Layer(
-        ("speq.kernels.reference", "speq.kernels.reference_compact"),
+        tuple(f"speq.kernels.{name}" for name in REFERENCES),
         ("leaves", "reference", "kernels"),
         never=("transformers",),
     ),
@@ -107,10 +108,15 @@ TABLE = {
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
-OPS = frozenset(f"speq.kernels.{name}" for name in ("ops", "compact_ops", "checks", "library"))
+OPS = frozenset(
+    f"speq.kernels.{name}"
+    for name in ("ops", "compact_ops", "dense_ops", "records", "checks", "library")
+)
 ONLY_BY = {
-    "speq.kernels.reference": OPS | {"speq.kernels.reference_compact"},
-    "speq.kernels.reference_compact": OPS,
+    "speq.kernels.reference": OPS
+    | {"speq.kernels.reference_compact", "speq.kernels.reference_dense"},
+    "speq.kernels.reference_compact": OPS | {"speq.kernels.reference_dense"},
+    "speq.kernels.reference_dense": OPS,
 }
 # Imports and attributes that execute what they read, or let the environment steer a run.
 FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})

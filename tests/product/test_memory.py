@@ -276,6 +276,7 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
     arena, context = loaded.arena, runtime.plan.context
     assert arena is not None
     made = [
+        *loaded.model.dense_sizes,
         *(weights.nbytes for weights in loaded.model._hf_model.parameters()),
         *(part.nbytes for part in arena.parts.values()),
         *(tensor.nbytes for tensor in runtime.engine.cache.tensors()),

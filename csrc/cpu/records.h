@@ -1,0 +1,52 @@
+// Compact records in memory, and the matrices in them as the micro kernels take those.
+#pragma once
+
+#include "cpu/exact_rows.h"
+
+namespace speq::cpu {
+
+// Bytes that hold a record of some layout, at least `fixed_bytes` of it, aligned to an entry of the
+// index.
+struct Record {
+  const std::uint8_t *bytes;
+  std::int64_t nbytes;
+};
+
+// The part of matrix m that lossless and residual records have alike.
+inline CodedRows coded_rows(const CompactLayout &layout, const Record &record, int m) {
+  const auto *index = reinterpret_cast<const std::uint32_t *>(record.bytes + layout.index);
+  return {layout.rows[m],
+          layout.columns[m],
+          record.bytes + layout.bytes[m],
+          record.bytes + layout.streams,
+          index + layout.first_quad[m],
+          record.nbytes - layout.fixed_bytes()};
+}
+
+inline LosslessRows lossless_rows(const CompactLayout &layout, const Record &record, int m) {
+  return {coded_rows(layout, record, m), record.bytes + m * kClasses,
+          record.bytes + layout.classes[m]};
+}
+
+inline ResidualRows residual_rows(const CompactLayout &layout, const Record &record, int m,
+                                  const Int4Matrix &codes) {
+  return {coded_rows(layout, record, m), codes};
+}
+
+inline const CodedKernels<LosslessRows> &coded_kernels(const LosslessRows &) {
+  return micro_kernels().lossless;
+}
+inline const CodedKernels<ResidualRows> &coded_kernels(const ResidualRows &) {
+  return micro_kernels().residual;
+}
+
+// Rows [begin, end) of a matrix by inputs; begin is a multiple of a quad.
+template <typename Rows>
+void dot_rows(const Rows &matrix, std::int64_t begin, std::int64_t end, const Inputs &inputs,
+              float *const *outs) {
+  const CodedKernels<Rows> &kernels = coded_kernels(matrix);
+  const auto dot = inputs.stored == Word::bfloat16 ? kernels.dot_pairs : kernels.dot;
+  dot(matrix, begin, end, inputs.rows, inputs.count, outs);
+}
+
+} // namespace speq::cpu

@@ -1,0 +1,69 @@
+"""How the matrices of a model outside its experts are held, and the memory that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+# Bits a weight of the smallest records, and of usual ones, which are experts' too, by the form.
+LEAST_BITS = {"lossless": 11.0, "residual": 8.0}
+USUAL_BITS = {"lossless": 11.4, "residual": 8.9}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseForm:
+    """The matrices of dense layers and of the embedding, in the order of `ModelShape.dense`.
+
+    name         raw, lossless or residual
+    sizes        bytes that each takes
+    words_bytes  of each as words of the compute dtype
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    words_bytes: tuple[int, ...]
+
+    @classmethod
+    def raw(cls, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
+        """Words of so many bytes each."""
+        sizes = tuple(rows * columns * itemsize for rows, columns in shapes)
+        return cls("raw", sizes, sizes)
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, int]], itemsize: int, name: str, bits: float) -> Self:
+        """Records of so many bits a weight, or words where those take no more."""
+        words = cls.raw(shapes, itemsize).sizes
+        sizes = tuple(
+            min(nbytes, int(rows * columns * bits / 8))
+            for (rows, columns), nbytes in zip(shapes, words, strict=True)
+        )
+        return cls(name, sizes, words)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def known(self, sizes: Sequence[int]) -> Self:
+        """The same, its records made."""
+        return replace(self, sizes=tuple(sizes))
+
+    def loading_bytes(self, threads: int, converted_bytes: int) -> int:
+        """What loading takes beside what it leaves, at the most.
+
+        threads          matrices that are encoded at a time
+        converted_bytes  of tensors that are stored in another dtype: while they are converted they
+                         are held twice
+
+        Words of a matrix lie beside its record, and the record is copied once out of memory for
+        the largest there can be. The largest matrices come first, when few records are there.
+        """
+        if self.name == "raw":
+            return converted_bytes
+        order = sorted(range(len(self.sizes)), key=lambda at: -self.words_bytes[at])
+        held = most = 0
+        for turn, at in enumerate(order):
+            under_way = order[turn : turn + threads]
+            taken = sum(self.words_bytes[each] + 2 * self.sizes[each] for each in under_way)
+            most = max(most, held + taken)
+            held += self.sizes[at]
+        saved = sum(self.words_bytes) - self.nbytes
+        return max(converted_bytes, most - self.nbytes, 0) + min(converted_bytes, saved)

@@ -1,0 +1,160 @@
+"""Decides how the matrices outside the experts are held, before anything is loaded."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.files.alignment import aligned_bytes
+from speq.files.checkpoint import Checkpoint
+from speq.files.range_file import ENDS_BYTES
+from speq.kernels import dense_ops, library, ops
+from speq.planning.demand import Budget
+from speq.planning.fitting import fitted
+from speq.planning.settle import drafting_first
+from speq.planning.subject import Subject
+from speq.planning.ways import open_ways
+from speq.units import Clock
+
+logger = logging.getLogger("speq")
+
+# Records are taken where their products take no longer than so many times those by words.
+SLOWEST = 1.03
+# Words that are timed, more than caches hold, in copies of one matrix; and how many copies.
+TIMED_BYTES = 192 << 20
+MOST_COPIES = 64
+# The matrix that is timed takes no more than this, if there is one: it is encoded by one thread.
+MATRIX_BYTES = 16 << 20
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTrial:
+    """Seconds of one row's product by a matrix: by its words, and by its record."""
+
+    raw_s: float
+    lossless_s: float
+
+    @property
+    def worth(self) -> bool:
+        return self.lossless_s <= SLOWEST * self.raw_s
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        expert: Callable[[str], bool],
+        limit_bytes: int,
+        clock: Clock = time.perf_counter,
+    ) -> "DenseTrial":
+        """Time a matrix of a checkpoint in as many copies as a pass would read of others.
+
+        expert       tells names of experts' tensors
+        limit_bytes  that the copies may take of memory, words and records together
+        """
+        words = some_matrix(checkpoint, expert)
+        record = dense_ops.encode_dense_lossless(words)
+        limit_bytes = min(limit_bytes, 2 * TIMED_BYTES)
+        count = max(1, min(limit_bytes // (words.nbytes + record.nbytes), MOST_COPIES))
+        matrices = [words.clone() for _ in range(count)]
+        records = [record.clone() for _ in range(count)]
+        row, outputs = torch.ones(1, words.shape[1], dtype=words.dtype), words.shape[0]
+        raw_s = lossless_s = float("inf")
+        for _ in range(ROUNDS):
+            start_s = clock()
+            for matrix in matrices:
+                ops.linear(row, matrix)
+            between_s = clock()
+            for each in records:
+                dense_ops.linear_lossless(row, each, outputs)
+            raw_s = min(raw_s, between_s - start_s)
+            lossless_s = min(lossless_s, clock() - between_s)
+        return cls(raw_s / count, lossless_s / count)
+
+
+def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor:
+    """The largest matrix outside the experts that is quickly encoded, [N, K] bfloat16."""
+    held = [
+        (file, info)
+        for name, (file, info) in checkpoint.tensors.items()
+        if len(info.shape) == 2 and not expert(name)
+    ]
+    quick = [entry for entry in held if entry[1].nbytes <= MATRIX_BYTES]
+    file, info = max(quick, key=lambda entry: entry[1].nbytes) if quick else held[0]
+    words = torch.empty(info.shape, dtype=info.dtype)
+    ends = aligned_bytes(1, ENDS_BYTES)[0]
+    file.read_scattered(info.offset, words.view(-1).view(torch.uint8), ends)
+    return words.bfloat16()
+
+
+def settle_dense(
+    subject: Subject, budget: Budget, config: RunConfig, trial: Callable[[], DenseTrial] | None
+) -> Subject:
+    """The model with its dense matrices in the form that options name, or that is best here.
+
+    trial  None: nothing is measured, and words are kept where memory is not short
+
+    Raises SpeqError where options ask for a form that there is none of.
+    """
+    if config.dense == "raw":
+        return subject
+    codes = subject.dtype == torch.bfloat16
+    if config.dense == "auto":
+        chosen, reason = automatic(subject, budget, config, trial) if codes else ("raw", "")
+        if reason:
+            logger.info("dense layers %s: %s", chosen, reason)
+        return subject.with_dense(chosen)
+    if not codes:
+        raise SpeqError(
+            f"dense {config.dense} codes bfloat16 and the run computes in "
+            f"{str(subject.dtype).removeprefix('torch.')}; use dense raw"
+        )
+    if config.dense == "residual":
+        raise SpeqError(
+            "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
+            "no such draft; use dense lossless"
+        )
+    return subject.with_dense(config.dense)
+
+
+def automatic(
+    subject: Subject, budget: Budget, config: RunConfig, trial: Callable[[], DenseTrial] | None
+) -> tuple[str, str]:
+    """lossless or raw, and why: lossless where a fast kernel runs it and memory is short, or where
+    it was measured to be no slower.
+    """
+    device = "cpu" if budget.on_cpu else "cuda"
+    if "linear_lossless" not in library.ops_of(device):
+        return "raw", f"{device} has no kernel for records of them"
+    if budget.on_cpu:
+        backend = library.backend_of("linear_lossless", device)
+        if backend.name == "reference":
+            return "raw", f"records of them have no fast kernel here ({backend.reason})"
+    compact = subject.with_dense("lossless")
+    if not all_in_slots(subject, budget, config) and some_fit(compact, budget, config):
+        return "lossless", "experts get the memory that it saves"
+    if trial is None:
+        return "raw", "there is memory for all experts beside words"
+    made = trial()
+    return (
+        "lossless" if made.worth else "raw",
+        f"a product takes {made.lossless_s * 1e6:.0f} us by a record and {made.raw_s * 1e6:.0f} "
+        "us by words",
+    )
+
+
+def all_in_slots(subject: Subject, budget: Budget, config: RunConfig) -> bool:
+    """Whether all experts are held, the way that `settle` prefers without a profile."""
+    ways = [way for way in open_ways(subject, config, budget.on_cpu) if not way.encoded]
+    fitting, _ = fitted(subject, ways, budget)
+    return bool(fitting) and drafting_first(fitting)[0].slots == subject.count
+
+
+def some_fit(subject: Subject, budget: Budget, config: RunConfig) -> bool:
+    fitting, _ = fitted(subject, open_ways(subject, config, budget.on_cpu), budget)
+    return bool(fitting)
