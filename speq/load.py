@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from speq.config import RunConfig
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import device_named
-from speq.drafts.dense_draft import DenseDraft
+from speq.drafts.dense_draft import DenseCodes, DenseDraft
 from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of
@@ -25,10 +26,12 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
+from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.profile import Profile
 from speq.kernels import library
+from speq.kernels.ops import Int4Pair
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.int4_matrix import Int4Matrix
 from speq.machine import default_host_bytes
@@ -117,9 +120,9 @@ def load(
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(draft_source(opened, config)) as draft:
-        name, dense = str(opened.checkpoint.path), opened.shape.draft_layers
-        dense_codes = dense_draft(config.draft_dense, dense, draft)
-        subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense_codes)
+        name, layers = str(opened.checkpoint.path), opened.shape.draft_layers
+        dense = dense_draft(config.draft_dense, layers, draft)
+        subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
         budget = budget_of(config, context, device)
         subject = settle_dense(subject, budget, config, dense_trial_of(opened, device, config))
         settled = settle(
@@ -129,19 +132,21 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
+        drafting = settled.holding.drafter == "int4"
+        codes = DraftMatrices(dense, opened.checkpoint, device.torch) if drafting else None
         model = moe_model.load(
             opened.family,
             opened.checkpoint,
             subject.dtype,
             device,
-            records_of(subject, device, budget, progress),
+            records_of(subject, codes, device, budget, progress),
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
-        if settled.holding.drafter == "int4":
-            draft_on(model, dense_codes, opened, progress)
+        if codes is not None:
+            codes.put(model, labelled(progress, "loading the draft's dense layers"))
     base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
     with contextlib.ExitStack() as undo:
         host = None
@@ -256,8 +261,43 @@ def dense_trial_of(
     return partial(DenseTrial.of, opened.checkpoint, names.is_expert, config.memory_budget // 2)
 
 
+class DraftMatrices:
+    """A draft's dense layers on a device, each made once: drafts run them, and exact matrices may
+    be residuals of them.
+    """
+
+    def __init__(self, draft: DenseDraft, checkpoint: Checkpoint, device: torch.device) -> None:
+        self._draft, self._device = draft, device
+        self._codes = DenseCodes(draft, checkpoint)
+        self._made: dict[str, Int4Matrix] = {}
+        self._bases = {layout.name for layout in draft.bases}
+
+    def base(self, name: str, words: Tensor) -> Int4Pair | None:
+        """The codes of a layer that its exact matrix, whose words these are, is to be read over."""
+        return self._matrix(name, lambda: words).pair if name in self._bases else None
+
+    def _matrix(self, name: str, words: Callable[[], Tensor]) -> Int4Matrix:
+        if name not in self._made:
+            weight = self._codes.weight(name, words).to(self._device)
+            self._made[name] = Int4Matrix(weight, self._draft.layouts[name].planes)
+        return self._made[name]
+
+    def put(self, model: MoEModel, progress: Done | None) -> None:
+        """Let the drafts of a loaded model run them."""
+        layers, total = model.dense, len(self._draft.layouts)
+        for done, name in enumerate(self._draft.layouts, start=1):
+            layers[name].draft = self._matrix(name, layers[name].exact.words)
+            if progress is not None:
+                progress(done, total)
+        self._codes.finish()
+
+
 def records_of(
-    subject: Subject, device: Processor | Accelerator, budget: Budget, progress: Progress | None
+    subject: Subject,
+    codes: DraftMatrices | None,
+    device: Processor | Accelerator,
+    budget: Budget,
+    progress: Progress | None,
 ) -> Records | None:
     """What encodes the dense matrices of a model; None where they stay words."""
     if subject.dense.name == "raw":
@@ -267,6 +307,7 @@ def records_of(
         threads=budget.readers,
         device=device.torch,
         progress=labelled(progress, "encoding dense layers"),
+        base=codes.base if codes is not None and subject.dense.name == "residual" else None,
     )
 
 
@@ -328,18 +369,6 @@ def int4_copy(
     if tied is not None:
         tied.check(opened.checkpoint.path, arena)
     return arena
-
-
-def draft_on(model: MoEModel, codes: DenseDraft, opened: Opened, progress: Progress | None) -> None:
-    """Give a model's dense layers the codes that drafts run on, where its device computes."""
-    layers, device = model.dense, model.device
-    weights = codes.weights(
-        opened.checkpoint,
-        lambda name: layers[name].exact.words(),
-        labelled(progress, "rounding other layers to INT4"),
-    )
-    for layout, weight in weights:
-        layers[layout.name].draft = Int4Matrix(weight.to(device), layout.planes)
 
 
 def host_tier(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BATCH = 64
+BATCH = 128
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines to write")
     parser.add_argument("--texts", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=256, help="of each text")
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     write(options.model, options.out, options.texts, options.tokens, options.seed)

@@ -5,7 +5,7 @@ rounded is kept beside the model, as the experts are.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,6 @@ from speq.drafts import draft_file
 from speq.experts.int4 import ROW_BLOCK, group_size_of
 from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import Int4Weight, quantize_int4, quantize_int4_planes
-from speq.units import Done
 
 
 class Shape(Protocol):
@@ -120,55 +119,44 @@ class DenseDraft:
     def nbytes(self) -> int:
         return sum(layout.nbytes for layout in self.layouts.values())
 
-    def weights(
-        self,
-        checkpoint: Checkpoint,
-        words: Callable[[str], Tensor],
-        progress: Done | None = None,
-    ) -> Iterator[tuple[DenseLayout, Int4Weight]]:
-        """Each layer's codes, on the CPU.
+    @property
+    def bases(self) -> list[DenseLayout]:
+        """Those that exact matrices may be residuals of: four bits, in the model's order."""
+        layouts = self.layouts.values()
+        return [layout for layout in layouts if layout.planes == 1 and not layout.permuted]
 
-        words  a layer's exact matrix, by the name of its module
-        """
-        rounded = [layout for layout in self.layouts.values() if not layout.brought]
-        kept = self._kept(checkpoint, rounded, words, progress) if rounded else {}
-        for name, layout in self.layouts.items():
-            if layout.brought:
-                assert self.source is not None
-                yield layout, self.source.dense_weight(name)
-            else:
-                parts = (kept.pop(f"{name}.{part}") for part in layout.shapes)
-                yield layout, Int4Weight(*parts)
 
-    def _kept(
-        self,
-        checkpoint: Checkpoint,
-        layouts: list[DenseLayout],
-        words: Callable[[str], Tensor],
-        progress: Done | None,
-    ) -> dict[str, Tensor]:
-        """Rounded codes by name and part: those on the disk, or made and kept there."""
-        parts = {
+class DenseCodes:
+    """The codes of a draft's dense layers, each made once. Several threads may ask."""
+
+    def __init__(self, draft: DenseDraft, checkpoint: Checkpoint) -> None:
+        self._draft = draft
+        rounded = [layout for layout in draft.layouts.values() if not layout.brought]
+        self._parts = {
             f"{layout.name}.{part}": torch.empty(shape, dtype=dtype)
-            for layout in layouts
+            for layout in rounded
             for part, (shape, dtype) in layout.shapes.items()
         }
+        digest = hashlib.sha256(repr(sorted(map(repr, rounded))).encode()).hexdigest()
+        self._paths = draft_file.candidate_paths(checkpoint, f"dense-{digest[:8]}")
+        self._kept = not rounded or draft_file.read_kept(self._parts, self._paths)
 
-        def make() -> None:
-            for done, layout in enumerate(layouts, start=1):
-                round_into(
-                    words(layout.name),
-                    layout,
-                    parts[f"{layout.name}.qweight"],
-                    parts[f"{layout.name}.scales"],
-                )
-                if progress is not None:
-                    progress(done, len(layouts))
+    def weight(self, name: str, words: Callable[[], Tensor]) -> Int4Weight:
+        """The codes of one layer, on the CPU. words: gives its exact matrix, to be rounded."""
+        layout = self._draft.layouts[name]
+        if layout.brought:
+            assert self._draft.source is not None
+            return self._draft.source.dense_weight(name)
+        qweight, scales = (self._parts[f"{name}.{part}"] for part in layout.shapes)
+        if not self._kept:
+            round_into(words(), layout, qweight, scales)
+        return Int4Weight(qweight, scales)
 
-        digest = hashlib.sha256(repr(sorted(map(repr, layouts))).encode())
-        name = f"dense-{digest.hexdigest()[:8]}"
-        draft_file.read_or_make(parts, checkpoint, name, make)
-        return parts
+    def finish(self) -> None:
+        """Keep on the disk what was rounded, once all was."""
+        if not self._kept:
+            draft_file.keep(self._parts, self._paths)
+            self._kept = True
 
 
 EXPERTS_ONLY = DenseDraft({})

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -53,34 +53,31 @@ def load_or_make(
 ) -> None:
     """Fill `arena` from the draft on disk, or round the experts and keep the result."""
 
-    def make() -> None:
-        logger.info(
-            "the draft is made by rounding; `speq quantize %s` makes a better one (GPTQ)",
-            checkpoint.path,
-        )
-        quantize(arena, store, progress)
+    paths = candidate_paths(checkpoint)
+    if read_kept(arena.parts, paths):
+        return
+    logger.info(
+        "the draft is made by rounding; `speq quantize %s` makes a better one (GPTQ)",
+        checkpoint.path,
+    )
+    quantize(arena, store, progress)
+    keep(arena.parts, paths)
 
-    read_or_make(arena.parts, checkpoint, "", make)
 
-
-def read_or_make(
-    parts: Mapping[str, Tensor], checkpoint: Checkpoint, what: str, make: Callable[[], None]
-) -> None:
-    """Fill tensors from the draft on disk, or let `make` fill them and keep the result.
+def read_kept(parts: Mapping[str, Tensor], paths: list[Path]) -> bool:
+    """Whether tensors could be filled from one of some files.
 
     What others left half-written, and write no more, goes first: it is as large as a draft.
     """
-    paths = candidate_paths(checkpoint, what)
     for path in paths:
         remove_abandoned(path.parent)
         if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
             try:
                 read(parts, path)
-                return
+                return True
             except SpeqError as error:
                 logger.warning("the draft on disk is made anew: %s", error)
-    make()
-    keep(parts, paths)
+    return False
 
 
 def quantize(arena: Int4Arena, store: ExpertStore, progress: Done | None = None) -> None:

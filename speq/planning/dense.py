@@ -18,7 +18,7 @@ from speq.planning.demand import Budget
 from speq.planning.fitting import fitted
 from speq.planning.settle import drafting_first
 from speq.planning.subject import Subject
-from speq.planning.ways import open_ways
+from speq.planning.ways import drafter_of, open_ways
 from speq.units import Clock
 
 logger = logging.getLogger("speq")
@@ -114,7 +114,8 @@ def settle_dense(
             f"dense {config.dense} codes bfloat16 and the run computes in "
             f"{str(subject.dtype).removeprefix('torch.')}; use dense raw"
         )
-    if config.dense == "residual":
+    drafts = drafter_of(config) == "int4"
+    if config.dense == "residual" and not (drafts and subject.dense_draft.bases):
         raise SpeqError(
             "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
             "no such draft; use dense lossless"

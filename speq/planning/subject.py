@@ -159,6 +159,8 @@ class Subject:
         # The first matrix is the embedding.
         unread_bytes = 0 if shape.tied else self.dense.sizes[0]
         fixed_bytes = self.non_expert_bytes - unread_bytes
+        if self.dense.name == "residual":
+            fixed_bytes += sum(layout.nbytes for layout in codes.bases)
         weights = sum(layout.outputs * layout.columns for layout in codes.layouts.values())
         words_bytes = weights * self.dtype.itemsize
         replaced_bytes = words_bytes * self.dense.nbytes // sum(self.dense.words_bytes)

@@ -52,6 +52,8 @@ def open_ways(subject: Subject, config: RunConfig, on_cpu: bool) -> list[Holding
         elif way.needs_draft and way.codec in (given, config.codec):
             # Only as a base: who does not draft needs no codes of other layers.
             found.append(replace(way, drafter=drafter, draft_bytes=subject.base_bytes))
+    if subject.dense.name == "residual":  # read over the draft's codes
+        return [replace(way, dense_base=True) for way in found if way.drafter == "int4"]
     return found
 
 

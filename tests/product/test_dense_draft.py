@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.drafts import draft_file
-from speq.drafts.dense_draft import DenseDraft, DenseLayout, round_into
+from speq.drafts.dense_draft import DenseCodes, DenseDraft, DenseLayout, round_into
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.kernels import ops
 from speq.kernels.ops import Int4Weight
@@ -120,6 +122,7 @@ def test_matrices_are_rounded_some_rows_at_a_time(planes: int) -> None:
 
 
 LAYER = "model.layers.1."
+ATTENTION_OUT = "model.layers.3.self_attn.o_proj"
 # What drafts of each family run on codes in layer 1, beside the experts.
 ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 LATENT = [f"self_attn.{name}" for name in ("kv_a_proj_with_mqa", "o_proj")]
@@ -170,29 +173,32 @@ def test_rounded_codes_are_kept_and_read_again(tiny: Folder, tmp_path: Path) -> 
     opened = open_model(tiny("olmoe"))
     tensors = opened.checkpoint.tensors
     asked: list[str] = []
-    told: list[tuple[int, int]] = []
 
     def words(name: str) -> Tensor:
         asked.append(name)
         return tensors[f"{name}.weight"][0].tensor(f"{name}.weight")
 
+    def made(draft: DenseDraft) -> dict[str, Int4Weight]:
+        codes = DenseCodes(draft, opened.checkpoint)
+        found = {name: codes.weight(name, partial(words, name)) for name in draft.layouts}
+        codes.finish()
+        return found
+
     draft = DenseDraft.of("all", opened.shape.draft_layers)
-    first = [*draft.weights(opened.checkpoint, words, lambda *so_far: told.append(so_far))]
-    count = len(draft.layouts)
+    first = made(draft)
     assert asked == [*draft.layouts]
-    assert told == [(done, count) for done in range(1, count + 1)]
-    again = [*draft.weights(opened.checkpoint, words)]
-    assert len(asked) == count
-    for (layout, weight), (_, kept) in zip(first, again, strict=True):
-        wanted = torch.empty_like(weight.qweight), torch.empty_like(weight.scales)
-        round_into(words(layout.name), layout, *wanted)
-        for held in (weight, kept):
+    again = made(draft)
+    assert len(asked) == len(draft.layouts)
+    for name, layout in draft.layouts.items():
+        wanted = torch.empty_like(first[name].qweight), torch.empty_like(first[name].scales)
+        round_into(words(name), layout, *wanted)
+        for held in (first[name], again[name]):
             assert torch.equal(held.qweight, wanted[0])
             assert torch.equal(held.scales, wanted[1])
     # Another choice is another file; the experts' own is a third.
     asked.clear()
     fewer = DenseDraft.of("attention", opened.shape.draft_layers)
-    assert len([*fewer.weights(opened.checkpoint, words)]) == len(asked) == count - 1
+    assert [*made(fewer)] == asked == [name for name in draft.layouts if name != "lm_head"]
     experts = draft_file.candidate_paths(opened.checkpoint)[0]
     assert len([*experts.parent.glob("draft-int4-rtn-dense-*")]) >= 2
     opened.close()
@@ -239,8 +245,10 @@ def test_a_gptq_folder_brings_the_codes_of_its_dense_layers(tiny: Folder, quanti
     def words(name: str) -> Tensor:
         return tensors[f"{name}.weight"][0].tensor(f"{name}.weight")
 
-    for layout, weight in draft.weights(checkpoint, words):
-        matrix, exact = Int4Matrix(weight, layout.planes), words(layout.name)
+    codes = DenseCodes(draft, checkpoint)
+    for name, layout in draft.layouts.items():
+        matrix = Int4Matrix(codes.weight(name, partial(words, name)), layout.planes)
+        exact = words(name)
         error = (matrix.words() - exact).square().sum() / exact.square().sum()
         assert error < (1e-4 if layout.planes == 2 else 0.04)
     assert dense_draft("none", shapes, source).layouts == {}
@@ -257,3 +265,29 @@ def test_a_damaged_dense_layer_is_refused(tiny: Folder, quantised: Path, tmp_pat
     save_file(tensors, file)
     with pytest.raises(SpeqError, match=r"o_proj\.scales is torch\.float16 \[1, 56\]; the model's"):
         Generator.from_pretrained(tiny("deepseek_v2"), "1GiB", draft=str(folder))
+
+
+def test_exact_layers_are_residuals_of_the_drafts_codes(bundled: Path) -> None:
+    """Held once, and the same tokens."""
+    prompt = [*range(40, 60)]
+    made = {}
+    for form in ("raw", "residual"):
+        generator = Generator.from_pretrained(
+            bundled, "1GiB", draft="auto", draft_length=3, dense=form, context_length=64
+        )
+        result = generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
+        layers = generator.runtime.model.dense
+        made[form] = result.token_ids, result.stats["acceptance_rate"]
+        if form == "residual":
+            exact, draft = (getattr(layers[ATTENTION_OUT], name) for name in ("exact", "draft"))
+            assert exact.pair[0] is draft.weight.qweight
+            assert type(layers["lm_head"].exact).__name__ == "LosslessMatrix"
+            assert exact.nbytes < 0.6 * 2 * exact.outputs * exact.columns
+        generator.close()
+    assert made["residual"] == made["raw"]
+
+
+@pytest.mark.parametrize("options", [{"draft_length": 0}, {"draft_dense": "none"}])
+def test_residuals_need_a_draft_of_dense_layers(bundled: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(SpeqError, match="this run has no such draft; use dense lossless"):
+        Generator.from_pretrained(bundled, "1GiB", dense="residual", **options)
