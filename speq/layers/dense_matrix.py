@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.kernels import dense_ops, ops
-from speq.kernels.ops import Int4Pair
+from speq.kernels import dense_ops, library, ops
+from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 
 
 class DenseMatrix(Protocol):
@@ -76,7 +76,14 @@ class LosslessMatrix:
         return self.record.nbytes
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        return dense_ops.linear_lossless(inputs, self.record, self.outputs, bias)
+        rows = inputs.numel() // self.columns
+        if not 0 < rows <= MAX_LINEAR_ROWS or inputs.dtype != torch.bfloat16:
+            return dense_ops.linear_lossless(inputs, self.record, self.outputs, bias)
+        # What the op checks of a record and of a layer's inputs is known here.
+        out = inputs.new_empty(*inputs.shape[:-1], self.outputs)
+        flat = inputs.contiguous().view(rows, -1)
+        library.call("linear_lossless", flat, self.record, bias, out.view(rows, -1))
+        return out
 
     def words(self) -> Tensor:
         shape, device = (self.outputs, self.columns), self.record.device

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-# Bits a weight of the smallest records, and of usual ones, which are experts' too, by the form.
-LEAST_BITS = {"lossless": 11.0, "residual": 8.0}
+from speq.kernels.compact_layout import CompactLayout
+
+# Bits a weight that records usually take, experts' as well, by the form.
 USUAL_BITS = {"lossless": 11.4, "residual": 8.9}
 
 
@@ -29,12 +30,24 @@ class DenseForm:
         return cls("raw", sizes, sizes)
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, int]], itemsize: int, name: str, bits: float) -> Self:
-        """Records of so many bits a weight, or words where those take no more."""
+    def least(cls, name: str, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
+        """The smallest records there can be; words where those take no more."""
+        return cls._of(name, shapes, itemsize, 0)
+
+    @classmethod
+    def usual(cls, name: str, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
+        """Records of the size that they usually have; words where those take no more."""
+        return cls._of(name, shapes, itemsize, USUAL_BITS[name])
+
+    @classmethod
+    def _of(cls, name: str, shapes: Sequence[tuple[int, int]], itemsize: int, bits: float) -> Self:
         words = cls.raw(shapes, itemsize).sizes
+        least = (
+            CompactLayout.of_matrix(s, lossless=name == "lossless").fixed_bytes for s in shapes
+        )
         sizes = tuple(
-            min(nbytes, int(rows * columns * bits / 8))
-            for (rows, columns), nbytes in zip(shapes, words, strict=True)
+            min(nbytes, max(fewest, int(rows * columns * bits / 8)))
+            for (rows, columns), nbytes, fewest in zip(shapes, words, least, strict=True)
         )
         return cls(name, sizes, words)
 

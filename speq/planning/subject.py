@@ -1,7 +1,6 @@
 """A model to plan for. A config.json is enough."""
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
-from speq.models.dense_form import LEAST_BITS, DenseForm
+from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
@@ -132,8 +131,8 @@ class Subject:
         saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
         return self.shape.resident_bytes(self.dtype) - saved_bytes
 
-    def with_dense(self, name: str, bits: Mapping[str, float] = LEAST_BITS) -> "Subject":
-        """The same, its dense matrices in another form, of so many bits a weight there.
+    def with_dense(self, name: str, usual: bool = False) -> "Subject":
+        """The same, its dense matrices in another form: as small as they can be there, or as usual.
 
         Records have sizes that only loading tells. A plan by the smallest refuses no budget that
         would do.
@@ -141,7 +140,8 @@ class Subject:
         shapes, itemsize = self.shape.dense, self.dtype.itemsize
         if name == "raw":
             return replace(self, dense=DenseForm.raw(shapes, itemsize))
-        return replace(self, dense=DenseForm.of(shapes, itemsize, name, bits[name]))
+        sized = DenseForm.usual if usual else DenseForm.least
+        return replace(self, dense=sized(name, shapes, itemsize))
 
     @property
     def base_bytes(self) -> int:

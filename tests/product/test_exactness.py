@@ -385,20 +385,19 @@ def test_compact_dense_layers_give_the_tokens_of_words(family: str, folders: Fol
     """In bfloat16, where both compute the same sums: tokens of one are tokens of the other."""
     cells = [
         Cell(3, "half", "own", codec="lossless", prefetch="three-phase"),
-        Cell(0, "two slots", "own", codec="lossless"),
-        Cell(2, "all", "poor", "packed", codec="lossless"),
+        Cell(0, "two slots", "own", "packed", codec="lossless"),
     ]
-    for cell, prompt in zip(cells, (PROMPTS[0], PROMPTS[1], PROMPTS[0]), strict=True):
+    for cell, prompt in zip(cells, PROMPTS, strict=True):
         model, draft = folders.of(family, cell)
         wanted: list[int] = []
         for dense in ("raw", "lossless"):
             of_form = replace(cell, dense=dense)
-            generator, _ = loaded(of_form, model, draft, "bfloat16", len(prompt) + 100)
+            generator, _ = loaded(of_form, model, draft, "bfloat16", len(prompt) + 40)
             kinds = {type(layer.exact) for layer in generator.runtime.model.dense.values()}
             assert (LosslessMatrix in kinds) == (dense == "lossless")
             memory = generator.runtime.plan.items["non_expert_weights"]
             assert memory == generator.runtime.model.nbytes
-            result = generator.generate(prompt, max_new_tokens=100, ignore_eos=True)
+            result = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)
             generator.close()
             assert result.stats["dense"] == dense
             wanted = wanted or result.token_ids
