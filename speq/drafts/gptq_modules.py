@@ -192,13 +192,13 @@ def dense_modules(
     found: dict[str, PackedModule] = {}
     for name, (file, info) in shards.tensors.items():
         module, _, part = name.rpartition(".")
-        own = by_name and next((n for n in endings(module) if n in by_name), None)
-        if own and part in DTYPES and (info.nbytes or part in REQUIRED):
+        own = next((ending for ending in endings(module) if ending in by_name), None)
+        if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
             found.setdefault(own, PackedModule(module, {})).parts[part] = Part(file, info)
-    found = {name: module for name, module in found.items() if "qweight" in module.parts}
-    for name, module in found.items():
+    found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
+    for name, packed in found.items():
         shape = by_name[name]
-        check_module(shards.path, config, module, shape.outputs, shape.columns, ())
+        check_module(shards.path, config, packed, shape.outputs, shape.columns, ())
     return found
 
 
