@@ -1,8 +1,9 @@
-"""Quantises a model's experts, layer by layer, with the exact model under a memory budget.
+"""Quantises a model, layer by layer, with the exact model under a memory budget.
 
 Everything but the experts is in memory, and of these one at a time. What enters a layer is known
 for all tokens; a first pass runs the layer without its experts and overhears what they are asked,
 then each expert is read, quantised by the tokens that came to it, and its exact output added.
+Dense layers are quantised by what the first pass gives them, before the held-out text is run.
 """
 
 import logging
