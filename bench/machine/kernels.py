@@ -16,11 +16,12 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
     moe_grouped_lossless, moe_grouped_residual
                       the same out of compact records; a residual's bytes include its codes
     torch             the exact experts as transformers' eager loop runs them, in bfloat16
+
+Shapes such as 5632x2048 are of dense matrices: see `speq.bench.machine.dense_kernels`.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -29,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.bench.machine import issue
+from speq.bench.machine import dense_kernels, issue
+from speq.bench.machine.backends import backends_of, limited_isa
 from speq.bench.machine.expert_layer import (
     ACTIVATION,
     SEED,
@@ -38,12 +40,13 @@ from speq.bench.machine.expert_layer import (
     LayerShape,
     torch_experts,
 )
+from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import device_named
 from speq.errors import SpeqError, checked_choice
 from speq.files.atomic_file import check_target
-from speq.kernels import compact_ops, library, ops
+from speq.kernels import compact_ops, ops
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
 from speq.units import Progress, format_bytes, parse_bytes, tracked
@@ -96,6 +99,7 @@ class Round:
         return self.expert_bytes / self.time_s / self.read_bytes_per_s
 
 
+@disturbed
 def run(
     settings: Settings,
     json_file: Path | None,
@@ -106,14 +110,15 @@ def run(
     """Measure every shape, rows and kernel, or compute it from machine code. Raises SpeqError."""
     if settings.sass:
         return issue.run(settings, json_file, force, progress)
+    if dense_kernels.asked(settings):
+        return dense_kernels.run(settings, json_file, force, progress, clock)
     check_target(json_file, force)
     settings = spelt_out(settings)
     held = check(settings)
     device = device_named(settings.device).torch
-    backends = backends_of(settings, device)
+    backends = backends_of({kernel: KERNELS[kernel] for kernel in settings.kernels}, settings)
     check_memory(settings, held, device)
-    with limited_isa(settings.isa, device):
-        isa = library.isa() if device.type == "cpu" and library.MISSING["cpu"] is None else None
+    with limited_isa(settings.isa, device) as isa:
         read = MemoryRead(READ_BYTES[device.type], device)
         read()
         rows = []
@@ -134,6 +139,9 @@ def run(
 
 def show(report: Report) -> None:
     """The table, and what readers need to know besides."""
+    if report.bench == dense_kernels.BENCH:
+        dense_kernels.show(report)
+        return
     computed = report.settings["sass"]
     report.print(issue.COLUMNS if computed else COLUMNS)
     print(*(issue.NOTES if computed else notes(report)), sep="\n")
@@ -194,23 +202,6 @@ def experts_held(shape: LayerShape, memory_bytes: int, group_size: int) -> int:
     return held
 
 
-def backends_of(settings: Settings, device: torch.device) -> dict[str, str]:
-    """What runs each kernel. Raises SpeqError for the reference, unless it is asked for."""
-    backends = {}
-    needed = [(kernel, KERNELS[kernel]) for kernel in settings.kernels] + [("read", "read_sum")]
-    for kernel, op in needed:
-        backend = (
-            library.Backend("torch", "") if op is None else library.backend_of(op, device.type)
-        )
-        if backend.name == "reference" and not settings.reference:
-            raise SpeqError(
-                f"{op} would run on the slow reference on {device.type}: {backend.reason}; build "
-                "the native kernels with `make setup`, or add --reference to time it anyway"
-            )
-        backends[kernel] = backend.name
-    return backends
-
-
 def check_memory(settings: Settings, held: dict[str, int], device: torch.device) -> None:
     """Raise SpeqError where a layer does not fit beside the buffer that is read."""
     free = device_named(device.type).free_bytes()
@@ -229,27 +220,6 @@ def check_memory(settings: Settings, held: dict[str, int], device: torch.device)
 def forms(kernels: Sequence[str]) -> frozenset[str]:
     """The forms of experts that kernels need."""
     return frozenset().union(*(FORMS[kernel] for kernel in kernels))
-
-
-@contextmanager
-def limited_isa(name: str | None, device: torch.device) -> Iterator[None]:
-    """CPU kernels use no better instructions than `name` for a while. Raises SpeqError."""
-    if name is None:
-        yield
-        return
-    if device.type != "cpu":
-        raise SpeqError(f"isa is {name!r}, which is for kernels on cpu; leave it out on cuda")
-    if library.MISSING["cpu"] is not None:
-        raise SpeqError(
-            f"isa is {name!r}, but there are no native kernels: {library.MISSING['cpu']}"
-        )
-    before = library.isa()
-    checked_choice("isa", name, library.supported_isas())
-    library.limit_isa(name)
-    try:
-        yield
-    finally:
-        library.limit_isa(before)
 
 
 def calls_of(kernel: str, layer: Layer, rows: int, group_size: int, read_bytes: int) -> int:

@@ -27,8 +27,7 @@ Records records_of(const char *op, const Tensor &tensor, const ExpertShape &shap
                         slots ? tensor.stride(0) : 0, tensor.size(tensor.dim() - 1)};
   constexpr std::int64_t kEntry = alignof(std::uint32_t);
   const std::int64_t fixed_bytes =
-      speq::compact_layout(shape.hidden_size, shape.expert_width, lossless).streams +
-      speq::kSlackBytes;
+      speq::compact_layout(shape.hidden_size, shape.expert_width, lossless).fixed_bytes();
   STD_TORCH_CHECK(records.slot_bytes >= fixed_bytes && records.slot_bytes < INT32_MAX &&
                       records.slot_stride % kEntry == 0 &&
                       reinterpret_cast<std::uintptr_t>(records.records) % kEntry == 0,

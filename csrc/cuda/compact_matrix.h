@@ -49,15 +49,14 @@ struct RecordSlots {
   SPEQ_DEVICE bool whole(int m) const { return vectors && layout.columns[m] % kSegment == 0; }
 };
 
-inline RecordSlots record_slots(const Records &records, const ExpertShape &shape, bool lossless) {
-  const CompactLayout layout = compact_layout(shape.hidden_size, shape.expert_width, lossless);
+inline RecordSlots record_slots(const Records &records, const CompactLayout &layout) {
   const auto *bytes = static_cast<const std::uint8_t *>(records.records);
   const std::uintptr_t places =
       reinterpret_cast<std::uintptr_t>(bytes) | std::uintptr_t(records.slot_stride);
   return {bytes,
           records.slots,
           records.slot_stride,
-          int(records.slot_bytes - layout.streams - kSlackBytes),
+          int(records.slot_bytes - layout.fixed_bytes()),
           places % sizeof(uint4) == 0,
           layout};
 }

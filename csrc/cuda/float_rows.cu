@@ -43,6 +43,10 @@ std::size_t moe_compact_workspace(const Route &route, ExpertShape shape) {
   return std::size_t(positions * columns) * sizeof(float);
 }
 
+std::size_t linear_compact_workspace(std::int64_t num_rows, std::int64_t columns) {
+  return std::size_t(num_rows * float_stride(columns)) * sizeof(float);
+}
+
 Error widen_rows(Values rows, std::int64_t columns, const Route &route, const InputOrder &order,
                  float *out, void *stream) {
   const bool permuted = order.input_perm != nullptr;

@@ -93,6 +93,32 @@ const char *decode_lossless(Records record, ExpertShape shape, void *gate_up, vo
 const char *decode_residual(Records record, BaseExperts base, void *gate_up, void *down,
                             void *stream);
 
+// A dense matrix in a record of its own.
+struct MatrixShape {
+  std::int64_t rows, columns;
+};
+
+// Of linear_lossless and linear_residual.
+std::size_t linear_compact_workspace(std::int64_t num_rows, std::int64_t columns);
+
+const char *linear_lossless(Values inputs, std::int64_t num_rows, Records record, MatrixShape shape,
+                            const void *bias, Values out, void *workspace, void *stream);
+
+const char *linear_residual(Values inputs, std::int64_t num_rows, Records record, Int4Values codes,
+                            const void *bias, Values out, void *workspace, void *stream);
+
+const char *decode_dense_lossless(Records record, MatrixShape shape, std::int64_t first,
+                                  std::int64_t count, void *out, void *stream);
+
+const char *decode_dense_residual(Records record, Int4Values codes, std::int64_t first,
+                                  std::int64_t count, void *out, void *stream);
+
+const char *rows_lossless(Records record, MatrixShape shape, const std::int64_t *ids,
+                          std::int64_t count, void *out, void *stream);
+
+const char *rows_residual(Records record, Int4Values codes, const std::int64_t *ids,
+                          std::int64_t count, void *out, void *stream);
+
 std::size_t read_sum_workspace();
 
 const char *read_sum(const std::int64_t *words, std::int64_t num_words, std::int64_t *out,

@@ -2,15 +2,11 @@
 // for lossless and residual records alike. Rows of inputs lie in float32.
 #pragma once
 
-#include "cuda/compact_matrix.h"
-#include "cuda/dtype.h"
-#include "cuda/float_rows.h"
+#include "cuda/compact_quad.h"
 #include "cuda/route.h"
 
 namespace speq::cuda {
 
-// Leaves 128 registers to a thread.
-constexpr int kCompactBlocks = 2;
 constexpr int kDown = 2; // of the matrices of an expert; 0 is gate, 1 is up
 
 // One projection of the experts. A warp takes a quad of rows of weights; of gate and up, which make
@@ -33,65 +29,6 @@ struct CompactShared {
   Gathered route;
   float up[kThreads];
 };
-
-// The products of a warp's quad by the rows of inputs that begin at start[r]; of rows of float16,
-// words are rounded to it. Lanes of a row of weights have the sum of row of inputs
-// lane_id() * kBatch / kLanes.
-template <bool kNarrow, int kBatch, typename Decoder>
-SPEQ_DEVICE float multiply_quad(Decoder &decoder, const float *inputs, const int (&start)[kBatch]) {
-  // A vector of eight columns has a sum of its own, as lanes of moe_grouped have.
-  float sums[kVectors][kBatch];
-#pragma unroll
-  for (int i = 0; i < kVectors * kBatch; ++i) {
-    sums[i / kBatch][i % kBatch] = 0.0f;
-  }
-  constexpr int kFloats = sizeof(uint4) / sizeof(float);
-  const float *const of_lane = inputs + float_place(decoder.segment.lane.column());
-  for_steps(decoder, [&](int step) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      // There always is a whole segment's vector. The branch keeps ptxas from loading the inputs of
-      // all vectors ahead, for which registers do not suffice.
-      if (kBatch > 1 && found_again(decoder.segment.present) <= i * kLaneColumns) {
-        break;
-      }
-      std::uint32_t pairs[kLaneColumns / 2];
-      decoder.words(i, pairs);
-      float words[kLaneColumns];
-#pragma unroll
-      for (int v = 0; v < kLaneColumns; ++v) {
-        words[v] = bits_as<float>(v % 2 == 0 ? pairs[v / 2] << 16 : pairs[v / 2] & 0xFFFF0000u);
-        words[v] = kNarrow ? narrowed(words[v]) : words[v];
-      }
-#pragma unroll
-      for (int r = 0; r < kBatch; ++r) {
-        const float *x = of_lane + start[r] + step;
-#pragma unroll
-        for (int half = 0; half < kLaneColumns / kFloats; ++half) {
-          const int first = half * kFloats;
-          const uint4 vector =
-              *reinterpret_cast<const uint4 *>(x + float_place(i * kLaneColumns + first));
-          const std::uint32_t values[kFloats] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-          for (int v = 0; v < kFloats; ++v) {
-            if (decoder.segment.has(i, first + v)) {
-              sums[i][r] = fmaf(words[first + v], bits_as<float>(values[v]), sums[i][r]);
-            }
-          }
-        }
-      }
-    }
-  });
-  // In the order of sum_of_lanes over lanes that have a vector each.
-  float of_vectors[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const float of_blocks = spread_sums<kBlockLanes>(sums[i]);
-    of_vectors[i] = of_blocks + __shfl_xor_sync(kAllLanes, of_blocks, 1);
-  }
-  return (of_vectors[0] + of_vectors[2]) + (of_vectors[1] + of_vectors[3]);
-}
-static_assert(kVectors == 4 && kRunLanes == 2 && kMaxBatch <= kLanes / kBlockLanes);
 
 // kNarrow: whether rows are of float16.
 template <typename Slots, bool kNarrow>
@@ -169,31 +106,6 @@ template <typename Slots> struct CompactDecode {
   BFloat16 *gate_up, *down;
 };
 
-// Writes the words of a quad to rows of BF16; kVector: whose vectors are whole and aligned.
-template <bool kVector, typename Decoder>
-SPEQ_DEVICE void write_quad(Decoder &decoder, BFloat16 *out) {
-  const int columns = decoder.matrix.columns;
-  BFloat16 *const row = out + std::int64_t(decoder.segment.row) * columns;
-  for_steps(decoder, [&](int step) {
-    BFloat16 *const at = row + step + decoder.segment.lane.column();
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      std::uint32_t pairs[kLaneColumns / 2];
-      decoder.words(i, pairs);
-      if constexpr (kVector) {
-        reinterpret_cast<uint4 *>(at)[i] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      } else {
-#pragma unroll
-        for (int v = 0; v < kLaneColumns; ++v) {
-          if (decoder.segment.has(i, v)) {
-            at[i * kLaneColumns + v] = {std::uint16_t(pairs[v / 2] >> 16 * (v % 2))};
-          }
-        }
-      }
-    }
-  });
-}
-
 // The words of the only slot.
 template <typename Slots>
 __global__ void __launch_bounds__(kThreads, kCompactBlocks)
@@ -207,13 +119,8 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   const typename Slots::Matrix matrix = p.weights.matrix(m, 0, 0);
   const int of_matrix = int(quad - first_quad[m]);
   BFloat16 *out = m == kDown ? p.down : p.gate_up + std::int64_t(m) * matrix.rows * matrix.columns;
-  if (p.weights.whole(m) && reinterpret_cast<std::uintptr_t>(out) % sizeof(uint4) == 0) {
-    typename Slots::template Decoder<true> decoder(matrix, of_matrix);
-    write_quad<true>(decoder, out);
-  } else {
-    typename Slots::template Decoder<false> decoder(matrix, of_matrix);
-    write_quad<false>(decoder, out);
-  }
+  write_rows(p.weights, m, matrix, of_matrix, out,
+             [&](int row) { return out + std::int64_t(row) * matrix.columns; });
 }
 
 template <typename Slots> Error launch_projection(const CompactProjection<Slots> &p, void *stream) {

@@ -6,8 +6,8 @@ namespace speq::cuda {
 namespace {
 
 ResidualSlots residual_slots(const Records &records, const BaseExperts &base) {
-  const ExpertShape shape{base.down.rows, base.down.columns};
-  return {record_slots(records, shape, false), base.base_slots, base.down.slots,
+  const CompactLayout layout = compact_layout(base.down.rows, base.down.columns, false);
+  return {record_slots(records, layout), base.base_slots, base.down.slots,
           int4_matrix(base.gate_up), int4_matrix(base.down)};
 }
 

@@ -83,6 +83,12 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append(_link_line(made.break_even_link_bytes_per_s, link))
     else:
         lines.append("break-even: there is nothing to compare in this budget")
+    form = made.subject.dense
+    if form.name != "raw":
+        lines.append(
+            f"weights outside the experts are {form.name}: matrices of "
+            f"{format_bytes(sum(form.words_bytes))} take about {format_bytes(form.nbytes)}"
+        )
     at_hand = made.subject.codec.name
     lines.append(f"the experts at hand are {at_hand}; `speq pack --codec` makes others of them")
     elsewhere = made.subject.count * made.subject.codec.shape.nbytes

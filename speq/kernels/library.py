@@ -135,12 +135,6 @@ CPU_ONLY = frozenset(
         "encode_residual",
         "encode_dense_lossless",
         "encode_dense_residual",
-        "decode_dense_lossless",
-        "decode_dense_residual",
-        "linear_lossless",
-        "linear_residual",
-        "rows_lossless",
-        "rows_residual",
     }
 )
 

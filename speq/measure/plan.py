@@ -3,6 +3,7 @@
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -32,7 +33,9 @@ from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 from speq.planning.budget_plan import BudgetPlan
 from speq.planning.budget_plan import plan as make_plan
 from speq.planning.demand import Beside, Budget
+from speq.planning.dense import Room, settle_dense
 from speq.planning.subject import Subject
+from speq.planning.ways import ways_of
 
 # Read to measure this machine's memory: seconds, not minutes.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
@@ -70,6 +73,9 @@ def plan_of(model: str | Path, settings: PlanSettings) -> BudgetPlan:
         # not say otherwise.
         beside = Beside(host_bytes_of(settings), overhead_bytes)
         budget = replace(budget, beside=beside, graphs=True)
+    room = Room(budget, partial(ways_of, on_cpu=on_cpu))
+    form = settle_dense(subject, settings.dense, room, trial=None).dense.name
+    subject = subject.with_dense(form, usual=True)
     return make_plan(subject, budget, assumptions(subject, machine, settings))
 
 

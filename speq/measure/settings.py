@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from speq.config import (
     ContextLength,
+    Dense,
     Device,
     Dtype,
     HostBudget,
@@ -63,6 +64,7 @@ class PlanSettings(Options):
     host_budget: HostBudget = None
     device: Device = "auto"
     dtype: Dtype = "auto"
+    dense: Dense = "auto"
     context_length: ContextLength = None
     preset: Annotated[
         str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))

@@ -60,6 +60,7 @@ class BudgetPlan:
             "budget_bytes": self.budget.budget_bytes,
             "context_length": self.budget.context,
             "expert_bytes": self.subject.count * self.subject.codec.shape.nbytes,
+            "dense": self.subject.dense.name,
             "items": dict(best.items),
             "unused_bytes": best.report()["unused"],
             "host": host and host.to_dict(),

@@ -14,6 +14,8 @@ from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
+from speq.kernels.dense_ops import product_scratch_bytes
+from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
 from speq.planning.memory import Demand
@@ -86,10 +88,11 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
 
     def workspace(rows: int, context: int) -> int:
         rows = max(rows, scored)
+        decoded = decoded_bytes(subject, rows, scored)
         if budget.on_cpu:
-            return shape.workspace_bytes(rows, scored, context, dtype)
+            return shape.workspace_bytes(rows, scored, context, dtype) + decoded
         kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
-        return shape.activation_bytes(rows, scored, context, dtype) + kernels
+        return shape.activation_bytes(rows, scored, context, dtype) + kernels + decoded
 
     def graphs(context: int) -> int:
         return graph_bytes(shape, scored, holding.drafter == "int4", context, dtype)
@@ -99,12 +102,30 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         loading_bytes=loading_bytes,
         draft_bytes=holding.draft_bytes + order_bytes,
         kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
-        reading_bytes=ALIGNMENT + readers * reading_bytes_of(subject, holding),
+        reading_bytes=(
+            ALIGNMENT + readers * reading_bytes_of(subject, holding) + subject.copying_bytes
+        ),
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
         workspace=workspace,
         graphs=graphs if recorded else None,
         overhead=overhead_of(subject, holding, budget),
+    )
+
+
+def decoded_bytes(subject: Subject, rows: int, scored: int) -> int:
+    """What products of many rows by a compact dense matrix take: its words, one matrix at a time.
+
+    rows  of the pass; scored: of them, those that the head, of the embedding's shape, is asked for
+    """
+    if subject.dense.name == "raw":
+        return 0
+    shape, dtype = subject.shape, subject.dtype
+    head = shape.dense[0]
+    asked = {each: scored if each == head else rows for each in shape.dense}
+    return max(
+        product_scratch_bytes(*each, dtype) if count > MAX_LINEAR_ROWS else 0
+        for each, count in asked.items()
     )
 
 

@@ -2,23 +2,22 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
+from speq.governor.holding import Holding
 from speq.kernels import dense_ops, library, ops
 from speq.planning.demand import Budget
 from speq.planning.fitting import fitted
 from speq.planning.settle import drafting_first
 from speq.planning.subject import Subject
-from speq.planning.ways import drafter_of, open_ways
 from speq.units import Clock
 
 logger = logging.getLogger("speq")
@@ -92,53 +91,71 @@ def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor
     return words.bfloat16()
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is known of memory before the form is chosen.
+
+    ways  the ways to hold a model's experts, in the order of preference
+    """
+
+    budget: Budget
+    ways: Callable[[Subject], Sequence[Holding]]
+
+    def fits(self, subject: Subject) -> bool:
+        """Whether a model fits in any way."""
+        fitting, _ = fitted(subject, self.ways(subject), self.budget)
+        return bool(fitting)
+
+    def holds_all(self, subject: Subject) -> bool:
+        """Whether there are slots for all experts, the way that is preferred without a profile."""
+        ways = self.ways(subject)
+        as_given = [way for way in ways if way.codec == subject.codec.name]
+        fitting, _ = fitted(subject, as_given or ways, self.budget)
+        return bool(fitting) and drafting_first(fitting)[0].slots == subject.count
+
+
 def settle_dense(
-    subject: Subject, budget: Budget, config: RunConfig, trial: Callable[[], DenseTrial] | None
+    subject: Subject, form: str, room: Room, trial: Callable[[], DenseTrial] | None
 ) -> Subject:
-    """The model with its dense matrices in the form that options name, or that is best here.
+    """The model with its dense matrices in the form of the option, or in that which is best here.
 
     trial  None: nothing is measured, and words are kept where memory is not short
 
-    Raises SpeqError where options ask for a form that there is none of.
+    Raises SpeqError for a form that there is none of.
     """
-    if config.dense == "raw":
-        return subject
     codes = subject.dtype == torch.bfloat16
-    if config.dense == "auto":
-        chosen, reason = automatic(subject, budget, config, trial) if codes else ("raw", "")
-        if reason:
-            logger.info("dense layers %s: %s", chosen, reason)
+    if form == "raw" or (form == "auto" and not codes):
+        return subject
+    if form == "auto":
+        chosen, reason = automatic(subject, room, trial)
+        logger.info("dense layers %s: %s", chosen, reason)
         return subject.with_dense(chosen)
     if not codes:
         raise SpeqError(
-            f"dense {config.dense} codes bfloat16 and the run computes in "
+            f"dense {form} codes bfloat16 and the run computes in "
             f"{str(subject.dtype).removeprefix('torch.')}; use dense raw"
         )
-    drafts = drafter_of(config) == "int4"
-    if config.dense == "residual" and not (drafts and subject.dense_draft.bases):
+    drafts = any(way.drafter == "int4" for way in room.ways(subject))
+    if form == "residual" and not (drafts and subject.dense_draft.bases):
         raise SpeqError(
             "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
             "no such draft; use dense lossless"
         )
-    return subject.with_dense(config.dense)
+    return subject.with_dense(form)
 
 
 def automatic(
-    subject: Subject, budget: Budget, config: RunConfig, trial: Callable[[], DenseTrial] | None
+    subject: Subject, room: Room, trial: Callable[[], DenseTrial] | None
 ) -> tuple[str, str]:
-    """lossless or raw, and why: lossless where a fast kernel runs it and memory is short, or where
-    it was measured to be no slower.
+    """lossless or raw, and why: lossless where a fast kernel runs it, and memory is short or it was
+    measured to be no slower.
     """
-    device = "cpu" if budget.on_cpu else "cuda"
-    if "linear_lossless" not in library.ops_of(device):
-        return "raw", f"{device} has no kernel for records of them"
-    if budget.on_cpu:
-        backend = library.backend_of("linear_lossless", device)
-        if backend.name == "reference":
-            return "raw", f"records of them have no fast kernel here ({backend.reason})"
-    compact = subject.with_dense("lossless")
-    if not all_in_slots(subject, budget, config) and some_fit(compact, budget, config):
-        return "lossless", "experts get the memory that it saves"
+    device = "cpu" if room.budget.on_cpu else "cuda"
+    backend = library.backend_of("linear_lossless", device)
+    if backend.name == "reference":
+        return "raw", f"records of them have no fast kernel here ({backend.reason})"
+    if not room.holds_all(subject) and room.fits(subject.with_dense("lossless")):
+        return "lossless", "experts get the memory that is saved"
     if trial is None:
         return "raw", "there is memory for all experts beside words"
     made = trial()
@@ -147,15 +164,3 @@ def automatic(
         f"a product takes {made.lossless_s * 1e6:.0f} us by a record and {made.raw_s * 1e6:.0f} "
         "us by words",
     )
-
-
-def all_in_slots(subject: Subject, budget: Budget, config: RunConfig) -> bool:
-    """Whether all experts are held, the way that `settle` prefers without a profile."""
-    ways = [way for way in open_ways(subject, config, budget.on_cpu) if not way.encoded]
-    fitting, _ = fitted(subject, ways, budget)
-    return bool(fitting) and drafting_first(fitting)[0].slots == subject.count
-
-
-def some_fit(subject: Subject, budget: Budget, config: RunConfig) -> bool:
-    fitting, _ = fitted(subject, open_ways(subject, config, budget.on_cpu), budget)
-    return bool(fitting)

@@ -34,6 +34,7 @@ class Subject:
     reading_bytes  taken by each thread that reads the experts at hand
     converted_bytes  of tensors outside the experts that are stored in another dtype
     dense          how the matrices outside the experts are held
+    copying_bytes  taken by writing a packed copy of the experts while the run goes on
     """
 
     name: str
@@ -47,6 +48,7 @@ class Subject:
     reading_bytes: int
     converted_bytes: int
     dense: DenseForm
+    copying_bytes: int = 0
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":

@@ -1,4 +1,6 @@
 // The CUDA kernels, compiled for the host.
+#include "cuda/dense_lossless.cu"
+#include "cuda/dense_residual.cu"
 #include "cuda/float_rows.cu"
 #include "cuda/linear_int4.cu"
 #include "cuda/moe_grouped.cu"

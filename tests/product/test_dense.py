@@ -1,15 +1,37 @@
-"""Dense layers and embeddings, as they are held."""
+"""Dense layers and embeddings: how they are held, chosen and planned for."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from speq.kernels import dense_ops, ops
-from speq.layers.dense_linear import DenseLinear
+from speq import Generator, SpeqError
+from speq.config import RunConfig
+from speq.devices.device import Processor
+from speq.governor.holding import Holding
+from speq.kernels import dense_ops, library, ops
+from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.offloaded_experts import BankSwitch
-from speq.models.dense import held_bytes, hold_dense
+from speq.load import load
+from speq.measure.plan import plan
+from speq.models import moe_model
+from speq.models.dense import encode_dense, held_bytes, held_matrices, hold_dense
+from speq.models.dense_form import DenseForm
+from speq.models.opened import Opened, open_model
+from speq.planning.demand import Budget, demand_of
+from speq.planning.dense import DenseTrial, Room, settle_dense
+from speq.planning.subject import Subject
+from speq.planning.ways import ways_of
 from speq.routing import Route
+from tests.helpers.cells import Folder
+from tests.helpers.smallest import two_slot_budget
+from tests.helpers.tiny_models import FAMILIES, write_model
 
 
 class Bank:
@@ -74,3 +96,204 @@ def test_products_by_records_are_those_by_words(rows: int) -> None:
         assert torch.equal(matrix.rows(ids), words[ids])
         for added in (bias, None):
             assert torch.equal(matrix.product(inputs, added), raw.product(inputs, added))
+
+
+# Loading.
+
+
+def loaded_lossless(opened: Opened, threads: int = 2) -> moe_model.MoEModel:
+    records = partial(encode_dense, threads=threads, device=torch.device("cpu"))
+    form = opened.family, opened.checkpoint, torch.bfloat16, Processor()
+    return moe_model.load(*form, records)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_of_a_family_is_held_as_what_takes_less(
+    family: str, tiny_bfloat16: Folder
+) -> None:
+    opened = open_model(tiny_bfloat16(family))
+    stored = load_file(tiny_bfloat16(family) / "model.safetensors")
+    model = loaded_lossless(opened)
+    shapes = [(matrix.outputs, matrix.columns) for matrix in held_matrices(model._hf_model)]
+    assert tuple(shapes) == opened.shape.dense
+    assert {"lm_head", "model.layers.0.self_attn.o_proj"} <= set(model.dense)
+    for name, layer in model.dense.items():
+        words = stored[f"{name}.weight"]
+        assert torch.equal(layer.exact.words(), words)
+        record = dense_ops.encode_dense_lossless(words)
+        assert layer.exact.nbytes == min(record.nbytes, words.nbytes)
+        bias = stored.get(f"{name}.bias")
+        assert (layer.bias is None) == (bias is None)
+        assert bias is None or torch.equal(layer.bias, bias)  # type: ignore[arg-type]
+    left = [name for name, _ in model._hf_model.named_parameters() if "proj" in name]
+    assert left == []
+    opened.close()
+
+
+def test_a_tied_head_shares_the_record_of_the_embedding(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", "olmoe", torch.bfloat16, tie_word_embeddings=True)
+    opened = open_model(path)
+    model = loaded_lossless(opened)
+    head, embedding = model.dense["lm_head"], model.body.embed_tokens
+    assert isinstance(embedding, DenseEmbedding) and isinstance(head.exact, LosslessMatrix)
+    assert embedding.table is head.exact
+    assert len(model.dense_sizes) == len(opened.shape.dense) == 1 + 3 * 4
+    assert opened.shape.tied
+    saved = sum(2 * rows * columns for rows, columns in opened.shape.dense) - sum(model.dense_sizes)
+    assert saved > 0
+    assert model.nbytes == opened.shape.resident_bytes(torch.bfloat16) - saved
+    opened.close()
+
+
+def test_words_and_records_that_lie_beside_one_another_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tiny_bfloat16: Folder
+) -> None:
+    """By one thread: every matrix is asked for once, and the largest first."""
+    opened = open_model(tiny_bfloat16("qwen2_moe"))
+    asked: list[int] = []
+    encode = dense_ops.encode_dense_lossless
+
+    def watched(words: Tensor) -> Tensor:
+        asked.append(words.nbytes)
+        return encode(words)
+
+    monkeypatch.setattr(dense_ops, "encode_dense_lossless", watched)
+    sizes = loaded_lossless(opened, threads=1).dense_sizes
+    words = [2 * rows * columns for rows, columns in opened.shape.dense]
+    assert asked == sorted(words, reverse=True)
+    form = DenseForm("lossless", tuple(sizes), tuple(words))
+    order = sorted(range(len(words)), key=lambda at: -words[at])
+    held, most = 0, 0
+    for at in order:
+        most = max(most, held + words[at] + 2 * sizes[at])
+        held += sizes[at]
+    assert form.loading_bytes(1, 0) == max(0, most - sum(sizes))
+    assert form.loading_bytes(2, 0) > form.loading_bytes(1, 0)
+    # Stored in another dtype, words of all exist at once.
+    assert form.loading_bytes(1, 4 * sum(words)) == 4 * sum(words) + sum(words) - sum(sizes)
+    assert DenseForm.raw(opened.shape.dense, 2).loading_bytes(1, 77) == 77
+    opened.close()
+
+
+def test_memory_that_is_held_is_what_is_planned(tiny_bfloat16: Folder) -> None:
+    model = tiny_bfloat16("glm4_moe_lite")
+    smallest, demand = two_slot_budget(model, 64, "bfloat16", 0, draft="none")
+    slots, saved = {}, {}
+    for dense in ("raw", "lossless"):
+        generator = Generator.from_pretrained(
+            model, smallest, draft="none", codec="raw", dense=dense, context_length=64
+        )
+        runtime = generator.runtime
+        assert runtime.plan.items["non_expert_weights"] == runtime.model.nbytes
+        slots[dense] = runtime.plan.slots
+        saved[dense] = demand.non_expert_bytes - runtime.model.nbytes
+        generator.close()
+    assert (slots["raw"], saved["raw"]) == (2, 0)
+    assert slots["lossless"] == 2 + saved["lossless"] // demand.slot_bytes > 2
+
+
+def test_prompts_restore_one_matrix_at_a_time(tiny_bfloat16: Folder) -> None:
+    """The largest of a layer; the head's only where it scores many."""
+    opened = open_model(tiny_bfloat16("qwen3_moe"))
+    raw = Subject.of_model("model", opened, "auto")
+    compact = raw.with_dense("lossless")
+    budget = Budget(1 << 24, 64, on_cpu=True, longest_draft=64)
+    way = ways_of(raw, on_cpu=True)[0]
+    drafting = replace(way, drafter="ngram")
+
+    def more(rows: int, held: Holding) -> int:
+        made, plain = (demand_of(each, held, budget) for each in (compact, raw))
+        return made.workspace(rows, 64) - plain.workspace(rows, 64)
+
+    head, *body = opened.shape.dense
+    assert more(16, way) == 0
+    assert more(17, way) == 2 * max(rows * columns for rows, columns in body if rows != head[0])
+    assert more(17, drafting) == 2 * head[0] * head[1]
+    opened.close()
+
+
+# Choosing.
+
+
+@pytest.fixture
+def small(tiny_bfloat16: Folder) -> Iterator[Subject]:
+    opened = open_model(tiny_bfloat16("qwen3_moe"))
+    yield Subject.of_model("model", opened, "auto")
+    opened.close()
+
+
+def room(budget_bytes: int, on_cpu: bool = True) -> Room:
+    budget = Budget(budget_bytes, 64, on_cpu)
+    return Room(budget, partial(ways_of, on_cpu=on_cpu))
+
+
+def refused() -> DenseTrial:
+    raise AssertionError("nothing is to be measured")
+
+
+ROOMY, SCARCE = 64 << 20, 600 << 10
+
+
+@pytest.mark.parametrize(
+    ("slower", "wanted"), [(0.8, "lossless"), (1.02, "lossless"), (1.1, "raw")]
+)
+def test_auto_measures_where_there_is_room(small: Subject, slower: float, wanted: str) -> None:
+    made = settle_dense(small, "auto", room(ROOMY), lambda: DenseTrial(1.0, slower))
+    assert made.dense.name == wanted
+
+
+def test_auto_saves_memory_where_it_is_short(small: Subject) -> None:
+    assert settle_dense(small, "auto", room(SCARCE), refused).dense.name == "lossless"
+    assert settle_dense(small, "auto", room(ROOMY), None).dense.name == "raw"
+
+
+def test_auto_keeps_words_without_a_fast_kernel(
+    small: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "speq")
+    monkeypatch.setitem(library.MISSING, "cuda", "torch sees no CUDA device")
+    made = settle_dense(small, "auto", room(SCARCE, on_cpu=False), refused)
+    assert made.dense.name == "raw"
+    assert "no fast kernel here (torch sees no CUDA device)" in caplog.text
+    monkeypatch.setitem(library.MISSING, "cpu", "it was not built")
+    assert settle_dense(small, "auto", room(SCARCE), refused).dense.name == "raw"
+    assert "no fast kernel here (it was not built)" in caplog.text
+
+
+def test_forms_that_there_are_none_of_are_refused(small: Subject) -> None:
+    wide = replace(small, dtype=torch.float32).with_dense("raw")
+    assert settle_dense(wide, "auto", room(SCARCE), refused).dense.name == "raw"
+    with pytest.raises(SpeqError, match=r"^dense lossless codes bf.* float32; use dense raw$"):
+        settle_dense(wide, "lossless", room(ROOMY), refused)
+    with pytest.raises(SpeqError, match=r"^dense residual .* no such draft; use dense lossless$"):
+        settle_dense(small, "residual", room(ROOMY), refused)
+
+
+def test_a_run_refuses_before_it_loads(tiny: Folder) -> None:
+    config = RunConfig.of("8MiB", dense="lossless")
+    opened = open_model(tiny("qwen3_moe"))
+    with pytest.raises(SpeqError, match="dense lossless codes bfloat16"):
+        load(opened, config)
+    opened.close()
+
+
+def test_a_trial_times_one_matrix_in_copies(tiny_bfloat16: Folder) -> None:
+    opened = open_model(tiny_bfloat16("qwen3_moe"))
+    ticks = iter([0.0, 64.0, 96.0] * 3)
+    limit = 1 << 30
+    names = opened.family.names
+    made = DenseTrial.of(opened.checkpoint, names.is_expert, limit, lambda: next(ticks))
+    opened.close()
+    assert (made.raw_s, made.lossless_s) == (1.0, 0.5)
+    assert made.worth
+
+
+def test_plans_count_usual_records(tiny_bfloat16: Folder) -> None:
+    model = tiny_bfloat16("qwen3_moe")
+    found = {}
+    for dense in ("raw", "lossless"):
+        made = plan(model, "2MiB", dense=dense, preset="laptop-ddr5", device="cpu").to_dict()
+        assert made["dense"] == dense
+        found[dense] = made["items"]["non_expert_weights"]
+    words = sum(2 * rows * columns for rows, columns in open_model(model).shape.dense)
+    assert 0.2 * words < found["raw"] - found["lossless"] < 0.31 * words

@@ -150,6 +150,7 @@ def test_a_plan_and_a_run_report_the_same_bytes(
         draft=draft,
         draft_length="auto",
         codec=codec,
+        dense="raw",
         device="cpu",
     )
     opened = open_model(folder)
