@@ -3,6 +3,10 @@
 Every expert is encoded, decoded and compared, word for word. Speeds are of the BF16 words of an
 expert, medians over all of them; a copy is that of the same words from memory to memory.
 
+Rows of "dense" codecs are of the matrices outside the experts, of bfloat16, each in a record of its
+own: bits and speeds of all their weights together. Their residuals are over codes that are rounded,
+GROUP_SIZE weights to a scale where that divides the columns, and one scale to a row elsewhere.
+
 entropy_bits is what a weight cannot take less than, were its neighbours no help: for words on their
 own, of the word; over a draft's codes, of where in the code's window the word lies. Of all experts
 together, by the counts of their words.
@@ -25,10 +29,13 @@ from speq.experts.expert_store import expert_slot, read_matrices
 from speq.experts.int4 import Int4Expert
 from speq.files.alignment import aligned_bytes
 from speq.files.atomic_file import check_target
-from speq.kernels import windows
+from speq.kernels import dense_ops, windows
+from speq.kernels.ops import Int4Pair, quantize_int4
 from speq.measure.report import Column, Report
-from speq.models.opened import open_model
-from speq.units import Clock, Progress
+from speq.models.opened import Opened, open_model
+from speq.units import Clock, Progress, tracked
+
+GROUP_SIZE = 128
 
 COLUMNS: dict[str, Column] = {
     "codec": ("codec", "{}"),
@@ -72,8 +79,10 @@ def run(
                     each.take(exact, base, clock)
                 if progress is not None:
                     progress("encoding experts", at + 1, count)
+        dense = measure_dense(opened, clock, progress)
     given = settings.as_json() | {"experts": count, "threads": torch.get_num_threads()}
-    report = Report("codec", model, given, [each.row() for each in measured])
+    rows = [each.row() for each in measured] + [each.row() for each in dense if each.weights]
+    report = Report("codec", model, given, rows)
     if json_file is not None:
         report.write(json_file)
     return report
@@ -122,6 +131,74 @@ class Measured:
                 for name, times_s in self._times_s.items()
             },
         }
+
+
+class MeasuredDense:
+    """One code over a model's dense matrices."""
+
+    def __init__(self, codec: str) -> None:
+        self.codec, self.weights = codec, 0
+        self._nbytes = 0
+        self._times_s = dict.fromkeys(("encode", "decode", "copy"), 0.0)
+        self._entropy = WordCounts()
+
+    def take(self, matrix: Tensor, pair: Int4Pair, clock: Clock) -> None:
+        """Encode a matrix, over codes or without them. Raises SpeqError where a bit is lost."""
+        found, copy = torch.empty_like(matrix), torch.empty_like(matrix)
+        marks = [clock()]
+        if self.codec == "residual":
+            record = dense_ops.encode_dense_residual(matrix, pair)
+            marks.append(clock())
+            dense_ops.decode_dense_residual(record, pair, found)
+        else:
+            record = dense_ops.encode_dense_lossless(matrix)
+            marks.append(clock())
+            dense_ops.decode_dense_lossless(record, found)
+        marks.append(clock())
+        copy.copy_(matrix)
+        marks.append(clock())
+        for name, start_s, end_s in zip(self._times_s, marks, marks[1:], strict=False):
+            self._times_s[name] += end_s - start_s
+        if not torch.equal(matrix.view(torch.int16), found.view(torch.int16)):
+            raise SpeqError(f"dense {self.codec} did not give back the words it was given")
+        self.weights += matrix.numel()
+        self._nbytes += len(record)
+        self._entropy.add(matrix, pair if self.codec == "residual" else None)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "codec": f"dense {self.codec}",
+            "bits_per_weight": 8 * self._nbytes / self.weights,
+            "slot_bits_per_weight": None,
+            "entropy_bits": self._entropy.bits(),
+            **{
+                f"{name}_gb_per_s": 2 * self.weights / time_s / 1e9
+                for name, time_s in self._times_s.items()
+            },
+        }
+
+
+def measure_dense(
+    opened: Opened, clock: Clock, progress: Progress | None
+) -> tuple[MeasuredDense, ...]:
+    """Both codes over the matrices of a model that are in no expert and have whole codes."""
+    names = opened.family.names
+    tensors = {
+        name: file
+        for name, (file, info) in opened.checkpoint.tensors.items()
+        if not names.is_expert(name)
+        and info.dtype == torch.bfloat16
+        and len(info.shape) == 2
+        and info.shape[1] % 2 == 0
+    }
+    measured = MeasuredDense("lossless"), MeasuredDense("residual")
+    for name, file in tracked("encoding dense matrices", tensors.items(), len(tensors), progress):
+        matrix = file.tensor(name)
+        columns = matrix.shape[1]
+        pair = quantize_int4(matrix, columns if columns % GROUP_SIZE else GROUP_SIZE)
+        for each in measured:
+            each.take(matrix, pair, clock)
+    return measured
 
 
 class WordCounts:
