@@ -11,6 +11,7 @@ from speq.config import (
     MAX_READER_THREADS,
     Device,
     Draft,
+    DraftDense,
     DraftLength,
     Dtype,
     ReaderThreads,
@@ -216,6 +217,7 @@ class FidelitySettings(Options):
 
     memory_budget: BudgetText
     draft: Draft = "auto"
+    draft_dense: DraftDense = "auto"
     draft_length: Annotated[
         int, Option("Tokens the draft runs on freely.", Whole(1, MAX_DRAFT_LENGTH))
     ] = 8

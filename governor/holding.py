@@ -16,8 +16,10 @@ class Holding:
     slot_bytes   of one slot
     moved_bytes  moved for a miss: a record, or the words that one is encoded from
     read_bytes   read to compute with one: the record, and the codes it is read over
-    draft_bytes  of the INT4 copy of all experts; 0: none is held
+    draft_bytes  of the draft, the INT4 copy of all experts and codes of other layers, or of what
+                 records are read over; 0: none is held
     needs_draft  whether records are read over that copy, which then cannot be left out
+    dense_base   whether dense layers are read over the draft's codes of them, as above
     encoded      whether experts are encoded from published words as they are read
     estimated    whether slot_bytes is what such experts usually take, not what these do
     encode_s     added to a miss by encoding; 0 where records are moved
@@ -32,6 +34,7 @@ class Holding:
     read_bytes: int
     draft_bytes: int = 0
     needs_draft: bool = False
+    dense_base: bool = False
     encoded: bool = False
     estimated: bool = False
     encode_s: float = 0.0
@@ -45,7 +48,7 @@ class Holding:
     @property
     def can_drop_draft(self) -> bool:
         """Whether the INT4 copy only drafts, so that a run goes on without it."""
-        return self.draft_bytes > 0 and not self.needs_draft
+        return self.draft_bytes > 0 and not self.needs_draft and not self.dense_base
 
     @property
     def without_draft(self) -> "Holding":

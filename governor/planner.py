@@ -33,12 +33,14 @@ class PassBytes:
     """The bytes that a pass reads besides exact experts.
 
     layers             number of layers of the whole model
-    fixed_bytes        weights that every pass reads: all but experts and embeddings
+    fixed_bytes        weights that every exact pass reads: all but experts and embeddings
+    draft_fixed_bytes  what a draft's pass reads of these, or codes in their place
     draft_token_bytes  the INT4 experts of one token, in all layers
     """
 
     layers: int
     fixed_bytes: int
+    draft_fixed_bytes: int
     draft_token_bytes: int
 
 
@@ -62,11 +64,12 @@ class Speeds:
 
         It does not count arithmetic, so it is too low for long drafts on few cores.
         """
-        pass_s = sizes.layers * rates.layer_s + sizes.fixed_bytes / rates.memory_bytes_per_s
+        overhead_s = sizes.layers * rates.layer_s
+        draft_bytes = sizes.draft_fixed_bytes + sizes.draft_token_bytes
         return cls(
-            pass_s,
+            overhead_s + sizes.fixed_bytes / rates.memory_bytes_per_s,
             0.0,
-            pass_s + sizes.draft_token_bytes / rates.memory_bytes_per_s,
+            overhead_s + draft_bytes / rates.memory_bytes_per_s,
             {h.codec: h.read_bytes / rates.memory_bytes_per_s for h in holdings},
         )
 

@@ -10,6 +10,7 @@ from speq.options.kinds import Choice, Number, Several, Size, Switch, Text, Whol
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 
 DEVICES = ("auto", "cpu", "cuda")
+DENSE_DRAFTS = ("none", "shared", "attention", "all")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
@@ -50,6 +51,15 @@ Draft = Annotated[
         "Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a "
         "GPTQ checkpoint, or of one to round.",
         Text("auto, none, a folder or a hub id", path=True),
+    ),
+]
+DraftDense = Annotated[
+    str,
+    Option(
+        "Which of the draft's layers beside the experts run on INT4 codes as well: none, shared "
+        "(shared experts and dense MLPs), attention (these and attention) or all (and the head, in "
+        "eight bits); auto is all.",
+        Choice(("auto", *DENSE_DRAFTS)),
     ),
 ]
 Dense = Annotated[
@@ -109,6 +119,7 @@ class RunConfig(Options):
     dtype: Dtype = "auto"
     context_length: ContextLength = None
     draft: Draft = "auto"
+    draft_dense: DraftDense = "auto"
     draft_length: DraftLength = None
     cache_policy: Annotated[
         str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))

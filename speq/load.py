@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from speq.config import RunConfig
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import device_named
-from speq.drafts.draft_source import RoundedDraft, open_draft
+from speq.drafts.dense_draft import DenseCodes, DenseDraft
+from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
@@ -25,11 +27,14 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy, copied_codec, copy_folder, kept_copy
+from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.profile import Profile
 from speq.kernels import library
+from speq.kernels.ops import Int4Pair
 from speq.layers.draft_experts import DraftExperts
+from speq.layers.int4_matrix import Int4Matrix
 from speq.machine import default_host_bytes
 from speq.models import moe_model
 from speq.models.dense import Records, encode_dense
@@ -125,7 +130,9 @@ def load(
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(draft_source(opened, config)) as draft:
-        subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
+        name, layers = str(opened.checkpoint.path), opened.shape.draft_layers
+        dense = dense_draft(config.draft_dense, layers, draft)
+        subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
         if copied is not None:
             subject = replace(subject, copying_bytes=copied.writing_bytes)
         budget = budget_of(config, context, device)
@@ -138,17 +145,21 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
+        drafting = settled.holding.drafter == "int4"
+        codes = DraftMatrices(dense, opened.checkpoint, device.torch) if drafting else None
         model = moe_model.load(
             opened.family,
             opened.checkpoint,
             subject.dtype,
             device,
-            records_of(subject, device, budget, progress),
+            records_of(subject, codes, device, budget, progress),
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None
         if settled.holding.draft_bytes:
             arena = int4_copy(draft, opened, settled, device.torch, progress)
+        if codes is not None:
+            codes.put(model, labelled(progress, "loading the draft's dense layers"))
     base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
     with contextlib.ExitStack() as undo:
         host = None
@@ -258,7 +269,7 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
         )
     if config.draft in ("auto", "none") and not wanted:
         return RoundedDraft(checkpoint, store, experts, owned=False)
-    source = open_draft(config.draft, checkpoint, store, experts)
+    source = open_draft(config.draft, checkpoint, store, experts, opened.shape.draft_layers)
     try:
         _ = source.layout.nbytes  # refuses experts that INT4 codes cannot be packed for
     except SpeqError:
@@ -290,8 +301,43 @@ def dense_trial_of(
     return partial(DenseTrial.of, opened.checkpoint, names.is_expert, config.memory_budget // 2)
 
 
+class DraftMatrices:
+    """A draft's dense layers on a device, each made once: drafts run them, and exact matrices may
+    be residuals of them.
+    """
+
+    def __init__(self, draft: DenseDraft, checkpoint: Checkpoint, device: torch.device) -> None:
+        self._draft, self._device = draft, device
+        self._codes = DenseCodes(draft, checkpoint)
+        self._made: dict[str, Int4Matrix] = {}
+        self._bases = {layout.name for layout in draft.bases}
+
+    def base(self, name: str, words: Tensor) -> Int4Pair | None:
+        """The codes of a layer that its exact matrix, whose words these are, is to be read over."""
+        return self._matrix(name, lambda: words).pair if name in self._bases else None
+
+    def _matrix(self, name: str, words: Callable[[], Tensor]) -> Int4Matrix:
+        if name not in self._made:
+            weight = self._codes.weight(name, words).to(self._device)
+            self._made[name] = Int4Matrix(weight, self._draft.layouts[name].planes)
+        return self._made[name]
+
+    def put(self, model: MoEModel, progress: Done | None) -> None:
+        """Let the drafts of a loaded model run them."""
+        layers, total = model.dense, len(self._draft.layouts)
+        for done, name in enumerate(self._draft.layouts, start=1):
+            layers[name].draft = self._matrix(name, layers[name].exact.words)
+            if progress is not None:
+                progress(done, total)
+        self._codes.finish()
+
+
 def records_of(
-    subject: Subject, device: Processor | Accelerator, budget: Budget, progress: Progress | None
+    subject: Subject,
+    codes: DraftMatrices | None,
+    device: Processor | Accelerator,
+    budget: Budget,
+    progress: Progress | None,
 ) -> Records | None:
     """What encodes the dense matrices of a model; None where they stay words."""
     if subject.dense.name == "raw":
@@ -301,6 +347,7 @@ def records_of(
         threads=budget.readers,
         device=device.torch,
         progress=labelled(progress, "encoding dense layers"),
+        base=codes.base if codes is not None and subject.dense.name == "residual" else None,
     )
 
 

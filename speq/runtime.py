@@ -170,6 +170,8 @@ class Runtime:
             plan.context,
         )
         self._loaded = replace(self._loaded, arena=None, draft_bank=None)
+        for layer in self.model.dense.values():
+            layer.draft = None
         return True
 
     def _lay_out(self) -> Engine:

@@ -96,6 +96,7 @@ def run(
         settings.memory_budget,
         progress=progress,
         draft=settings.draft,
+        draft_dense=settings.draft_dense,
         draft_length=settings.draft_length,
         profile="none",
         device=settings.device,

@@ -1,4 +1,4 @@
-"""`speq quantize`: a GPTQ copy of a model's experts, to draft with."""
+"""`speq quantize`: a GPTQ copy of a model's experts, and of its dense layers, to draft with."""
 
 from typing import TYPE_CHECKING, Any
 

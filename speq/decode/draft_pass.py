@@ -86,4 +86,4 @@ class DraftOutput:
             self._bank.on_route = None
         ids = torch.cat([route.topk_ids for route in routes])
         weights = torch.cat([route.topk_weights for route in routes])
-        return self._model.logits(hidden[0]), ids, weights
+        return self._model.logits(hidden[0], self._bank), ids, weights

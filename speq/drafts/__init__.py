@@ -1,1 +1,1 @@
-"""Where INT4 copies of experts come from: GPTQ checkpoints, packs, rounding."""
+"""Where a draft's INT4 codes come from: GPTQ checkpoints, packs, rounding."""

@@ -1,4 +1,4 @@
-"""A draft on disk: the INT4 arena as one safetensors file, made once and kept.
+"""A draft on disk: rounded codes as one safetensors file, made once and kept.
 
 It lies beside the model, or in the user's cache folder where that cannot be written, under a name
 that carries a digest of the weights and of the settings it was made with.
@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
@@ -25,6 +27,7 @@ logger = logging.getLogger("speq")
 
 FOLDER = ".speq"
 FORMAT = "speq-int4-1"
+COPY_BYTES = 1 << 20
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
@@ -33,9 +36,12 @@ def digest_of(checkpoint: Checkpoint) -> str:
     return hashlib.sha256((settings + checkpoint.fingerprint()).encode()).hexdigest()[:16]
 
 
-def candidate_paths(checkpoint: Checkpoint) -> list[Path]:
-    """Where a draft of this checkpoint may lie, the preferred place first."""
-    name = f"draft-int4-rtn-{digest_of(checkpoint)}.safetensors"
+def candidate_paths(checkpoint: Checkpoint, what: str = "") -> list[Path]:
+    """Where a draft of this checkpoint may lie, the preferred place first.
+
+    what  of the model, where it is not the experts
+    """
+    name = f"draft-int4-rtn-{what and what + '-'}{digest_of(checkpoint)}.safetensors"
     paths = [checkpoint.path / FOLDER / name]
     with contextlib.suppress(RuntimeError):  # a user without a home
         paths.append(Path.home() / ".cache" / "speq" / "drafts" / name)
@@ -45,25 +51,33 @@ def candidate_paths(checkpoint: Checkpoint) -> list[Path]:
 def load_or_make(
     arena: Int4Arena, checkpoint: Checkpoint, store: ExpertStore, progress: Done | None = None
 ) -> None:
-    """Fill `arena` from the draft on disk, or round the experts and keep the result.
+    """Fill `arena` from the draft on disk, or round the experts and keep the result."""
 
-    What others left half-written, and write no more, goes first: it is as large as a draft.
-    """
     paths = candidate_paths(checkpoint)
-    for path in paths:
-        remove_abandoned(path.parent)
-        if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
-            try:
-                read(arena, path)
-                return
-            except SpeqError as error:
-                logger.warning("the draft on disk is made anew: %s", error)
+    if read_kept(arena.parts, paths):
+        return
     logger.info(
         "the draft is made by rounding; `speq quantize %s` makes a better one (GPTQ)",
         checkpoint.path,
     )
     quantize(arena, store, progress)
-    keep(arena, paths)
+    keep(arena.parts, paths)
+
+
+def read_kept(parts: Mapping[str, Tensor], paths: list[Path]) -> bool:
+    """Whether tensors could be filled from one of some files.
+
+    What others left half-written, and write no more, goes first: it is as large as a draft.
+    """
+    for path in paths:
+        remove_abandoned(path.parent)
+        if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
+            try:
+                read(parts, path)
+                return True
+            except SpeqError as error:
+                logger.warning("the draft on disk is made anew: %s", error)
+    return False
 
 
 def quantize(arena: Int4Arena, store: ExpertStore, progress: Done | None = None) -> None:
@@ -77,28 +91,34 @@ def quantize(arena: Int4Arena, store: ExpertStore, progress: Done | None = None)
             progress(base_slot + 1, total)
 
 
-def read(arena: Int4Arena, path: Path) -> None:
-    """Fill `arena` from a file. Raises SpeqError where the file is damaged or of another shape."""
+def read(parts: Mapping[str, Tensor], path: Path) -> None:
+    """Fill tensors from a file. Raises SpeqError where the file is damaged or of another shape."""
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
             raise SpeqError(f"{path} is not a draft of format {FORMAT}; remove it")
-        for name, part in arena.parts.items():
+        for name, part in parts.items():
             info = file.tensors.get(name)
             if info is None or info.shape != tuple(part.shape) or info.dtype != part.dtype:
                 raise SpeqError(f"{path} holds no {name} of shape {list(part.shape)}; remove it")
-            nbytes = info.nbytes // len(part)
-            for slot in range(len(part)):
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-                file.read_into(info.offset + slot * nbytes, buffer)
-                part[slot].copy_(buffer.view(part.dtype).view(part[slot].shape))
+            offset = info.offset
+            for block in blocks_of(part):
+                buffer = torch.empty(block.nbytes, dtype=torch.uint8)
+                file.read_into(offset, buffer)
+                block.copy_(buffer.view(part.dtype).view(block.shape))
+                offset += block.nbytes
 
 
-def keep(arena: Int4Arena, paths: list[Path]) -> None:
-    """Write `arena` to the first place that takes it; say so where none does."""
+def blocks_of(part: Tensor) -> tuple[Tensor, ...]:
+    """Its first dimension in pieces: what crosses between a file and a device at a time."""
+    return part.split(max(COPY_BYTES * len(part) // max(part.nbytes, 1), 1))
+
+
+def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:
+    """Write tensors to the first place that takes it; say so where none does."""
     reasons = []
     for path in paths:
         try:
-            write(arena, path)
+            write(parts, path)
             return
         except (OSError, SpeqError) as error:
             reasons.append(f"{path.parent}: {getattr(error, 'strerror', None) or error}")
@@ -107,11 +127,11 @@ def keep(arena: Int4Arena, paths: list[Path]) -> None:
     )
 
 
-def write(arena: Int4Arena, path: Path) -> None:
+def write(parts: Mapping[str, Tensor], path: Path) -> None:
     """Write atomically: the file is either whole or absent. Raises OSError."""
     entries: dict[str, object] = {"__metadata__": {"format": FORMAT}}
     at = 0
-    for name, part in arena.parts.items():
+    for name, part in parts.items():
         entries[name] = {
             "dtype": DTYPE_NAMES[part.dtype],
             "shape": list(part.shape),
@@ -122,6 +142,6 @@ def write(arena: Int4Arena, path: Path) -> None:
     header += b" " * (-len(header) % 8)
     with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for part in arena.parts.values():
-            for slot in part:
-                file.write(slot.cpu().contiguous().view(torch.uint8).numpy().data)
+        for part in parts.values():
+            for block in blocks_of(part):
+                file.write(block.cpu().contiguous().view(torch.uint8).numpy().data)

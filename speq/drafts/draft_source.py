@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from speq.drafts import draft_file, kinship
+from speq.drafts.dense_draft import DenseDraft, Shape
 from speq.drafts.gptq_config import has_gptq_config
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError
@@ -52,9 +53,15 @@ def gptq_beside(model: Path) -> Path:
 
 
 def open_draft(
-    draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+    draft: str,
+    model: Checkpoint,
+    store: ExpertStore,
+    experts: ExpertLayout,
+    dense: tuple[Shape, ...] = (),
 ) -> DraftSource:
     """The draft of a model: "auto", or a folder or hub id. Raises SpeqError where it does not fit.
+
+    dense  the model's layers that a draft may bring codes of beside the experts
 
     A model that is packed with its draft takes no other, but the folder that it was copied from.
 
@@ -64,10 +71,10 @@ def open_draft(
     """
     tied = store.tied_draft
     if tied is None:
-        return _open(draft, model, store, experts)
+        return _open(draft, model, store, experts, dense)
     if draft == "auto":
         return PackedDraft(model.path, tied, store.num_layers * store.num_experts)
-    source = _open(draft, model, store, experts)
+    source = _open(draft, model, store, experts, dense)
     try:
         tied.check_source(model.path, source.layout, source.fingerprint)
     except SpeqError:
@@ -76,15 +83,21 @@ def open_draft(
     return source
 
 
-def _open(draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayout) -> DraftSource:
+def _open(
+    draft: str,
+    model: Checkpoint,
+    store: ExpertStore,
+    experts: ExpertLayout,
+    dense: tuple[Shape, ...],
+) -> DraftSource:
     if draft == "auto":
         beside = gptq_beside(model.path)
         if os.path.exists(beside / "config.json"):
-            return open_gptq(beside, model, store, experts)
+            return open_gptq(beside, model, store, experts, dense)
         return RoundedDraft(model, store, experts, owned=False)
     path = locate(draft, "draft", "auto, none, ")
     if has_gptq_config(path, read_json(path / "config.json")):
-        return open_gptq(path, model, store, experts)
+        return open_gptq(path, model, store, experts, dense)
     checkpoint = Checkpoint(path)
     try:
         theirs = open_experts(checkpoint, experts)
@@ -99,12 +112,24 @@ def _open(draft: str, model: Checkpoint, store: ExpertStore, experts: ExpertLayo
         raise SpeqError(f"draft {path} does not fit the model: {error}") from error
 
 
+def dense_draft(choice: str, dense: tuple[Shape, ...], source: DraftSource) -> DenseDraft:
+    """The dense layers of a draft: those that its source brings, and the rest rounded.
+
+    choice  the option draft_dense
+    """
+    return DenseDraft.of(choice, dense, source if isinstance(source, GptqFolder) else None)
+
+
 def open_gptq(
-    path: Path, model: Checkpoint, store: ExpertStore, experts: ExpertLayout
+    path: Path,
+    model: Checkpoint,
+    store: ExpertStore,
+    experts: ExpertLayout,
+    dense: tuple[Shape, ...],
 ) -> GptqFolder:
     """A GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
     kinship.check_sizes(path, read_json(path / "config.json"), model)
-    folder = GptqFolder(path, experts)
+    folder = GptqFolder(path, experts, dense)
     try:
         kinship.check_weights(path, folder.tensors, model, experts.names)
         if store.tied_draft is None:  # which knows its draft by its codes

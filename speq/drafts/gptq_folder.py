@@ -1,8 +1,9 @@
-"""A GPTQ checkpoint as a draft: its experts, checked and brought into the INT4 arena.
+"""A GPTQ checkpoint as a draft: its experts, checked and brought into the INT4 arena, and the dense
+layers that it has quantised.
 
-Everything else in the folder (attention, shared experts, quantised or not) is left alone: a draft
-shares it with the exact model. Biases of experts, which no supported family has but AutoGPTQ once
-wrote, must be zero.
+Everything else in the folder is left alone: a draft shares it with the exact model. So are biases
+of dense layers. Those of experts, which no supported family has but AutoGPTQ once wrote, must be
+zero.
 """
 
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from speq.drafts.dense_draft import DenseLayout, Shape
 from speq.drafts.gptq_config import gptq_config
 from speq.drafts.gptq_format import (
     CODES_PER_WORD,
@@ -23,13 +25,14 @@ from speq.drafts.gptq_format import (
     input_perm_of,
     to_int4,
 )
-from speq.drafts.gptq_modules import ExpertFinder, PackedModule, file_names
+from speq.drafts.gptq_modules import ExpertFinder, PackedModule, dense_modules, file_names
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.json_file import read_json
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import Shards
+from speq.kernels.ops import Int4Weight
 from speq.units import Done
 
 
@@ -37,6 +40,7 @@ class GptqFolder:
     """A folder of GPTQ experts for a model whose experts are `experts`.
 
     layout  what an expert of it takes in an arena
+    dense   by name, those of the model's dense layers `shapes` that it has packed
 
     Names, shapes, dtypes and settings are checked when it is opened, and the scales, zero points
     and g_idx of an expert of each layer; all others' when they are loaded. Raises SpeqError.
@@ -44,7 +48,7 @@ class GptqFolder:
 
     label = "loading the GPTQ draft"
 
-    def __init__(self, path: Path, experts: ExpertLayout) -> None:
+    def __init__(self, path: Path, experts: ExpertLayout, shapes: tuple[Shape, ...] = ()) -> None:
         self.path = path
         self.config = gptq_config(path, read_json(path / "config.json"))
         self.layout = self._layout(experts)
@@ -54,6 +58,9 @@ class GptqFolder:
             for expert in self._experts[:: experts.num_experts]:
                 for module in expert.modules:
                     self._read_values(module)
+            self._dense = dense_modules(self._shards, self.config, shapes)
+            packed = (shape for shape in shapes if shape.name in self._dense)
+            self.dense = {shape.name: self._dense_layout(shape) for shape in packed}
         except BaseException:
             self.close()
             raise
@@ -70,6 +77,12 @@ class GptqFolder:
         # An order of inputs is needed only where there are several groups to sort them by.
         permuted = self.config.desc_act and self.config.group_size_for(hidden) < hidden
         return Int4Layout(hidden, width, self.config.group_size, permuted)
+
+    def _dense_layout(self, shape: Shape) -> DenseLayout:
+        group_size = self.config.group_size_for(shape.columns)
+        permuted = self.config.desc_act and group_size < shape.columns
+        sizes = shape.name, shape.outputs, shape.columns
+        return DenseLayout(*sizes, 1, group_size, permuted, brought=True)
 
     @property
     def fingerprint(self) -> str:
@@ -121,6 +134,18 @@ class GptqFolder:
             order = in_order if gate_up.input_perm is None else gate_up.input_perm
             parts["input_perm"] = order.to(torch.int32)
         return Int4Expert(parts, down.input_perm)
+
+    def dense_weight(self, name: str) -> Int4Weight:
+        """One of `dense`, in the kernels' layout. Raises SpeqError where it is damaged."""
+        module = self._dense[name]
+        biasless = {part: held for part, held in module.parts.items() if part != "bias"}
+        matrix = self._matrix(replace(module, parts=biasless))
+        order = matrix.input_perm
+        if self.dense[name].permuted and order is None:
+            order = torch.arange(module.columns)
+        return Int4Weight(
+            matrix.qweight, matrix.scales, None if order is None else order.to(torch.int32)
+        )
 
     def _matrix(self, *modules: PackedModule) -> Int4Matrix:
         whole = self._fused(*modules)

@@ -1,4 +1,4 @@
-"""The packed linear layers of experts in a GPTQ folder: found by name, checked by shape and dtype.
+"""The packed linear layers of a GPTQ folder: found by name, checked by shape and dtype.
 
 Names are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
 
@@ -6,16 +6,20 @@ Names are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual 
     model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}...      mixtral and phimoe, older
     model.layers.L.mlp.experts.N.{gate_up,down}_proj...          gate and up fused, gate first
     model.layers.L.mlp.experts.{gate_up,gate,up,down}_proj...    all experts stacked, [E, ...]
+
+Dense layers have the names of the model's modules.
 """
 
 import os
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from speq.drafts.dense_draft import Shape
 from speq.drafts.gptq_config import OF_THIS_MODEL, GptqConfig
 from speq.drafts.gptq_format import CODES_PER_WORD
 from speq.errors import SpeqError
@@ -144,7 +148,7 @@ class ExpertFinder:
             if module is not None:
                 self._used.add(key)
                 stacked = () if key[1] is not None else (count,)
-                self._check(module, rows, columns, stacked)
+                check_module(self._path, self._config, module, rows, columns, stacked)
                 return module.of_expert(expert) if stacked else module
         raise SpeqError(
             f"draft {self._path} does not fit the model: it lacks {projection} of expert {expert} "
@@ -176,35 +180,68 @@ class ExpertFinder:
                 module.parts[match["part"]] = Part(file, info)
         return found
 
-    def _check(
-        self, module: PackedModule, rows: int, columns: int, stacked: tuple[int, ...]
-    ) -> None:
-        """Raise SpeqError unless a module is whole and packs [*stacked, rows, columns]."""
-        groups = columns // self._config.group_size_for(columns)
-        needed = (*REQUIRED, "g_idx") if self._config.desc_act and groups > 1 else REQUIRED
-        for part in needed:
-            if part not in module.parts:
-                why = ", which desc_act true calls for" if part == "g_idx" else ""
-                raise SpeqError(
-                    f"draft {self._path} lacks {module.name}.{part}{why}; download it again"
-                )
-        wanted: dict[str, tuple[int, ...]] = {
-            "qweight": (columns // CODES_PER_WORD, rows),
-            "qzeros": (groups, rows // CODES_PER_WORD),
-            "scales": (groups, rows),
-            "g_idx": (columns,),
-            "bias": (rows,),
-        }
-        for part, held in module.parts.items():
-            shape = (*stacked, *wanted[part])
-            if held.info.shape != shape or held.info.dtype not in DTYPES[part]:
-                dtypes = " or ".join(str(dtype) for dtype in DTYPES[part])
-                raise SpeqError(
-                    f"draft {self._path} does not fit the model: {module.name}.{part} is "
-                    f"{held.info.dtype} {list(held.info.shape)}; the model's sizes, bits 4 and "
-                    f"group_size {self._config.group_size} make it {dtypes} {list(shape)}: "
-                    f"{OF_THIS_MODEL}"
-                )
+
+def dense_modules(
+    shards: Shards, config: GptqConfig, shapes: Iterable[Shape]
+) -> dict[str, PackedModule]:
+    """Dense layers of the model that the folder has packed, by the model's names for them.
+
+    Raises SpeqError for those that are not whole, or of other sizes.
+    """
+    by_name = {shape.name: shape for shape in shapes}
+    found: dict[str, PackedModule] = {}
+    for name, (file, info) in shards.tensors.items():
+        module, _, part = name.rpartition(".")
+        own = next((ending for ending in endings(module) if ending in by_name), None)
+        if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
+            found.setdefault(own, PackedModule(module, {})).parts[part] = Part(file, info)
+    found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
+    for name, packed in found.items():
+        shape = by_name[name]
+        check_module(shards.path, config, packed, shape.outputs, shape.columns, ())
+    return found
+
+
+def endings(name: str) -> Iterator[str]:
+    """A dotted name, and what is left of it without its first words."""
+    while name:
+        yield name
+        _, _, name = name.partition(".")
+
+
+def check_module(
+    path: Path,
+    config: GptqConfig,
+    module: PackedModule,
+    rows: int,
+    columns: int,
+    stacked: tuple[int, ...],
+) -> None:
+    """Raise SpeqError unless a module of the draft `path` is whole and packs [*stacked, rows,
+    columns].
+    """
+    groups = columns // config.group_size_for(columns)
+    needed = (*REQUIRED, "g_idx") if config.desc_act and groups > 1 else REQUIRED
+    for part in needed:
+        if part not in module.parts:
+            why = ", which desc_act true calls for" if part == "g_idx" else ""
+            raise SpeqError(f"draft {path} lacks {module.name}.{part}{why}; download it again")
+    wanted: dict[str, tuple[int, ...]] = {
+        "qweight": (columns // CODES_PER_WORD, rows),
+        "qzeros": (groups, rows // CODES_PER_WORD),
+        "scales": (groups, rows),
+        "g_idx": (columns,),
+        "bias": (rows,),
+    }
+    for part, held in module.parts.items():
+        shape = (*stacked, *wanted[part])
+        if held.info.shape != shape or held.info.dtype not in DTYPES[part]:
+            dtypes = " or ".join(str(dtype) for dtype in DTYPES[part])
+            raise SpeqError(
+                f"draft {path} does not fit the model: {module.name}.{part} is "
+                f"{held.info.dtype} {list(held.info.shape)}; the model's sizes, bits 4 and "
+                f"group_size {config.group_size} make it {dtypes} {list(shape)}: {OF_THIS_MODEL}"
+            )
 
 
 def file_names(path: Path) -> tuple[str, str]:

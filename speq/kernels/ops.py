@@ -20,23 +20,27 @@ from speq.kernels.checks import (
     check_tensor,
 )
 from speq.kernels.grouping import Grouping
-from speq.kernels.reference import ACTIVATIONS, combine
+from speq.kernels.reference import ACTIVATIONS, combine, quantize_int4_planes, unpack_int4
 
 __all__ = [
     "ACTIVATIONS",
     "Int4Bank",
     "Int4Pair",
+    "Int4Weight",
     "PlainExpert",
     "combine",
     "linear",
     "linear_int4",
+    "linear_of",
     "moe_by_expert",
     "moe_grouped",
     "moe_int4",
     "moe_int4_unfused",
     "quantize_int4",
+    "quantize_int4_planes",
     "read_sum",
     "row_blocks",
+    "unpack_int4",
 ]
 
 # Up to so many rows the native dense product is faster than torch's, which is made for many rows.
@@ -92,6 +96,50 @@ class Int4Bank:
 
 
 @dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """One INT4 matrix [N, K]. The constructor checks it, so that its products need not.
+
+    qweight     [N, K / 2] uint8; scales [N, K / group_size] float16
+    input_perm  [K] int32 or None: column c is for input input_perm[c] (desc_act)
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    input_perm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        device, columns = self.qweight.device, self.columns
+        check_tensor("qweight", self.qweight, (None, None), (torch.uint8,), device)
+        check_tensor("scales", self.scales, (None, None), (torch.float16,), device)
+        check_int4("", self.qweight, self.scales, self.outputs, columns)
+        if self.input_perm is not None:
+            check_tensor("input_perm", self.input_perm, (columns,), (torch.int32,), device)
+            if not _is_index(self.input_perm, columns):
+                raise ValueError(f"input_perm names inputs outside the {columns} there are")
+
+    def to(self, device: torch.device) -> "Int4Weight":
+        perm = self.input_perm
+        return Int4Weight(
+            self.qweight.to(device),
+            self.scales.to(device),
+            None if perm is None else perm.to(device),
+        )
+
+    @property
+    def outputs(self) -> int:
+        return self.qweight.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.qweight.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.qweight, self.scales, self.input_perm)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainExpert:
     """One exact expert in plain words.
 
@@ -144,18 +192,21 @@ def linear_int4(
 
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
     """
-    device = inputs.device
-    check_tensor("inputs", inputs, (None, None), FLOAT_DTYPES, device)
-    check_tensor("qweight", qweight, (None, None), (torch.uint8,), device)
-    check_tensor("scales", scales, (None, None), (torch.float16,), device)
+    check_tensor("inputs", inputs, (None, None), FLOAT_DTYPES, qweight.device)
     check_int4("", qweight, scales, qweight.shape[0], inputs.shape[1])
-    if input_perm is not None:
-        check_tensor("input_perm", input_perm, (inputs.shape[1],), (torch.int32,), device)
-        if not _is_index(input_perm, inputs.shape[1]):
-            raise ValueError(f"input_perm names inputs outside the {inputs.shape[1]} there are")
-    out = inputs.new_empty(inputs.shape[0], qweight.shape[0])
-    for rows, target in row_blocks(1, inputs, out):
-        library.call("linear_int4", rows, qweight, scales, input_perm, target)
+    return linear_of(inputs, Int4Weight(qweight, scales, input_perm), inputs.dtype)
+
+
+def linear_of(inputs: Tensor, weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """inputs [R, K], contiguous, of any float dtype, by an INT4 matrix: [R, N] of `dtype`.
+
+    Nothing is checked: a draft calls it for each of its layers, one token at a time.
+    """
+    qweight, scales, perm = weight.qweight, weight.scales, weight.input_perm
+    out = inputs.new_empty(inputs.shape[0], qweight.shape[0], dtype=dtype)
+    blocks = [(inputs, out)] if inputs.shape[0] == 1 else row_blocks(1, inputs, out)
+    for rows, target in blocks:
+        library.call("linear_int4", rows, qweight, scales, perm, target)
     return out
 
 

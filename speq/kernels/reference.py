@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 INT4_ZERO_POINT = 8
 INT4_MAX = 7
+# Two planes of INT4, the first 16 times the second, hold all numbers from -136 to 119.
+PLANE = 16
+PLANES_MAX = PLANE * INT4_MAX + INT4_MAX
 # The INT4 kernels round their inputs to INT8, so many neighbours to a scale.
 INT8_BLOCK = 32
 INT8_MAX = 127
@@ -49,6 +52,22 @@ def quantize_int4_out(weight: Tensor, group_size: int, qweight: Tensor, scales: 
     """`quantize_int4` into tensors of its results' shapes."""
     for out, result in zip((qweight, scales), quantize_int4(weight, group_size), strict=True):
         out.copy_(result)
+
+
+def quantize_int4_planes(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Round a matrix to eight bits in two planes of INT4: 16 * high + low, both from -8 to 7.
+
+    weight   [N, K] as `quantize_int4` takes it
+    returns  qweight [2N, K / 2] and scales [2N, K / group_size], the high plane over the low one
+    """
+    groups = weight.float().unflatten(1, (-1, group_size))
+    largest = torch.finfo(torch.float16).max / PLANE
+    scales = (groups.abs().amax(2) / PLANES_MAX).clamp(max=largest).to(torch.float16)
+    divisor = scales.float().where(scales > 0, torch.inf)
+    values = (groups / divisor.unsqueeze(2)).round().clamp(-PLANES_MAX, PLANES_MAX).flatten(1)
+    high = ((values + INT4_ZERO_POINT) / PLANE).floor()
+    codes = torch.cat([high, values - PLANE * high]).add_(INT4_ZERO_POINT).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), torch.cat([PLANE * scales, scales])
 
 
 def unpack_int4(qweight: Tensor, scales: Tensor) -> Tensor:

@@ -7,14 +7,18 @@ from torch import Tensor, nn
 
 from speq.experts.passes import over_all
 from speq.kernels import dense_ops
+from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
-from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix
+from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.offloaded_experts import BankSwitch
 from speq.units import Done
 
 Plain = nn.Linear | nn.Embedding
 # A weight of a model that was just loaded to its words, in memory that nobody else holds.
 Words = Callable[[Tensor], Tensor]
+# The codes that a module's matrix may be a residual of, where it is one that drafts run on codes;
+# given its name and its words.
+Base = Callable[[str, Tensor], Int4Pair | None]
 # Makes what holds matrices in the place of their words, by the names of the modules.
 Records = Callable[[nn.Module, Words], Mapping[str, ExactMatrix]]
 
@@ -73,8 +77,11 @@ def encode_dense(
     threads: int,
     device: torch.device,
     progress: Done | None = None,
+    base: Base | None = None,
 ) -> dict[str, ExactMatrix]:
-    """Lossless records of all matrices, or the words of those that take no less as records.
+    """Records of all matrices, or the words of those that take no less as records.
+
+    base  what records are residuals of, on the device; None, and where it has none: lossless ones
 
     A matrix's words are given up when its record is made. The largest come first, as long as little
     else is held: `DenseForm.loading_bytes` counts on it.
@@ -89,7 +96,10 @@ def encode_dense(
     def encode(key: int) -> None:
         exact = words(weights[key].data)
         weights[key].data = exact.new_empty(0)
-        made.update(dict.fromkeys(names[key], lossless(exact, device)))
+        pairs = [] if base is None else [base(name, exact) for name in names[key]]
+        pair = next((pair for pair in pairs if pair is not None), None)
+        matrix = lossless(exact, device) if pair is None else residual(exact, pair, device)
+        made.update(dict.fromkeys(names[key], matrix))
 
     largest = sorted(weights, key=lambda key: -weights[key].numel())
     over_all(encode, [(key,) for key in largest], threads, progress)
@@ -102,3 +112,12 @@ def lossless(words: Tensor, device: torch.device) -> ExactMatrix:
     if record.nbytes >= words.nbytes:
         return RawMatrix(words.to(device))
     return LosslessMatrix(record.to(device), *words.shape)
+
+
+def residual(words: Tensor, pair: Int4Pair, device: torch.device) -> ExactMatrix:
+    """As `lossless`, over codes that lie on the device."""
+    codes, scales = (part.to(words.device) for part in pair)
+    record = dense_ops.encode_dense_residual(words, (codes, scales))
+    if record.nbytes >= words.nbytes:
+        return RawMatrix(words.to(device))
+    return ResidualMatrix(record.to(device), pair)

@@ -215,9 +215,16 @@ class MoEModel:
         return output.last_hidden_state
 
     @torch.inference_mode()
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """The head: [..., H] to [..., V]."""
-        return self._hf_model.get_output_embeddings()(hidden_states)
+    def logits(self, hidden_states: Tensor, bank: ExpertBank | None = None) -> Tensor:
+        """The head: [..., H] to [..., V].
+
+        bank  of the pass that made the hidden states: drafts may have a head of their own
+        """
+        head = self._hf_model.get_output_embeddings()
+        if bank is None:
+            return head(hidden_states)
+        with self.using(bank):
+            return head(hidden_states)
 
     def score(
         self,
@@ -229,7 +236,7 @@ class MoEModel:
     ) -> Scored:
         """One row's tokens in one pass, logits for all of them."""
         hidden = self.forward(bank, cache, torch.tensor([token_ids]), depths, ancestors)[0]
-        return Scored(self.logits(hidden), hidden)
+        return Scored(self.logits(hidden, bank), hidden)
 
     def prefill(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int) -> Scored:
         """Run a prompt, `chunk` tokens at a time, keeping its entries; score its last token."""

@@ -18,6 +18,7 @@ from speq.kernels.ops import ACTIVATIONS
 from speq.models.attention import AttentionShape
 from speq.models.bounds import check_sizes
 from speq.models.dense import plain_modules
+from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family
 
 DTYPES = {
@@ -47,6 +48,7 @@ class ModelShape:
                       compute dtype
     tied              whether the head shares the embedding, of which else a token reads a row
     buffer_bytes      what is held beside them in a dtype of its own
+    draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
     """
 
@@ -62,6 +64,7 @@ class ModelShape:
     other_sizes: tuple[int, ...]
     tied: bool
     buffer_bytes: int
+    draft_layers: tuple[DenseShape, ...]
     max_context: int
 
     @property
@@ -212,6 +215,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         other_sizes=tuple(p.numel() for p in model.parameters() if id(p) not in dense),
         tied=config.tie_word_embeddings,
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
+        draft_layers=dense_shapes(model, family.names.blocks[0]),
         max_context=max_context(config, where),
     )
 

@@ -19,6 +19,11 @@ class RunOptions(TypedDict, total=False):
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.
     """
+    draft_dense: str
+    """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
+    (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
+    eight bits); auto is all.
+    """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     cache_policy: str
@@ -119,6 +124,9 @@ class QuantizeOptions(TypedDict, total=False):
     """free, or decodable: only those that tell all of the exact bfloat16 word but its low byte;
     auto: decodable for a model in bfloat16, free for others.
     """
+    dense: bool
+    """Quantise attention, shared experts and dense MLPs as well, for drafts that run them on codes.
+    """
     damp: float
     """Added to a Hessian's diagonal, as a share of its mean."""
     samples: int
@@ -193,6 +201,11 @@ class TuneOptions(TypedDict, total=False):
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.
+    """
+    draft_dense: str
+    """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
+    (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
+    eight bits); auto is all.
     """
     cache_policy: str
     """Which expert leaves when its slot is needed."""

@@ -23,6 +23,8 @@ from speq.planning.subject import Subject
 
 # A plan is for so many tokens where nothing is said: enough for a chat.
 DEFAULT_CONTEXT = 4096
+# A draft's head of eight bits: both planes' logits and their sum, in float32.
+HEAD_LOGIT_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ def graph_bytes(
     if not drafted:
         return verification
     draft = shape.activation_bytes(1, 0, context, dtype) + MAX_GRAPHS * result
+    draft += HEAD_LOGIT_BYTES * shape.vocab_size
     return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 
@@ -177,5 +180,8 @@ def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int
     if holding.draft_bytes and subject.draft is not None:
         for part, dtype in subject.draft.shapes.values():
             yield subject.count * math.prod(part) * dtype.itemsize
+    if holding.drafter == "int4":
+        for layout in subject.dense_draft.layouts.values():
+            yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
     for _ in range(shape.num_layers):
         yield from (heads * width * context * size for heads, width in shape.attention.kv_shapes)

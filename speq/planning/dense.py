@@ -135,7 +135,8 @@ def settle_dense(
             f"dense {form} codes bfloat16 and the run computes in "
             f"{str(subject.dtype).removeprefix('torch.')}; use dense raw"
         )
-    if form == "residual":
+    drafts = any(way.drafter == "int4" for way in room.ways(subject))
+    if form == "residual" and not (drafts and subject.dense_draft.bases):
         raise SpeqError(
             "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
             "no such draft; use dense lossless"

@@ -19,7 +19,7 @@ class Demand:
     """What a model asks of memory.
 
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
-    draft_bytes    of the INT4 copy of all experts; 0: none is held
+    draft_bytes    of the INT4 copy of all experts, and codes of other layers; 0: none is held
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations

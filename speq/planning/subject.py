@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from speq.drafts.draft_source import open_draft
+from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
+from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, RawCodec
 from speq.experts.int4 import Int4Layout
@@ -29,6 +30,7 @@ class Subject:
     codec          of the experts at hand, sized by the largest, or of what was published
     published      whether these are words as published, which a run may encode as it reads them
     draft          layout of an INT4 expert; None: there can be none
+    dense_draft    the draft's other layers that run on codes
     reading_bytes  taken by each thread that reads the experts at hand
     converted_bytes  of tensors outside the experts that are stored in another dtype
     dense          how the matrices outside the experts are held
@@ -42,6 +44,7 @@ class Subject:
     codec: ExpertCodec
     published: bool
     draft: Int4Layout | None
+    dense_draft: DenseDraft
     reading_bytes: int
     converted_bytes: int
     dense: DenseForm
@@ -70,6 +73,7 @@ class Subject:
             codec=RawCodec(ExpertShape(experts.hidden_size, experts.expert_width, words)),
             published=True,
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
+            dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
@@ -78,15 +82,24 @@ class Subject:
     @classmethod
     def of_model(cls, name: str, opened: Opened, dtype: str) -> "Subject":
         """A whole model: its experts as they are packed, and the draft it would run with."""
-        draft = None
+        draft, shapes = None, opened.shape.draft_layers
+        dense = DenseDraft.of("auto", shapes)
         with contextlib.suppress(SpeqError):  # refused by a run, with its reason
-            source = open_draft("auto", opened.checkpoint, opened.store, opened.shape.experts)
+            checkpoint, store, experts = opened.checkpoint, opened.store, opened.shape.experts
+            source = open_draft("auto", checkpoint, store, experts, shapes)
             with contextlib.closing(source):
-                draft = source.layout
-        return cls.of_draft(name, opened, dtype, draft)
+                draft, dense = source.layout, dense_draft("auto", shapes, source)
+        return cls.of_draft(name, opened, dtype, draft, dense)
 
     @classmethod
-    def of_draft(cls, name: str, opened: Opened, dtype: str, draft: Int4Layout | None) -> "Subject":
+    def of_draft(
+        cls,
+        name: str,
+        opened: Opened,
+        dtype: str,
+        draft: Int4Layout | None,
+        dense: DenseDraft = EXPERTS_ONLY,
+    ) -> "Subject":
         """A whole model beside a draft of that layout."""
         store = opened.store
         words = store.codec.shape.dtype
@@ -99,6 +112,7 @@ class Subject:
             codec=store.codec,
             published=store.published,
             draft=None if draft is None else _packable(draft),
+            dense_draft=dense,
             reading_bytes=store.reading_bytes,
             converted_bytes=opened.converted_bytes(computed),
             dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
@@ -132,19 +146,31 @@ class Subject:
         return replace(self, dense=sized(name, shapes, itemsize))
 
     @property
-    def draft_bytes(self) -> int:
+    def base_bytes(self) -> int:
         """INT4 copy of all experts; 0 where there can be none."""
         return 0 if self.draft is None else self.count * self.draft.nbytes
 
     @property
+    def draft_bytes(self) -> int:
+        """The draft: INT4 copy of all experts, and codes of other layers; 0: there can be none."""
+        return self.base_bytes and self.base_bytes + self.dense_draft.nbytes
+
+    @property
     def pass_bytes(self) -> PassBytes:
-        shape = self.shape
+        shape, codes = self.shape, self.dense_draft
         # The first matrix is the embedding.
         unread_bytes = 0 if shape.tied else self.dense.sizes[0]
+        fixed_bytes = self.non_expert_bytes - unread_bytes
+        if self.dense.name == "residual":
+            fixed_bytes += sum(layout.nbytes for layout in codes.bases)
+        weights = sum(layout.outputs * layout.columns for layout in codes.layouts.values())
+        words_bytes = weights * self.dtype.itemsize
+        replaced_bytes = words_bytes * self.dense.nbytes // sum(self.dense.words_bytes)
         return PassBytes(
             layers=shape.num_layers,
-            fixed_bytes=self.non_expert_bytes - unread_bytes,
-            draft_token_bytes=self.num_layers * shape.top_k * self.draft_bytes // self.count,
+            fixed_bytes=fixed_bytes,
+            draft_fixed_bytes=fixed_bytes - replaced_bytes + codes.nbytes,
+            draft_token_bytes=self.num_layers * shape.top_k * self.base_bytes // self.count,
         )
 
 

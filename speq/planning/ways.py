@@ -47,8 +47,13 @@ def open_ways(subject: Subject, config: RunConfig, on_cpu: bool) -> list[Holding
         if with_int4:
             # Without the copy, which may not fit, nobody drafts.
             found.append(replace(way, drafter=drafter) if way.drafts else way)
-        elif not way.drafts or (way.needs_draft and way.codec in (given, config.codec)):
+        elif not way.drafts:
             found.append(replace(way, drafter=drafter))
+        elif way.needs_draft and way.codec in (given, config.codec):
+            # Only as a base: who does not draft needs no codes of other layers.
+            found.append(replace(way, drafter=drafter, draft_bytes=subject.base_bytes))
+    if subject.dense.name == "residual":  # read over the draft's codes
+        return [replace(way, dense_base=True) for way in found if way.drafter == "int4"]
     return found
 
 
@@ -94,7 +99,7 @@ def _way(subject: Subject, name: str, drafter: str) -> Holding:
     codec = subject.codec if known else codec_of(name, subject.codec.shape)
     slot_bytes = codec.slot_bytes if known else usual_bytes(codec)
     draft_bytes = subject.draft_bytes if drafter == "int4" else 0
-    codes_bytes = draft_bytes // subject.count if codec.needs_draft else 0
+    codes_bytes = subject.base_bytes // subject.count if codec.needs_draft else 0
     return Holding(
         codec=name,
         drafter=drafter,

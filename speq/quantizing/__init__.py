@@ -1,1 +1,1 @@
-"""Makes a GPTQ copy of a model's experts, layer by layer, within a memory budget."""
+"""Makes a GPTQ copy of a model, layer by layer, within a memory budget."""

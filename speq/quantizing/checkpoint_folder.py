@@ -7,6 +7,7 @@ are done, and beside it lie the activations that enter the next one.
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
-from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.int4 import whole_groups
 from speq.experts.pack import COPY_BYTES, whole
@@ -37,6 +37,7 @@ from speq.files.checksums import Sink, SummedFile, check_crc32
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import header_of
+from speq.models.dense_parts import DenseShape
 from speq.quantizing.expert import QuantisedExpert
 from speq.quantizing.gptq import QuantisedMatrix
 from speq.quantizing.report import LayerReport, TextReport
@@ -59,24 +60,49 @@ Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Names of the folder's files: one for each layer with experts, then one for all else."""
+    """Names of the folder's files: one for each layer that is quantised, then one for all else.
+
+    dense  layers beside the experts that are quantised
+    """
 
     layout: ExpertLayout
     settings: QuantizeSettings
+    dense: tuple[DenseShape, ...] = ()
 
-    def name(self, moe_layer: int) -> str:
-        """Of a layer's experts; of all else where moe_layer is their number."""
-        count = len(self.layout.layers) + 1
-        return f"model-{moe_layer + 1:05}-of-{count:05}.safetensors"
+    @property
+    def layers(self) -> list[int]:
+        """Decoder layers that have a file."""
+        found = {*self.layout.layers, *(shape.layer for shape in self.dense)}
+        return sorted(layer for layer in found if layer is not None)
+
+    def name(self, layer: int) -> str:
+        return self._name(self.layers.index(layer))
+
+    def _name(self, at: int) -> str:
+        return f"model-{at + 1:05}-of-{len(self.layers) + 1:05}.safetensors"
 
     @property
     def rest(self) -> str:
-        return self.name(len(self.layout.layers))
+        return self._name(len(self.layers))
 
-    def entries(self, moe_layer: int) -> Entries:
-        """Tensors of a layer's shard, in their order."""
+    @property
+    def names(self) -> list[str]:
+        return [*map(self.name, self.layers), self.rest]
+
+    def dense_of(self, layer: int) -> list[DenseShape]:
+        return [shape for shape in self.dense if shape.layer == layer]
+
+    def entries(self, layer: int) -> Entries:
+        """Tensors of a layer's shard, in their order: dense layers, then experts."""
+        found: Entries = {}
+        for shape in self.dense_of(layer):
+            found |= self._module(shape.name, shape.columns, shape.outputs)
+        if layer in self.layout.layers:
+            found |= self._experts(layer)
+        return found
+
+    def _experts(self, layer: int) -> Entries:
         hidden, width = self.layout.hidden_size, self.layout.expert_width
-        layer = self.layout.layers[moe_layer]
         found: Entries = {}
         for expert in range(self.layout.num_experts):
             for projection, inputs, outputs in (
@@ -84,13 +110,26 @@ class Shards:
                 ("up_proj", hidden, width),
                 ("down_proj", width, hidden),
             ):
-                groups = inputs // whole_groups(self.settings.group_size, inputs)
-                module = self.layout.names.module(layer, expert, projection) + "."
-                found[module + "qweight"] = (torch.int32, (inputs // 8, outputs))
-                found[module + "qzeros"] = (torch.int32, (groups, outputs // 8))
-                found[module + "scales"] = (torch.float16, (groups, outputs))
-                found[module + "g_idx"] = (torch.int32, (inputs,))
+                module = self.layout.names.module(layer, expert, projection)
+                found |= self._module(module, inputs, outputs)
         return found
+
+    def _module(self, module: str, inputs: int, outputs: int) -> Entries:
+        groups = inputs // whole_groups(self.settings.group_size, inputs)
+        return {
+            f"{module}.qweight": (torch.int32, (inputs // 8, outputs)),
+            f"{module}.qzeros": (torch.int32, (groups, outputs // 8)),
+            f"{module}.scales": (torch.float16, (groups, outputs)),
+            f"{module}.g_idx": (torch.int32, (inputs,)),
+        }
+
+    @property
+    def left(self) -> str:
+        """Which modules loaders that know of `dynamic` leave alone: a pattern of their names."""
+        if not self.dense:
+            return NOT_EXPERTS
+        known = "|".join(re.escape(shape.name) for shape in self.dense)
+        return rf"-:^(?!(.*\.experts(\.|$)|({known})$)).*"
 
 
 def nbytes_of(entries: Entries) -> int:
@@ -161,14 +200,7 @@ class QuantizeFolder:
 
     def _is_ours(self, copied: set[str], name: str) -> bool:
         """Whether quantising writes a file of that name before config.json."""
-        count = len(self.shards.layout.layers) + 1
-        names = {
-            QUANTIZE_JOURNAL,
-            REPORT,
-            INDEX,
-            QUANTIZE_CONFIG,
-            *map(self.shards.name, range(count)),
-        }
+        names = {QUANTIZE_JOURNAL, REPORT, INDEX, QUANTIZE_CONFIG, *self.shards.names}
         return name in names or name in copied or name.endswith(".activations")
 
     def _check_header(self, wanted: dict[str, Any]) -> None:
@@ -197,9 +229,8 @@ class QuantizeFolder:
             report = LayerReport.from_json(entry["layer"])
             if report.layer != len(self.done):
                 raise ValueError(f"layer {report.layer} behind {len(self.done)} others")
-            if report.experts:
-                shard = self.shards.name(self.shards.layout.layers.index(report.layer))
-                check_crc32(self.out / shard, entry["shard"])
+            if report.layer in self.shards.layers:
+                check_crc32(self.out / self.shards.name(report.layer), entry["shard"])
             leaving = entry["leaving"]
             self.done.append(report)
         if self.done:
@@ -214,11 +245,11 @@ class QuantizeFolder:
         return self.out / f"{name}.activations"
 
     @contextmanager
-    def shard(self, moe_layer: int) -> Iterator[Sink]:
-        """A layer's shard, to write one expert's `tensors_of` after the other to."""
-        with replacing(self.out / self.shards.name(moe_layer)) as file:
+    def shard(self, layer: int) -> Iterator[Sink]:
+        """A layer's shard, to write its tensors to in the order of `Shards.entries`."""
+        with replacing(self.out / self.shards.name(layer)) as file:
             summed = SummedFile(file)
-            summed.write(header_of(self.shards.entries(moe_layer), {"format": "pt"}))
+            summed.write(header_of(self.shards.entries(layer), {"format": "pt"}))
             yield summed
         self._shard_crc32 = summed.crc32
 
@@ -227,7 +258,7 @@ class QuantizeFolder:
 
         leaving  CRC-32 of what leaves it
         """
-        shard = self._shard_crc32 if report.experts else None
+        shard = self._shard_crc32 if report.layer in self.shards.layers else None
         self._journal.add({"layer": asdict(report), "shard": shard, "leaving": leaving})
         self.done.append(report)
         self.activations(report.layer).unlink(missing_ok=True)
@@ -239,11 +270,11 @@ class QuantizeFolder:
 
     def check_room(self, checkpoint: Checkpoint, activation_bytes: int) -> None:
         """Raise SpeqError unless the disk has room for what is still to be written."""
-        layers = range(len(self.shards.layout.layers))
+        layers = self.shards.layers
         absent = [at for at in layers if not (self.out / self.shards.name(at)).exists()]
         needed = activation_bytes + sum(nbytes_of(self.shards.entries(at)) for at in absent)
         if not (self.out / self.shards.rest).exists():
-            needed += nbytes_of(rest_of(checkpoint, self.shards.layout.names))
+            needed += nbytes_of(rest_of(checkpoint, self.shards))
         free = shutil.disk_usage(self.out).free
         if needed > free:
             raise SpeqError(
@@ -253,21 +284,21 @@ class QuantizeFolder:
 
     def finish(self, checkpoint: Checkpoint, report: dict[str, Any], version: str) -> None:
         """Write all else, config.json last; then what was for going on goes."""
-        entries = rest_of(checkpoint, self.shards.layout.names)
+        entries = rest_of(checkpoint, self.shards)
         with replacing(self.out / self.shards.rest) as file:
             write_rest(checkpoint, entries, file)
         weight_map = dict.fromkeys(entries, self.shards.rest)
         total = nbytes_of(entries)
-        for moe_layer in range(len(self.shards.layout.layers)):
-            experts = self.shards.entries(moe_layer)
-            weight_map |= dict.fromkeys(experts, self.shards.name(moe_layer))
-            total += nbytes_of(experts)
+        for layer in self.shards.layers:
+            quantised = self.shards.entries(layer)
+            weight_map |= dict.fromkeys(quantised, self.shards.name(layer))
+            total += nbytes_of(quantised)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         for file_path in sorted(checkpoint.path.iterdir()):
             if file_path.is_file() and is_copied(file_path.name):
                 with whole(self.out / file_path.name) as target:
                     target.write(file_path.read_bytes())
-        quantization = quantization_config(self.shards.settings, version)
+        quantization = quantization_config(self.shards, version)
         config = checkpoint.config | {"quantization_config": quantization}
         self._write_json(INDEX, index)
         self._write_json(REPORT, report)
@@ -288,9 +319,14 @@ def is_copied(name: str) -> bool:
     return wanted and not any(fnmatch(name, pattern) for pattern in NOT_COPIED)
 
 
-def rest_of(checkpoint: Checkpoint, names: ExpertNames) -> Entries:
-    """Tensors outside the experts, in the order they are read in."""
-    tensors = {n: at for n, at in checkpoint.tensors.items() if not names.is_expert(n)}
+def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
+    """Tensors that are not quantised, in the order they are read in."""
+    names, dense = shards.layout.names, {f"{shape.name}.weight" for shape in shards.dense}
+    tensors = {
+        name: at
+        for name, at in checkpoint.tensors.items()
+        if not names.is_expert(name) and name not in dense
+    }
     in_order = sorted(tensors.items(), key=lambda item: (item[1][0].path, item[1][1].offset))
     return {name: (info.dtype, info.shape) for name, (_, info) in in_order}
 
@@ -311,8 +347,9 @@ def write_tensor(tensor: Tensor, out: Sink) -> None:
     out.write(bytes_of(tensor.contiguous().view(-1).view(torch.uint8)))
 
 
-def quantization_config(settings: QuantizeSettings, version: str) -> dict[str, Any]:
+def quantization_config(shards: Shards, version: str) -> dict[str, Any]:
     """As AutoGPTQ's and GPTQModel's checkpoints have it; the names of both."""
+    settings = shards.settings
     return {
         "bits": settings.bits,
         "group_size": settings.group_size,
@@ -326,7 +363,7 @@ def quantization_config(settings: QuantizeSettings, version: str) -> dict[str, A
         "checkpoint_format": CHECKPOINT_FORMAT,
         "format": CHECKPOINT_FORMAT,
         "pack_dtype": "int32",
-        "dynamic": {NOT_EXPERTS: {}},
+        "dynamic": {shards.left: {}},
         "meta": {
             "quantizer": [f"speq:{version}"],
             "calibrated": settings.method == "gptq",

@@ -112,24 +112,35 @@ def quantise_expert(
     most_inputs = max(expert.gate_up_proj.shape[1], expert.down_proj.shape[1])
     if settings.method == "rtn" or hessians.tokens < settings.min_tokens(most_inputs):
         return round_expert(expert, settings)
-    parts, damp = [], 0.0
-    pairs = ((expert.gate_up_proj, hessians.gate_up), (expert.down_proj, hessians.down))
-    for matrix, hessian in pairs:
-        inputs = matrix.shape[1]
-        wanted = settings.damp_for(hessians.tokens, inputs)
-        factor = factored(hessian, wanted, settings.column_order != "given")
-        static = settings.column_order == "static"
-        decodable = settings.codes == "decodable"
-        group_size = whole_groups(settings.group_size, inputs)
-        parts.append(quantise(matrix, factor, group_size, static, decodable))
-        damp = max(damp, factor.damp)
-    return QuantisedExpert(parts[0], parts[1], "gptq", damp)
+    tokens = hessians.tokens
+    gate_up, damp = quantise_matrix(expert.gate_up_proj, hessians.gate_up, tokens, settings)
+    down, down_damp = quantise_matrix(expert.down_proj, hessians.down, tokens, settings)
+    return QuantisedExpert(gate_up, down, "gptq", max(damp, down_damp))
+
+
+def quantise_matrix(
+    matrix: Tensor, hessian: Tensor, tokens: int, settings: QuantizeSettings
+) -> tuple[QuantisedMatrix, float]:
+    """A matrix [N, K] float32 by GPTQ, and the share of a Hessian's diagonal that was added to it.
+
+    hessian  [K, K] of `tokens` rows
+    """
+    inputs = matrix.shape[1]
+    damp = settings.damp_for(tokens, inputs)
+    factor = factored(hessian, damp, settings.column_order != "given")
+    group_size = whole_groups(settings.group_size, inputs)
+    static, decodable = settings.column_order == "static", settings.codes == "decodable"
+    return quantise(matrix, factor, group_size, static, decodable), factor.damp
+
+
+def round_matrix(matrix: Tensor, settings: QuantizeSettings) -> QuantisedMatrix:
+    """Round a matrix [N, K] float32 to nearest."""
+    return rounded(matrix, whole_groups(settings.group_size, matrix.shape[1]))
 
 
 def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:
     """Round both matrices to nearest."""
-    gate_up, down = (
-        rounded(matrix, whole_groups(settings.group_size, matrix.shape[1]))
-        for matrix in (expert.gate_up_proj, expert.down_proj)
+    gate_up, down = expert.gate_up_proj, expert.down_proj
+    return QuantisedExpert(
+        round_matrix(gate_up, settings), round_matrix(down, settings), "rtn", 0.0
     )
-    return QuantisedExpert(gate_up, down, "rtn", 0.0)

@@ -4,6 +4,7 @@ import torch
 
 from speq.errors import SpeqError
 from speq.experts.int4 import whole_groups
+from speq.models.dense_parts import DenseShape
 from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
 
 
@@ -22,6 +23,12 @@ def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
         )
 
 
+def fits(settings: QuantizeSettings, shape: DenseShape) -> bool:
+    """Whether the format can hold a dense layer."""
+    group_size = whole_groups(settings.group_size, shape.columns)
+    return not (shape.columns % 8 or shape.outputs % 8 or shape.columns % group_size)
+
+
 def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int) -> None:
     """Raise SpeqError where the format cannot hold experts of these dimensions."""
     for name, size in (("hidden size", hidden_size), ("expert width", expert_width)):
@@ -32,11 +39,11 @@ def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int)
             )
     group = settings.group_size
 
-    def fits(group: int) -> bool:
+    def holds(group: int) -> bool:
         return not any(size % whole_groups(group, size) for size in (hidden_size, expert_width))
 
-    if not fits(group):
-        fit = [size for size in GROUP_SIZES if fits(size)]
+    if not holds(group):
+        fit = [size for size in GROUP_SIZES if holds(size)]
         raise SpeqError(
             f"group size {group} does not divide both the hidden size {hidden_size} and the expert "
             f"width {expert_width}; give --group-size {' or '.join(map(str, fit))}"

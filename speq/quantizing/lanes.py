@@ -8,7 +8,6 @@ read once, for all of it, and what a draft would have said is known at the end.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,8 +50,15 @@ class Lanes:
         return slice(first * self.length, (first + count) * self.length)
 
     def starts(self) -> Iterator[int]:
-        """The first row of each window."""
+        """The first row of each window, lane after lane."""
         return iter(range(0, self.rows, self.length))
+
+    def lane_of(self, start: int) -> str:
+        """The lane of the window that begins with that row."""
+        at = start // self.length
+        return next(
+            lane for lane, (first, count) in self.windows.items() if first <= at < first + count
+        )
 
     def token_ids(self, calibration: Calibration) -> Tensor:
         """The tokens of every window [windows, length]."""
@@ -69,15 +75,15 @@ class Overhearing:
 
     inputs        [R, H], what the experts were given
     topk_ids      [R, K] int64; topk_weights [R, K] float32
+    drafts        whether dense layers run on the draft's matrices
     """
-
-    drafts: ClassVar[bool] = False
 
     def __init__(self, inputs: Rows, rows: int, top_k: int) -> None:
         self.inputs = inputs
         self.topk_ids = torch.empty(rows, top_k, dtype=torch.int64)
         self.topk_weights = torch.empty(rows, top_k)
         self.asked = False
+        self.drafts = False
         self._start = 0
 
     def begin(self, start: int) -> None:

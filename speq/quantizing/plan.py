@@ -7,6 +7,7 @@ import torch
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore
 from speq.files.alignment import ALIGNMENT
+from speq.models.dense_parts import DenseShape
 from speq.models.shape import ModelShape
 from speq.quantizing.expert import EXPERT_ROWS
 from speq.quantizing.lanes import Lanes
@@ -37,11 +38,13 @@ def plan_of(
     store: ExpertStore,
     dtype: torch.dtype,
     lanes: Lanes,
+    dense: tuple[DenseShape, ...],
     loading_bytes: int,
     budget: int,
 ) -> QuantizePlan:
     """Activations in memory where they fit, in files otherwise.
 
+    dense          layers that are quantised beside the experts
     loading_bytes  what loading the weights takes beside them
     Raises SpeqError, item by item, where the budget is too small even then.
     """
@@ -58,6 +61,11 @@ def plan_of(
         "hessians": squares * 4,
         "routes": lanes.rows * (shape.top_k * 12 + 32),
     }
+    if dense:
+        items["dense_layers"] = max(
+            dense_bytes([each for each in dense if each.layer == layer])
+            for layer in {each.layer for each in dense}
+        )
     kept = lanes.rows * hidden * (4 + dtype.itemsize)
     whole = items | {"activations": kept}
     if sum(whole.values()) <= budget:
@@ -71,3 +79,13 @@ def plan_of(
             f"({format_bytes(needed)}), or less with fewer samples or shorter ones"
         )
     return QuantizePlan(items, False)
+
+
+def dense_bytes(layers: list[DenseShape]) -> int:
+    """What the dense layers of one decoder layer take while they are quantised: a Hessian each at
+    most, their codes and words, and the work on the largest of them.
+    """
+    kept = sum(4 * each.columns**2 + 3 * each.outputs * each.columns for each in layers)
+    work = max(EXPERT_COPIES * each.outputs * each.columns for each in layers)
+    factoring = FACTORING_MATRICES * max(each.columns for each in layers) ** 2
+    return kept + 4 * (work + factoring)

@@ -1,10 +1,12 @@
-"""Quantises a model's experts, layer by layer, with the exact model under a memory budget.
+"""Quantises a model, layer by layer, with the exact model under a memory budget.
 
 Everything but the experts is in memory, and of these one at a time. What enters a layer is known
 for all tokens; a first pass runs the layer without its experts and overhears what they are asked,
 then each expert is read, quantised by the tokens that came to it, and its exact output added.
+Dense layers are quantised by what the first pass gives them, before the held-out text is run.
 """
 
+import logging
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +23,23 @@ from speq.experts.expert_store import (
 from speq.files.atomic_file import writing
 from speq.layers.offloaded_experts import ExpertBank
 from speq.models import moe_model
+from speq.models.dense_parts import DenseShape
 from speq.models.layerwise import LayerwiseModel
 from speq.models.opened import Opened
+from speq.models.shape import ModelShape
 from speq.quantizing import activations, expert
 from speq.quantizing.activations import FileRows, MemoryRows, Rows
 from speq.quantizing.calibration import Calibration
-from speq.quantizing.checkpoint_folder import QuantizeFolder, Shards, tensors_of, write_tensor
+from speq.quantizing.checkpoint_folder import (
+    QuantizeFolder,
+    Shards,
+    packed,
+    tensors_of,
+    write_tensor,
+)
+from speq.quantizing.dense import DenseLayers
 from speq.quantizing.expert import FloatExpert, Hessians, QuantisedExpert
-from speq.quantizing.fits import check_dtype, check_sizes, codes_for
+from speq.quantizing.fits import check_dtype, check_sizes, codes_for, fits
 from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
 from speq.quantizing.plan import SCORED_ROWS, plan_of
 from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, TextReport
@@ -36,6 +47,8 @@ from speq.quantizing.residual import ResidualCount, residual_of
 from speq.quantizing.settings import QuantizeSettings
 from speq.quantizing.text_score import TextScore
 from speq.units import Progress, tracked
+
+logger = logging.getLogger("speq")
 
 
 def quantize(
@@ -68,10 +81,11 @@ def quantize(
     lanes = Lanes.of(calibration, rounds_too=settings.method != "rtn")
     dtype = source.store.codec.shape.dtype
     loading = source.converted_bytes(dtype)
-    plan = plan_of(source.shape, source.store, dtype, lanes, loading, memory_budget)
+    dense = dense_of(source.shape, settings)
+    plan = plan_of(source.shape, source.store, dtype, lanes, dense, loading, memory_budget)
     with writing(out, "layers that are done are kept, the same command goes on from there"):
         folder = QuantizeFolder(
-            out, source.checkpoint, calibration.digest(), Shards(layout, settings)
+            out, source.checkpoint, calibration.digest(), Shards(layout, settings, dense)
         )
         # The rows that enter a layer and those that leave it are kept until its line is written.
         kept = lanes.rows * layout.hidden_size * 4
@@ -92,6 +106,24 @@ def quantize(
             return work.run(calibration, version, progress)
 
 
+def dense_of(shape: ModelShape, settings: QuantizeSettings) -> tuple[DenseShape, ...]:
+    """The layers beside the experts that are quantised: those within decoder layers that the format
+    can hold."""
+    if not settings.dense:
+        return ()
+    inside = [each for each in shape.draft_layers if each.layer is not None]
+    left = [each.name for each in inside if not fits(settings, each)]
+    if left:
+        logger.warning(
+            "%d dense layers stay as they are, %s among them: their dimensions are no whole groups "
+            "of %d, or no multiples of 8",
+            len(left),
+            left[0],
+            settings.group_size,
+        )
+    return tuple(each for each in inside if fits(settings, each))
+
+
 class Quantizer:
     """One run. hidden: [R, H] float32, what enters the layer at hand; asked: what its experts are
     given, in the model's dtype."""
@@ -108,6 +140,7 @@ class Quantizer:
     ) -> None:
         self._source, self._settings, self._lanes = source, settings, lanes
         self._layers = LayerwiseModel(model, lanes.length)
+        self._linears = model.dense
         self._hidden = hidden
         self._bank = Overhearing(asked, lanes.rows, source.shape.top_k)
         self._folder = folder
@@ -137,11 +170,13 @@ class Quantizer:
         total = len(layout.layers) * layout.num_experts
         self._enter(calibration)
         for layer in range(len(folder.done), self._layers.num_layers):
-            self._run_layer(layer, progress)
-            if layer in layout.layers:
-                report = self._quantise_layer(layer, progress, total)
-            else:
-                report = LayerReport(layer)
+            names = (shape.name for shape in folder.shards.dense_of(layer))
+            dense = DenseLayers({name: self._linears[name] for name in names}, self._settings)
+            self._run_layer(layer, dense, progress)
+            report = LayerReport(layer)
+            if layer in folder.shards.layers:
+                report = self._quantise_layer(layer, dense, progress, total)
+            dense.leave()
             leaving = folder.activations(layer + 1)
             crc32 = activations.save(self._hidden, self._lanes.rows, leaving)
             folder.finish_layer(report, crc32)
@@ -158,23 +193,31 @@ class Quantizer:
         for start, token_ids in zip(self._lanes.starts(), windows, strict=True):
             self._hidden.write(start, self._layers.entering(token_ids).float())
 
-    def _run_layer(self, layer: int, progress: Progress | None) -> None:
-        """A layer without its experts, in place."""
+    def _run_layer(self, layer: int, dense: DenseLayers, progress: Progress | None) -> None:
+        """A layer without its experts, in place; each lane with its own dense layers."""
         bank: ExpertBank = self._bank
         starts = list(self._lanes.starts())
         what = f"running layer {layer + 1} of {self._layers.num_layers}"
         for start in tracked(what, starts, len(starts), progress):
             self._bank.begin(start)
             entering = self._hidden.read(start, self._lanes.length)
-            leaving = self._layers.run(layer, bank, entering)
+            with dense.in_lane(self._lanes.lane_of(start), self._bank):
+                leaving = self._layers.run(layer, bank, entering)
             self._hidden.write(start, leaving.float())
 
-    def _quantise_layer(self, layer: int, progress: Progress | None, total: int) -> LayerReport:
-        """All experts of a layer to its shard, their outputs to the rows."""
+    def _quantise_layer(
+        self, layer: int, dense: DenseLayers, progress: Progress | None, total: int
+    ) -> LayerReport:
+        """Dense layers and experts of a layer to its shard, the experts' outputs to the rows."""
         layout = self._source.shape.experts
-        moe_layer = layout.layers.index(layer)
         reports = []
-        with self._folder.shard(moe_layer) as file:
+        with self._folder.shard(layer) as file:
+            for matrix in dense.quantised().values():
+                for tensor in packed(matrix, slice(None)):
+                    write_tensor(tensor, file)
+            if layer not in layout.layers:
+                return LayerReport(layer)
+            moe_layer = layout.layers.index(layer)
             for index in range(layout.num_experts):
                 exact = self._read(moe_layer, index)
                 quantised, report = self._quantise(exact, index, f"expert {index} of layer {layer}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from speq.config import Draft
 from speq.options.declared import Option, Options
-from speq.options.kinds import Choice, File, Number, Size, Whole
+from speq.options.kinds import Choice, File, Number, Size, Switch, Whole
 from speq.registries import CODECS
 
 METHODS = ("gptq", "rtn")
@@ -60,6 +60,14 @@ class QuantizeSettings(Options):
             Choice(("auto", *CODES)),
         ),
     ] = "auto"
+    dense: Annotated[
+        bool,
+        Option(
+            "Quantise attention, shared experts and dense MLPs as well, for drafts that run them "
+            "on codes.",
+            Switch(),
+        ),
+    ] = False
     damp: Annotated[
         float,
         Option(

@@ -237,6 +237,7 @@ def test_a_word_means_the_same_in_every_command() -> None:
     own = {
         ("pack", "codec"),  # what is written, where auto is raw
         ("quantize", "memory_budget"),
+        ("quantize", "dense"),  # whether such layers are quantised as well
         ("bench kernels", "dtype"),  # of the rows
         *((f"bench {name}", "draft_length") for name in ("hit-rate", "schedule", "fidelity")),
         *((f"bench {name}", "memory_budget") for name in ("step", "soak", "fidelity")),  # text

@@ -80,7 +80,9 @@ def test_items_of_qwen_are_what_its_config_implies() -> None:
     # transformers holds its rotary frequencies once or twice.
     assert items["non_expert_weights"] - 2 * weights in (rotary_bytes, 2 * rotary_bytes)
     assert items["kv_cache"] == 4096 * 2 * layers * hidden * 2
-    assert items["draft"] == 60 * layers * (expert // 2 + expert // 128 * 2)
+    dense, head = layers * (4 * hidden * hidden + 3 * hidden * 5632), vocab * hidden
+    draft = 60 * layers * expert + dense + 2 * head  # the head in two planes
+    assert items["draft"] == draft // 2 + draft // 128 * 2
     assert items["slots"] == made.memory[way].slots * expert * 2
     assert items["read_buffers"] == 4096
     used = sum(items.values())
@@ -264,9 +266,9 @@ def test_a_cycle_by_hand() -> None:
 
 def test_speeds_of_bandwidths_by_hand() -> None:
     rates = replace(preset("rtx-4090"), memory_bytes_per_s=1e9, layer_s=1e-3)
-    speeds = Speeds.of_rates(rates, PassBytes(10, 2_000_000, 500_000), [PLAIN, DRAFT])
+    speeds = Speeds.of_rates(rates, PassBytes(10, 2_000_000, 1_200_000, 500_000), [PLAIN, DRAFT])
     assert speeds.pass_s == pytest.approx(12e-3)
-    assert speeds.draft_token_s == pytest.approx(12.5e-3)
+    assert speeds.draft_token_s == pytest.approx(11.7e-3)
     assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(0.9e-6)}
 
 

@@ -353,7 +353,7 @@ def same_bits(one: Int4Arena, other: Int4Arena) -> bool:
 def test_draft_file_round_trip(tmp_path: Path) -> None:
     arena = filled_arena()
     path = tmp_path / "sub" / "draft.safetensors"
-    draft_file.write(arena, path)
+    draft_file.write(arena.parts, path)
     assert [file.name for file in path.parent.iterdir()] == ["draft.safetensors"]
     # Any reader of the format understands it.
     library = load_file(path)
@@ -363,13 +363,13 @@ def test_draft_file_round_trip(tmp_path: Path) -> None:
         assert bits(library[name]) == bits(part)
     again = filled_arena(seed=2)
     assert not same_bits(again, arena)
-    draft_file.read(again, path)
+    draft_file.read(again.parts, path)
     assert same_bits(again, arena)
 
 
 def test_drafts_of_another_shape_or_kind_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "draft.safetensors"
-    draft_file.write(filled_arena(), path)
+    draft_file.write(filled_arena().parts, path)
     for layout, layers, experts in (
         (Int4Layout(64, 48), 2, 4),
         (Int4Layout(64, 32), 2, 3),
@@ -377,15 +377,15 @@ def test_drafts_of_another_shape_or_kind_are_refused(tmp_path: Path) -> None:
     ):
         other = Int4Arena(layout, layers, experts, CPU)
         with pytest.raises(SpeqError, match=r"draft\.safetensors holds no gate_up_qweight of sha"):
-            draft_file.read(other, path)
+            draft_file.read(other.parts, path)
     foreign = tmp_path / "foreign.safetensors"
     save_file({"a": torch.ones(2)}, foreign)
     with pytest.raises(SpeqError, match=r"foreign\.safetensors is not a draft of format speq-int4"):
-        draft_file.read(filled_arena(), foreign)
+        draft_file.read(filled_arena().parts, foreign)
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     with pytest.raises(SpeqError, match="is truncated"):
-        draft_file.read(filled_arena(), path)
+        draft_file.read(filled_arena().parts, path)
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()], ids=repr)
@@ -458,7 +458,7 @@ def test_draft_goes_elsewhere_where_the_model_cannot_be_written(
     draft_file.load_or_make(arena, checkpoint, store)
     (kept,) = drafts.iterdir()
     read_back = empty_arena(store)
-    draft_file.read(read_back, kept)
+    draft_file.read(read_back.parts, kept)
     assert same_bits(arena, read_back)
 
     # Where neither place takes it, the draft serves this run all the same, and that is said.

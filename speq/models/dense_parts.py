@@ -1,0 +1,57 @@
+"""The dense layers of a model that a draft may run on codes, by what they are for."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from speq.experts.expert_names import PROJECTIONS
+
+# What a draft may have codes of; MLP: shared experts, and the MLPs of layers without experts.
+ATTENTION, MLP, HEAD = "attention", "mlp", "head"
+# It multiplies the whole context at each pass, so that reading its weights is not what takes time.
+EXPANDING = "kv_b_proj"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseShape:
+    """A dense layer: the name of its module, which is that on disk, its part and its matrix'
+    sizes [outputs, columns].
+    """
+
+    name: str
+    part: str
+    outputs: int
+    columns: int
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer that it is part of; None of the head."""
+        match = LAYER.search(self.name)
+        return None if match is None else int(match[1])
+
+
+def dense_shapes(model: Any, block: str) -> tuple[DenseShape, ...]:
+    """Those of a model, in the order of its modules. Routers, gates of shared experts, norms and
+    embeddings are none.
+
+    block  what a layer calls its MLP
+    """
+    head = model.get_output_embeddings()
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            part = HEAD if module is head else part_of(name, block)
+            if part is not None:
+                found.append(DenseShape(name, part, module.out_features, module.in_features))
+    return tuple(found)
+
+
+def part_of(name: str, block: str) -> str | None:
+    """The part of a module inside a layer; None where drafts run the exact one."""
+    *inside, own = name.split(".")
+    if "self_attn" in inside:
+        return None if own == EXPANDING else ATTENTION
+    return MLP if block in inside and own in PROJECTIONS else None

@@ -1,0 +1,126 @@
+"""Dense layers of one decoder layer: what their inputs say of them, and their codes by that.
+
+Layers that are given the same tensor, as q, k and v are, share one Hessian.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speq.errors import SpeqError
+from speq.layers.dense_linear import DenseLinear
+from speq.layers.dense_matrix import RawMatrix
+from speq.quantizing.expert import quantise_matrix, round_matrix
+from speq.quantizing.gptq import QuantisedMatrix
+from speq.quantizing.lanes import CALIBRATION, DRAFT, ROUNDED, Overhearing
+from speq.quantizing.settings import QuantizeSettings
+
+
+@dataclass(slots=True)
+class Inputs:
+    """X'X [K, K] float32 of what some layers are given; `tokens` rows."""
+
+    hessian: Tensor
+    tokens: int = 0
+
+    def add(self, given: Tensor) -> None:
+        rows = given.flatten(0, -2).float()
+        self.hessian.addmm_(rows.t(), rows)
+        self.tokens += len(rows)
+
+
+@dataclass(slots=True)
+class DenseLayers:
+    """Those of one decoder layer that are to be quantised, by the names of their modules."""
+
+    layers: Mapping[str, DenseLinear]
+    settings: QuantizeSettings
+    _inputs: dict[str, Inputs] = field(default_factory=dict)
+    _quantised: dict[str, QuantisedMatrix] | None = None
+    _running: str = ""
+
+    @contextmanager
+    def in_lane(self, lane: str, bank: Overhearing) -> Iterator[None]:
+        """A window of that lane is run: overheard, or on codes, or on what rounding makes."""
+        if not self.layers or lane not in (CALIBRATION, DRAFT, ROUNDED):
+            yield
+        elif lane == CALIBRATION:
+            with self._overheard():
+                yield
+        else:
+            self._run_on(lane)
+            bank.drafts = True
+            try:
+                yield
+            finally:
+                bank.drafts = False
+
+    @contextmanager
+    def _overheard(self) -> Iterator[None]:
+        window: list[tuple[Tensor, Inputs]] = []
+        with ExitStack() as hooks:
+            for name, layer in self.layers.items():
+                hook = layer.register_forward_pre_hook(partial(self._hear, name, window))
+                hooks.callback(hook.remove)
+            yield
+
+    def _hear(
+        self, name: str, window: list[tuple[Tensor, Inputs]], layer: nn.Module, args: Any
+    ) -> None:
+        given = args[0]
+        heard = next((inputs for tensor, inputs in window if tensor is given), None)
+        if heard is None:
+            size = given.shape[-1]
+            heard = self._inputs.get(name) or Inputs(torch.zeros(size, size))
+            heard.add(given)
+            window.append((given, heard))
+        self._inputs[name] = heard
+
+    def _run_on(self, lane: str) -> None:
+        """Put the lane's matrices where passes that draft find them."""
+        if lane == self._running:
+            return
+        for name, matrix in self._matrices(lane).items():
+            words = matrix.dequantised()
+            self.layers[name].draft = RawMatrix(words.to(self.layers[name].exact.words().dtype))
+        self._running = lane
+
+    def _matrices(self, lane: str) -> dict[str, QuantisedMatrix]:
+        if lane == DRAFT:
+            return self.quantised()
+        return {
+            name: round_matrix(layer.exact.words().float(), self.settings)
+            for name, layer in self.layers.items()
+        }
+
+    def quantised(self) -> dict[str, QuantisedMatrix]:
+        """The codes of each. Raises SpeqError where weights or inputs are not finite."""
+        if self._quantised is None:
+            self._quantised = {
+                name: self._quantise(name, layer.exact.words().float())
+                for name, layer in self.layers.items()
+            }
+            self._inputs.clear()
+        return self._quantised
+
+    def _quantise(self, name: str, matrix: Tensor) -> QuantisedMatrix:
+        if self.settings.method == "rtn" or name not in self._inputs:
+            return round_matrix(matrix, self.settings)
+        inputs = self._inputs[name]
+        for values in (matrix, inputs.hessian):
+            if not bool(torch.isfinite(values).all()):
+                raise SpeqError(
+                    f"{name} holds or is given values that are not finite; is the checkpoint "
+                    "whole, and does it run in its own dtype?"
+                )
+        return quantise_matrix(matrix, inputs.hessian, inputs.tokens, self.settings)[0]
+
+    def leave(self) -> None:
+        """Give back what the layer held beside the model."""
+        for layer in self.layers.values():
+            layer.draft = None
