@@ -140,7 +140,7 @@ class AdaptiveDraftLength:
             self.acceptance.believe(self.profile.acceptance)
         if self.profile is not None and self.model.ready:
             self._first_plain = 0
-            self._plain_s = self.profile.costs.verify_s(1)
+            self._plain_s = self.profile.verify_s(1)
 
     def begin(self) -> None:
         self._cold = True

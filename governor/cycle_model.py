@@ -51,6 +51,7 @@ class CycleModel:
 
     single: float = 0.0  # distinct experts of one row, in all layers
     drafts: int = 0  # cycles with one that were observed
+    draft_base_s: float = 0.0  # of each draft, whatever its length; known from a profile alone
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
     compute: Line = field(default_factory=Line)
     spread: Mean = field(default_factory=lambda: Mean(SPREAD))
@@ -67,7 +68,8 @@ class CycleModel:
         """
         model = cls()
         if profile.drafted:
-            model.draft_token = Mean(profile.draft_token_s + profile.draft_base_s, PROFILED)
+            model.draft_base_s = profile.draft_base_s
+            model.draft_token = Mean(profile.draft_token_s, PROFILED)
         model.link.add(profile.slow_tier.transfer_s(profile.expert_bytes), 1)
         model.expert_bytes.add(profile.expert_bytes, 1)
         for rows, experts in profile.distinct:
@@ -89,7 +91,8 @@ class CycleModel:
         self._learn_spread(rows, step.requests)
         if step.draft_length:
             self.drafts += 1
-            self.draft_token.add(step.draft_s / step.draft_length)
+            tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
+            self.draft_token.add(tokens_s / step.draft_length)
         verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
         self.compute.add(step.requests, verify_s)
         traffic = self.drafting if step.draft_length else self.plain
@@ -159,7 +162,7 @@ class CycleModel:
                 Cycle(
                     draft_length,
                     emitted,
-                    draft_length * draft_token_s,
+                    self.draft_base_s + draft_length * draft_token_s if draft_length else 0.0,
                     self.verify_s(experts),
                     moved * transfer_s,
                     moved * expert_bytes,
