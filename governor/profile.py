@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from speq.errors import SpeqError, checked_int, checked_number, checked_text
-from speq.governor.roofline import Link, Points, interpolated
+from speq.governor.roofline import Link, Points
 
 FORMAT = "speq-profile-1"
 # Beyond what any machine or model has; within, no figure made of these overflows or vanishes.
@@ -106,10 +106,6 @@ class Profile:
     def drafted(self) -> bool:
         """Whether drafts were measured: there was room for one in the budget."""
         return self.draft_token_s > 0
-
-    def verify_s(self, rows: int) -> float:
-        """Time of a verification of so many rows, interpolated between those that were measured."""
-        return interpolated(self.verify, rows)
 
     @property
     def slow_tier(self) -> Link:

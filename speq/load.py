@@ -8,7 +8,6 @@ import contextlib
 import gc
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -25,6 +24,7 @@ from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import LONGEST, Governor
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
@@ -35,11 +35,12 @@ from speq.models.opened import Opened
 from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
+from speq.planning.device_trial import DeviceTrial
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
+from speq.planning.processor_trial import ProcessorTrial
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial, Trials, Use
 from speq.planning.ways import agree, drafter_of, wants_int4
 from speq.units import Done, Progress, format_bytes
 
@@ -114,9 +115,8 @@ def load(
     with contextlib.closing(draft_source(opened, config)) as draft:
         subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
         budget = budget_of(config, context, device)
-        settled = settle(
-            subject, budget, config, profile, trials_of(opened, device, subject, config)
-        )
+        trial = trial_of(opened, device, subject, config)
+        settled = settle(subject, budget, config, profile, trial.survey)
         check_room(settled.memory, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
@@ -216,17 +216,15 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     return source
 
 
-def trials_of(
+def trial_of(
     opened: Opened, device: Processor | Accelerator, subject: Subject, config: RunConfig
-) -> Trials:
-    """What may be tried before anything is loaded, within half of the budget."""
-    store = opened.store
-    encoding = partial(Trial.of, store)
+) -> ProcessorTrial | DeviceTrial:
+    """What surveys the machine before anything is loaded, within half of the budget."""
+    limit_bytes, dtype = config.memory_budget // 2, subject.dtype
     if isinstance(device, Processor):
-        return Trials(encoding)
-    limit_bytes = config.memory_budget // 2
-    use = partial(Use.of, store, device, opened.shape, subject.dtype, limit_bytes)
-    return Trials(encoding, use)
+        return ProcessorTrial(opened, dtype, subject.draft, config.reader_threads, limit_bytes)
+    graphs = config.graphs == "auto"
+    return DeviceTrial(opened.store, device, opened.shape, dtype, limit_bytes, graphs)
 
 
 def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
@@ -303,10 +301,11 @@ def measured(store: EncodingStore, subject: Subject, settled: Settled, budget: B
 
 
 def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) -> Governor:
-    """The governor of runs that draft. Profiles time INT4 drafts and no others."""
-    if settled.holding.drafter != "int4":
-        profile = None
-    return make_governor(config.draft_length, objectives_of(config), profile, settled.longest)
+    """The governor of runs that draft. Nothing is known beforehand of others than INT4 drafts."""
+    prior = None
+    if settled.holding.drafter == "int4":
+        prior = settled.prior if profile is None else Prior.of_profile(profile)
+    return make_governor(config.draft_length, objectives_of(config), prior, settled.longest)
 
 
 def labelled(progress: Progress | None, label: str) -> Done | None:

@@ -312,7 +312,7 @@ FIGURES = {
     "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
     "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",
-    "planned": "the planner's reason for codec and draft, if a profile let it choose",
+    "planned": "the planner's reason for codec and draft, if there was something to weigh",
 }
 LAYER_FIGURES = {
     "layer": "the layer's number among the MoE layers, from 0",
@@ -341,7 +341,7 @@ class RunStats:
     """The steps of one generation, and what they add up to: FIGURES defines each figure.
 
     codec    of the experts in slots
-    planned  why, where a profile let the planner choose that and the draft
+    planned  why, where the planner had that and the draft to weigh
     card     figures of the GPU during the run, where its driver gave any
     """
 

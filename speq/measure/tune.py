@@ -109,6 +109,7 @@ def measured(
         settings.memory_budget,
         draft_length="auto",
         profile="none",
+        drafter="int4",  # asked for by name: held, to be timed, wherever it fits
         progress=tell,
         **settings.run,
     )

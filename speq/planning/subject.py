@@ -114,11 +114,15 @@ class Subject:
     @property
     def pass_bytes(self) -> PassBytes:
         shape = self.shape
+        fixed_bytes = shape.resident_bytes(self.dtype)
+        fixed_bytes -= shape.embedding_weights * self.dtype.itemsize
+        token_experts = self.num_layers * shape.top_k
         return PassBytes(
             layers=shape.num_layers,
-            fixed_bytes=shape.resident_bytes(self.dtype)
-            - shape.embedding_weights * self.dtype.itemsize,
-            draft_token_bytes=self.num_layers * shape.top_k * self.draft_bytes // self.count,
+            fixed_bytes=fixed_bytes,
+            draft_fixed_bytes=fixed_bytes,
+            draft_token_bytes=token_experts * self.draft_bytes // self.count,
+            token_experts=token_experts,
         )
 
 
