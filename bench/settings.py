@@ -46,6 +46,9 @@ FixedLength = Annotated[int, Option("Tokens drafted per step.", Whole(1, MAX_DRA
 FixedLengths = Annotated[
     tuple[int, ...], Option("Draft lengths.", numbers(Whole(1, MAX_DRAFT_LENGTH), "2,4"))
 ]
+Neighbours = Annotated[
+    int, Option("Busy loops that run beside, each a process of its own.", Whole(0, 256))
+]
 Routes = Annotated[
     Path,
     Option(
@@ -104,6 +107,7 @@ class KernelSettings(Options):
             Switch(),
         ),
     ] = False
+    neighbours: Neighbours = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class StepSettings(Options):
     max_new_tokens: MaxNewTokens = 64
     device: Device = "auto"
     dtype: Dtype = "auto"
+    neighbours: Neighbours = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,7 @@ class PrefillSettings(Options):
     rounds: Rounds = 3
     dtype: Dtype = "auto"
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    neighbours: Neighbours = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +207,7 @@ class ScheduleSettings(Options):
     max_new_tokens: MaxNewTokens = 48
     rounds: Rounds = 3
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    neighbours: Neighbours = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +244,10 @@ class TpotSettings(Options):
     num_prompts: NumPrompts = 4
     max_new_tokens: MaxNewTokens = 64
     rounds: Rounds = 3
+    neighbours: Annotated[
+        tuple[int, ...],
+        Option("Busy loops that run beside, each number in turn.", numbers(Whole(0, 256), "0,1")),
+    ] = (0,)
     run: RunOptions = field(default_factory=dict)
 
 
@@ -273,6 +284,7 @@ class GovernorSettings(Options):
     num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 2
     max_new_tokens: MaxNewTokens = 128
     rounds: Rounds = 3
+    neighbours: Neighbours = 0
     run: RunOptions = field(default_factory=dict)
 
 
@@ -319,6 +331,7 @@ class EqualMemorySettings(Options):
     picture: Annotated[Path | None, Option("Draw bytes and times into this HTML page.", File())] = (
         None
     )
+    neighbours: Neighbours = 0
 
     def stores(self, model: str) -> dict[str, str]:
         """The model by codec."""
@@ -352,3 +365,11 @@ class WidenSettings(Options):
         ),
     ] = "copy"
     seed: Annotated[int, Option("Of the noise.", Whole(0, 2**63 - 1))] = 0
+    draft_noise: Annotated[
+        float,
+        Option(
+            "Write an INT4 draft too, whose codes err by this share of what the source's rounded "
+            "codes err by; 0: none, and a rounded draft of the wide model hardly errs.",
+            Number(16),
+        ),
+    ] = 0.0

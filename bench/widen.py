@@ -5,10 +5,12 @@ they are kept); a weight that reads copies is divided by their number, so that t
 computes what the small one does. Noise that sums to zero over the copies makes its weights look
 trained: without it INT4 would round all copies alike, as well or badly as it rounds the source.
 
-Routing, acceptance and text are then a trained model's, while bytes and kernels are of real size.
+Routing and text are then a trained model's, while bytes and kernels are of real size. Acceptance is
+one with `draft_noise` (`speq.bench.widen_draft`); without it nearly every draft stands.
 """
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +21,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speq.bench.settings import WidenSettings as Settings
+from speq.bench.widen_draft import DraftFolder, Placed, group_size_for, rounding_error
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import writing
 from speq.files.checkpoint import Checkpoint, locate
+from speq.models.families import FAMILIES
 from speq.units import Progress, format_bytes
 
 FAMILY = "qwen2_moe"
 # Passes that put what rounding took from a sum back into its finest copy.
 MENDING_PASSES = 3
+# What a draft has in codes: experts, shared experts, dense layers and attention.
+PACKED = re.compile(r"\.layers\..*\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,17 @@ def run(
             )
         with writing(target):
             target.mkdir(parents=True, exist_ok=True)
-            total = write_shards(checkpoint, config, settings, target, progress)
+            draft = None
+            if settings.draft_noise:
+                draft = DraftFolder(target, group_size_for(inputs_of(config)))
+            total = write_shards(checkpoint, config, settings, target, draft, progress)
+            if draft is not None:
+                draft.finish(config)
             write_rest(checkpoint.path, config, settings, target)
     finally:
         checkpoint.close()
-    return {"path": str(target), "bytes": total, "settings": settings.as_json()}
+    made = {"path": str(target), "bytes": total, "settings": settings.as_json()}
+    return made if draft is None else made | {"draft": draft.moves.as_json()}
 
 
 def widened_config(config: dict[str, Any], settings: Settings, where: Path) -> dict[str, Any]:
@@ -160,6 +172,30 @@ def shared_out(weight: Tensor, count: int, noise: float, generator: torch.Genera
     return words
 
 
+def inputs_of(config: dict[str, Any]) -> set[int]:
+    """Columns of the matrices that a draft has in codes."""
+    return {
+        config["hidden_size"],
+        config["num_attention_heads"] * config["head_dim"],
+        config["moe_intermediate_size"],
+        config["shared_expert_intermediate_size"],
+        config["intermediate_size"],
+    }
+
+
+def placed(name: str, shape: torch.Size, copy: Copies, head_dim: int) -> Placed:
+    """Where `widen` puts the copies of a matrix [N, K]."""
+    rows, columns = torch.arange(shape[0]), torch.arange(shape[1] * copy.inputs)
+    if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
+        rows = rows.view(-1, head_dim).repeat_interleave(copy.outputs, 0).flatten()
+    else:
+        rows = rows.repeat_interleave(copy.outputs)
+    if name.endswith("o_proj.weight"):
+        heads = columns.view(-1, copy.inputs, head_dim)
+        return Placed(rows, heads.transpose(1, 2).reshape(shape[1], copy.inputs))
+    return Placed(rows, columns.view(shape[1], copy.inputs))
+
+
 def stable_hash(name: str) -> int:
     """A number for a name that is the same in every process."""
     number = 0
@@ -183,25 +219,41 @@ def write_shards(
     config: dict[str, Any],
     settings: Settings,
     target: Path,
+    draft: DraftFolder | None,
     progress: Progress | None,
 ) -> int:
-    """Write one shard at a time, and the index; return the bytes of all tensors."""
+    """Write one shard at a time, of the model and of its draft, and the index; return the bytes of
+    all tensors of the model.
+    """
     hidden, neurons, heads = copies(checkpoint.config, settings)
+    router = FAMILIES[FAMILY].names.router
     weight_map: dict[str, str] = {}
     total = 0
     shards = groups(checkpoint)
     for done, (label, names) in enumerate(shards.items()):
         if progress is not None:
             progress("widening", done, len(shards))
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
+        codes: dict[str, Tensor] = {}
         for name in names:
             copy = copies_of(name, hidden, neurons, heads)
             weight = checkpoint.tensors[name][0].tensor(name)
             if name == "model.norm.weight" and config.get("tie_word_embeddings"):
                 weight = weight / hidden  # the head, which reads every copy, is the embedding
-            tensors[name] = widen(name, weight, copy, settings, config["head_dim"])
-            total += tensors[name].nbytes
+            wide = widen(name, weight, copy, settings, config["head_dim"])
+            tensors[name] = wide
+            total += wide.nbytes
+            if draft is None:
+                continue
+            if PACKED.search(name):
+                error = rounding_error(weight) * settings.draft_noise
+                lie = placed(name, weight.shape, copy, config["head_dim"])
+                codes |= draft.matrix(name, wide, error, lie)
+            elif router.search(name):
+                codes[name] = wide  # by which a draft is known to be this model's
         file = f"model-{label}.safetensors"
+        if draft is not None and codes:
+            draft.shard(file, codes)
         save_file(tensors, target / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if progress is not None:

@@ -75,6 +75,15 @@ Graphs = Annotated[
         Choice(("auto", "none")),
     ),
 ]
+PackedCopy = Annotated[
+    str,
+    Option(
+        "A packed copy of published experts in ~/.cache/speq/experts, for later runs, written "
+        "while a run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are "
+        "not all in slots) or none; a run with codec auto reads a copy that is whole.",
+        Choice(("auto", "none")),
+    ),
+]
 ReaderThreads = Annotated[
     int,
     Option("Experts read from disk at a time.", Whole(1, MAX_READER_THREADS)),
@@ -114,6 +123,7 @@ class RunConfig(Options):
         ),
     ] = "auto"
     graphs: Graphs = "auto"
+    packed_copy: PackedCopy = "auto"
     profile: Profile = "auto"
     verify_reads: Annotated[
         bool, Option("Compare experts with the checksums of a pack at every read.", Switch())
@@ -143,6 +153,11 @@ class RunConfig(Options):
         """Options as users give them."""
         given = {"memory_budget": memory_budget, "draft_length": draft_length}
         return build(cls, given | options)
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether published experts may be read from a packed copy in the cache folder."""
+        return self.packed_copy == "auto" and self.codec == "auto"
 
     def check_together(self) -> None:
         """Raise SpeqError for objectives where there is nothing to choose by them."""

@@ -19,9 +19,10 @@ from speq.errors import SpeqError
 from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
-from speq.experts.expert_store import ExpertStore
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
+from speq.experts.packed_copy import PackedCopy, copied_codec, copy_folder, kept_copy
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.prior import Prior
@@ -63,6 +64,7 @@ class Loaded:
     host      exact experts in the host's memory, for a device with memory of its own
     graphs_on  the device that passes are recorded on; None: they are not
     governor  outlives arenas that are laid out anew, with what it has learnt
+    copy      the packed copy of published experts that this run writes
     """
 
     config: RunConfig
@@ -76,6 +78,7 @@ class Loaded:
     host: HostTier | None
     graphs_on: Accelerator | None
     governor: Governor
+    copy: PackedCopy | None = None
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
@@ -91,6 +94,8 @@ class Loaded:
 
     def close(self) -> None:
         """Give back files, and the host's memory."""
+        if self.copy is not None:  # which reads the files
+            self.copy.stop()
         if self.host is not None:
             self.host.close()
         self.opened.close()
@@ -108,12 +113,19 @@ def load(
     # A model's modules refer to each other in circles: one that was closed may still be there.
     gc.collect()
     device = device_named(config.device)
+    opened = with_kept_copy(opened, config, device)
+    copied = copy_to_make(opened, config, device)
+    if copied is not None:
+        # Encoding each miss would take what the copy needs, and later runs read records anyway.
+        config = replace(config, codec=opened.store.codec.name)
     agree(opened.store, config)
     profile = profiles.wanted(config.profile, opened, device.torch.type, config.memory_budget)
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(draft_source(opened, config)) as draft:
         subject = Subject.of_draft(str(opened.checkpoint.path), opened, config.dtype, draft.layout)
+        if copied is not None:
+            subject = replace(subject, copying_bytes=copied.writing_bytes)
         budget = budget_of(config, context, device)
         trial = trial_of(opened, device, subject, config)
         settled = settle(subject, budget, config, profile, trial.survey)
@@ -139,9 +151,36 @@ def load(
         graphs_on = recording_device(config.graphs, device, model)
         governor = governor_of(config, profile, settled)
         undo.pop_all()
-    return Loaded(
+    loaded = Loaded(
         config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governor
     )
+    if copied is not None and settled.memory.slots < subject.count:
+        loaded.copy = copied
+        copied.begin()
+    return loaded
+
+
+def with_kept_copy(opened: Opened, config: RunConfig, device: Processor | Accelerator) -> Opened:
+    """A model whose experts are read from their packed copy, where there is one that is whole."""
+    if not config.reads_copies or not isinstance(device, Processor):
+        return opened
+    if not opened.store.published:
+        return opened
+    kept = kept_copy(opened.checkpoint, opened.shape.experts)
+    return opened if kept is None else replace(opened, store=kept)
+
+
+def copy_to_make(
+    opened: Opened, config: RunConfig, device: Processor | Accelerator
+) -> PackedCopy | None:
+    """The packed copy of published experts that a run is to write; None: it writes none."""
+    store = opened.store
+    if not config.reads_copies or not isinstance(device, Processor):
+        return None
+    if not isinstance(store, SafetensorsExpertStore) or copied_codec(store) is None:
+        return None
+    folder = copy_folder(opened.checkpoint)
+    return None if folder is None else PackedCopy(opened.checkpoint, store, folder)
 
 
 def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:

@@ -38,6 +38,7 @@ from speq.bench.machine.expert_layer import (
     LayerShape,
     torch_experts,
 )
+from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import device_named
@@ -96,6 +97,7 @@ class Round:
         return self.expert_bytes / self.time_s / self.read_bytes_per_s
 
 
+@disturbed
 def run(
     settings: Settings,
     json_file: Path | None,

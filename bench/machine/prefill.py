@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from speq.bench.machine.page_cache import drop
+from speq.bench.neighbours import disturbed
 from speq.bench.settings import PrefillSettings as Settings
 from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
@@ -55,6 +56,7 @@ class Sample:
         return max(self.link_s, self.resident_s or 0.0)
 
 
+@disturbed
 def run(
     model: str,
     settings: Settings,

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from speq.bench.neighbours import disturbed
 from speq.bench.settings import StepSettings as Settings
 from speq.decode.draft_pass import RecordedPass
 from speq.decode.drafters.int4 import Int4Drafter
@@ -138,6 +139,7 @@ def watch(runtime: Runtime, clock: PartClock) -> None:
         module.register_forward_pre_hook(begin, prepend=True)
 
 
+@disturbed
 def run(
     model: str,
     settings: Settings,

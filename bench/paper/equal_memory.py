@@ -10,6 +10,7 @@ chosen by a short trial on text that no row counts.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from speq.bench.neighbours import disturbed
 from speq.bench.paper import codec_costs
 from speq.bench.paper.candidates import candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
@@ -55,6 +56,7 @@ def show(report: EqualMemoryReport) -> None:
     print(NOTE)
 
 
+@disturbed
 def run(
     model: str,
     settings: Settings,

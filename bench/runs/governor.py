@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.neighbours import disturbed
 from speq.bench.replay import single_shot
 from speq.bench.rotation import rotated
 from speq.bench.settings import GovernorSettings as Settings
@@ -47,6 +48,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 
+@disturbed
 @single_shot.offered()
 def run(
     model: str,

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import ScheduleSettings as Settings
 from speq.experts.expert_store import mean_moved_bytes
@@ -100,6 +101,7 @@ class Sample:
         return self.useful_bytes * self.link_s * 1e3
 
 
+@disturbed
 def run(
     model: str,
     settings: Settings,

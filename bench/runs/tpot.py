@@ -4,10 +4,12 @@ Settings are rotated within a run, so that a machine that slows down or speeds u
 none of them; each figure is the median over its measurements.
 """
 
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.neighbours import neighbours
 from speq.bench.replay import single_shot
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
@@ -35,10 +37,13 @@ MEDIANS = (
 )
 
 WARM_UP_TOKENS = 8
+# A budget, a draft length, and how many neighbours.
+Cell = tuple[str, str, int]
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
     "k": ("draft_length", "{}"),
+    "neighbours": ("neighbours", "{}"),
     "codec": ("codec", "{}"),
     "slots": ("slots_bytes", format_bytes),
     "TPOT ms": ("tpot_ms", "{:.1f}"),
@@ -58,18 +63,23 @@ def run(
     force: bool,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure every budget with every draft length. Raises SpeqError for nonsense settings."""
+    """Measure every budget with every draft length and number of neighbours.
+
+    Raises SpeqError for nonsense settings.
+    """
     check_target(json_file, force)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
-    pairs = [(budget, length) for budget in settings.budgets for length in settings.draft_lengths]
-    for budget, length in pairs:
+    cells = list(product(settings.budgets, settings.draft_lengths, settings.neighbours))
+    for budget, length, _ in cells:
         RunConfig.of(budget, length, **settings.run)
 
-    samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
-    turns = [pair for turn in range(settings.rounds) for pair in rotated(pairs, turn)]
-    for pair in tracked("measuring settings", turns, len(turns), progress):
-        samples[pair] += measure(model, settings, *pair, prompts)
-    rows = [summarise(budget, length, samples[budget, length]) for budget, length in pairs]
+    samples: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
+    turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
+    for cell in tracked("measuring settings", turns, len(turns), progress):
+        budget, length, count = cell
+        with neighbours(count):
+            samples[cell] += measure(model, settings, budget, length, prompts)
+    rows = [summarise(cell, samples[cell]) for cell in cells]
     report = Report(
         "tpot",
         model,
@@ -100,13 +110,15 @@ def measure(
         generator.close()
 
 
-def summarise(budget: str, length: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """One row: medians over all samples, and what the budget bought."""
+    budget, length, count = cell
     memory = samples[0]["memory"]
     row: dict[str, Any] = {
         "budget": budget,
         "budget_bytes": parse_bytes(budget),
         "draft_length": length,
+        "neighbours": count,
         "codec": samples[0]["codec"],
         "draft_bytes": memory["draft"],
         "slots_bytes": memory["slots"],

@@ -155,8 +155,8 @@ class PackedExpertStore:
 
     published = False
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
-        path = checkpoint.path / EXPERTS_MANIFEST
+    def __init__(self, folder: Path, layout: ExpertLayout) -> None:
+        path = folder / EXPERTS_MANIFEST
         self.manifest = Manifest.of(path)
         self.num_layers = self.manifest.num_layers
         self.num_experts = self.manifest.num_experts
@@ -180,7 +180,7 @@ class PackedExpertStore:
                 "pack the model again"
             )
         self._codec = codec.holding(max(sizes))
-        self._file = RangeFile(checkpoint.path / RECORDS_FILE)
+        self._file = RangeFile(folder / RECORDS_FILE)
         if self._file.size != self.manifest.end:
             self._file.close()
             raise SpeqError(
@@ -234,7 +234,7 @@ def open_experts(
                   where there are none
     """
     if (checkpoint.path / EXPERTS_MANIFEST).exists():
-        store = PackedExpertStore(checkpoint, layout)
+        store = PackedExpertStore(checkpoint.path, layout)
         store.verify_reads = verify_reads
         return store
     if verify_reads:

@@ -35,6 +35,11 @@ class RunOptions(TypedDict, total=False):
     """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
     device cuda) or none.
     """
+    packed_copy: str
+    """A packed copy of published experts in ~/.cache/speq/experts, for later runs, written while a
+    run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are not all in
+    slots) or none; a run with codec auto reads a copy that is whole.
+    """
     profile: str | Path
     """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
     none, or a file.
@@ -190,6 +195,11 @@ class TuneOptions(TypedDict, total=False):
     graphs: str
     """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
     device cuda) or none.
+    """
+    packed_copy: str
+    """A packed copy of published experts in ~/.cache/speq/experts, for later runs, written while a
+    run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are not all in
+    slots) or none; a run with codec auto reads a copy that is whole.
     """
     verify_reads: bool
     """Compare experts with the checksums of a pack at every read."""

@@ -94,7 +94,9 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         loading_bytes=subject.loading_bytes if budget.on_cpu else 0,
         draft_bytes=holding.draft_bytes + order_bytes,
         kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
-        reading_bytes=ALIGNMENT + readers * reading_bytes_of(subject, holding),
+        reading_bytes=(
+            ALIGNMENT + readers * reading_bytes_of(subject, holding) + subject.copying_bytes
+        ),
         slot_bytes=holding.slot_bytes,
         num_experts=subject.count,
         workspace=workspace,

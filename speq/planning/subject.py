@@ -30,6 +30,7 @@ class Subject:
     draft          layout of an INT4 expert; None: there can be none
     reading_bytes  taken by each thread that reads the experts at hand
     loading_bytes  taken by loading beside the weights it leaves
+    copying_bytes  taken by writing a packed copy of the experts while the run goes on
     """
 
     name: str
@@ -41,6 +42,7 @@ class Subject:
     draft: Int4Layout | None
     reading_bytes: int
     loading_bytes: int
+    copying_bytes: int = 0
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":

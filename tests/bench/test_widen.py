@@ -70,6 +70,7 @@ def test_what_lies_beside_the_weights_comes_along(bundled: Path, doubled: Path) 
         "noise": 1.0,
         "heads": "copy",
         "seed": 0,
+        "draft_noise": 0.0,
     }
 
 

@@ -92,7 +92,10 @@ TABLE = {
     ),
     "bench": Layer(
         ("speq.bench",),
-        (*BELOW_LOAD, "runtime", "text", "generator", "package", "measure", "bench"),
+        (
+            *(*BELOW_LOAD, "quantizing", "runtime", "text", "generator", "package", "measure"),
+            "bench",
+        ),
     ),
     "cli": Layer(
         ("speq.cli", "speq.__main__"),

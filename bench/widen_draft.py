@@ -1,0 +1,171 @@
+"""An INT4 draft of a widened model that errs as its source's draft does.
+
+A weight of the source lies in many copies in the wide model, and what rounding does to them mostly
+cancels in a sum over the copies. So a rounded draft of a widened model is nearly always right. No
+draft of a real model of that size is. Here some codes move by one step, until the copies of a
+weight together err as the source's own code errs. A code moves only to where its window still holds
+the exact word (`speq.kernels.windows`), so residual records have about the bits that they had.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from speq.drafts.draft_source import gptq_beside
+from speq.errors import SpeqError
+from speq.experts.int4 import group_size_of
+from speq.files.checkpoint import INDEX
+from speq.kernels.ops import quantize_int4
+from speq.kernels.windows import codes_and_scales, escapes, words_of
+from speq.quantizing.checkpoint_folder import packed, quantization_config
+from speq.quantizing.gptq import MAX_CODE, ZERO_POINT, QuantisedMatrix
+from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
+from speq.version import __version__
+
+# Copies of each weight that are tried, the nearest to the next code first.
+STEPS = 6
+# Rows at a time: what is worked on stays in a cache.
+ROWS = 128
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the copies of a source's matrix [N, K] lie in the wide one.
+
+    rows     [wide N] int64: the source's row of each
+    columns  [K, copies] int64: the wide columns of each of the source's
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(slots=True)
+class Moves:
+    """What moving codes came to: weights, codes moved, and the squares of errors.
+
+    wanted  of the source's errors, summed over all wide rows
+    missed  of what the wide draft errs otherwise
+    """
+
+    weights: int = 0
+    moved: int = 0
+    wanted: float = 0.0
+    missed: float = 0.0
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "moved": self.moved / max(self.weights, 1),
+            "missed": (self.missed / self.wanted) ** 0.5 if self.wanted else 0.0,
+        }
+
+
+def rounding_error(weight: Tensor) -> Tensor:
+    """[N, K] float32: what rounding to INT4, as the draft of the source does, adds to a matrix."""
+    codes, steps = codes_and_scales(*quantize_int4(weight, group_size_of(weight.shape[1])))
+    return codes * steps.float() - weight.float()
+
+
+def moved_codes(
+    wide: Tensor, group_size: int, error: Tensor, placed: Placed, moves: Moves
+) -> tuple[Tensor, Tensor]:
+    """Codes [wide N, wide K] int32, -8 to 7, and scales [wide N, groups] of a wide matrix.
+
+    wide   [wide N, wide K] bfloat16
+    error  [N, K] float32: what the copies of each weight are to err by, together
+    """
+    qweight, scales = quantize_int4(wide, group_size)
+    codes, steps = codes_and_scales(qweight, scales)
+    copies = placed.columns.flatten()
+    for rows in torch.arange(len(wide)).split(ROWS):
+        shape = (len(rows), *placed.columns.shape)
+        exact, code, step = (part[rows][:, copies].view(shape) for part in (wide, codes, steps))
+        move(code, exact, step, error[placed.rows[rows]], moves)
+        codes[rows[:, None], copies] = code.flatten(1)
+    return codes, scales
+
+
+def move(code: Tensor, exact: Tensor, step: Tensor, wanted: Tensor, moves: Moves) -> None:
+    """Move codes, in place, until the copies of each weight err together as is wanted.
+
+    code    [N, K, copies] int32; exact, step: the word and the scale of each
+    wanted  [N, K] float32
+    """
+    width, value = step.float(), exact.float()
+    missing = wanted - (code * width - value).sum(2)
+    place = value / width.where(width > 0, torch.inf) - code
+    tried = torch.zeros_like(place)
+    for _ in range(min(STEPS, code.shape[2])):
+        way = missing.sign()
+        # The copy that is furthest on the way already: its exact word is nearest to the next code.
+        best = (place * way.unsqueeze(2)).sub_(tried).argmax(dim=2, keepdim=True)
+        chosen, size = code.gather(2, best).squeeze(2), width.gather(2, best).squeeze(2)
+        target = (chosen + way.to(torch.int32)).clamp(-ZERO_POINT, MAX_CODE)
+        word = words_of(exact.gather(2, best).squeeze(2))
+        told = ~escapes(word, target, step.gather(2, best).squeeze(2))
+        goes = told & (missing.abs() > size / 2) & (target != chosen)
+        if not goes.any():
+            break
+        code.scatter_(2, best, torch.where(goes, target, chosen).unsqueeze(2))
+        missing -= torch.where(goes, way * size, 0)
+        tried.scatter_(2, best, torch.inf)
+        moves.moved += int(goes.sum())
+    moves.weights += code.numel()
+    moves.wanted += float(wanted.double().square().sum())
+    moves.missed += float(missing.double().square().sum())
+
+
+def group_size_for(widths: set[int]) -> int:
+    """The largest group that divides all of these dimensions. Raises SpeqError for none."""
+    for size in sorted(GROUP_SIZES, reverse=True):
+        if size > 0 and not any(width % size for width in widths):
+            return size
+    raise SpeqError(
+        f"no group of INT4 codes divides {' and '.join(map(str, sorted(widths)))}; widen to sizes "
+        f"that {min(size for size in GROUP_SIZES if size > 0)} divides"
+    )
+
+
+class DraftFolder:
+    """The draft beside a widened model, as a GPTQ checkpoint; config.json comes last."""
+
+    def __init__(self, model: Path, group_size: int) -> None:
+        self.path = gptq_beside(model)
+        self.group_size = group_size
+        self.moves = Moves()
+        self._weight_map: dict[str, str] = {}
+        self._total = 0
+        self.path.mkdir(parents=True)
+
+    def matrix(self, name: str, wide: Tensor, error: Tensor, placed: Placed) -> dict[str, Tensor]:
+        """The tensors of one matrix, by their names."""
+        codes, scales = moved_codes(wide, self.group_size, error, placed, self.moves)
+        groups = torch.arange(wide.shape[1], dtype=torch.int32) // self.group_size
+        inputs_first = (codes + ZERO_POINT).to(torch.uint8).t().contiguous()
+        matrix = QuantisedMatrix(inputs_first, scales.t().contiguous(), groups)
+        return dict(zip(names_of(name), packed(matrix, slice(None)), strict=True))
+
+    def shard(self, file: str, tensors: dict[str, Tensor]) -> None:
+        save_file(tensors, self.path / file, metadata={"format": "pt"})
+        self._weight_map |= dict.fromkeys(tensors, file)
+        self._total += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self, config: dict[str, Any]) -> None:
+        settings = QuantizeSettings(group_size=self.group_size, method="rtn")
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+        (self.path / INDEX).write_text(json.dumps(index, indent=1))
+        quantised = config | {"quantization_config": quantization_config(settings, __version__)}
+        (self.path / "config.json").write_text(json.dumps(quantised, indent=1) + "\n")
+
+
+def names_of(weight: str) -> Iterator[str]:
+    """Names of a matrix' parts in a GPTQ checkpoint, by that of its weight."""
+    module = weight.removesuffix("weight")
+    return (module + part for part in PARTS)

@@ -1,0 +1,165 @@
+"""The packed copy that a first run leaves in the cache folder, and that later runs read."""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import speq
+from speq import Generator
+from speq.experts import packed_copy, record_writer
+from speq.experts.packed_copy import Stopped, copy_folder, taken
+from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
+from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
+
+PROMPT = [5, 17, 40, 3, 22, 9]
+BUDGET = "560KiB"
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def model(tiny_bfloat16: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A model that counts as large, for a user whose cache is empty."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(packed_copy, "LEAST_BYTES", 1)
+    return tiny_bfloat16("qwen2_moe")
+
+
+def kept_at(model: Path) -> Path:
+    checkpoint = Checkpoint(model)
+    folder = copy_folder(checkpoint)
+    checkpoint.close()
+    assert folder is not None
+    return folder
+
+
+def loaded(model: Path, budget: str = BUDGET, **options: Any) -> Generator:
+    return Generator.from_pretrained(model, budget, draft="none", **options)
+
+
+def tokens(generator: Generator) -> list[int]:
+    return generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+
+
+def finish(generator: Generator) -> None:
+    """Wait for the copy to end by itself."""
+    copy = generator.runtime._loaded.copy
+    assert copy is not None
+    copy._thread.join()
+    generator.close()
+
+
+def made(model: Path) -> list[int]:
+    """Run once, to the end of the copy."""
+    generator = loaded(model)
+    assert generator.runtime.opened.store.published
+    found = tokens(generator)
+    finish(generator)
+    return found
+
+
+def test_later_runs_read_records_and_write_the_same(model: Path, tmp_path: Path) -> None:
+    first = made(model)
+    speq.pack(model, tmp_path / "packed", codec="lossless")
+    folder = kept_at(model)
+    assert (folder / RECORDS_FILE).read_bytes() == (tmp_path / "packed" / RECORDS_FILE).read_bytes()
+    assert not (folder / EXPERTS_JOURNAL).exists()
+    generator = loaded(model)
+    assert isinstance(generator.runtime.opened.store, PackedExpertStore)
+    assert generator.runtime.holding.codec == "lossless"
+    assert generator.runtime._loaded.copy is None
+    assert tokens(generator) == first
+    generator.close()
+
+
+def test_what_a_run_interrupts_the_next_one_ends(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
+    told = packed_copy.PackedCopy._told
+
+    def stop_at_three(self: packed_copy.PackedCopy, done: int, total: int) -> None:
+        if done == 3:
+            self._stopping.set()
+        told(self, done, total)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_copy.PackedCopy, "_told", stop_at_three)
+        made(model)
+    folder = kept_at(model)
+    assert not (folder / EXPERTS_MANIFEST).exists()
+    assert len((folder / EXPERTS_JOURNAL).read_text().splitlines()) == 1 + 3
+    begun = (folder / RECORDS_FILE).read_bytes()
+    made(model)
+    assert (folder / EXPERTS_MANIFEST).exists()
+    assert (folder / RECORDS_FILE).read_bytes()[: len(begun)] == begun
+
+
+def test_damaged_copy_is_said_and_made_anew(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = made(model)
+    records = kept_at(model) / RECORDS_FILE
+    whole = records.read_bytes()
+    records.write_bytes(whole[:-4096])
+    assert made(model) == first
+    assert "holds no sound copy of the experts" in caplog.text
+    assert records.read_bytes() == whole
+
+
+class Usage(NamedTuple):
+    total: int = 1 << 40
+    used: int = 1 << 40
+    free: int = 1 << 10
+
+
+def test_full_disk_is_said(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage())
+    generator = loaded(model)
+    assert len(tokens(generator)) == 12
+    generator.close()
+    assert "no packed copy of the experts is made: it takes" in caplog.text
+    assert list(kept_at(model).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [(BUDGET, {"packed_copy": "none"}), (BUDGET, {"codec": "raw"}), ("64MiB", {})],
+)
+def test_no_copy_where_none_is_wanted_or_needed(
+    model: Path, budget: str, options: dict[str, Any]
+) -> None:
+    generator = loaded(model, budget, **options)
+    assert generator.runtime._loaded.copy is None
+    generator.close()
+    assert not kept_at(model).exists()
+
+
+def test_explicit_codec_reads_what_was_published(model: Path) -> None:
+    first = made(model)
+    generator = loaded(model, codec="raw")
+    assert generator.runtime.opened.store.published
+    assert tokens(generator) == first
+    generator.close()
+
+
+def test_two_runs_do_not_write_one_copy(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    folder = kept_at(model)
+    folder.mkdir(parents=True)
+    with taken(folder):
+        with pytest.raises(Stopped), taken(folder):
+            pass
+        finish(loaded(model))
+        assert not (folder / EXPERTS_JOURNAL).exists()
+    assert "0 of" in caplog.text
+
+
+def test_small_models_leave_no_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_copy, "LEAST_BYTES", 1 << 30)
+    generator = loaded(model)
+    generator.close()
+    assert not kept_at(model).exists()
