@@ -52,16 +52,18 @@ class PassTimes:
             token_ids = torch.zeros((1, rows), dtype=torch.long)
             return passes_s(partial(switched.forward, no_experts, cache, token_ids), clock)
 
-        shallow_s, deep_s, wide_s = timed(1, 1), timed(DEEP, 1), timed(DEEP, WIDE)
-        layer_s = max(deep_s - shallow_s, 0.0) / (DEEP - 1)
-        row_s = max(wide_s - deep_s, 0.0) / (DEEP * (WIDE - 1))
+        deep = min(DEEP, shape.num_layers)  # transformers runs no more
+        shallow_s, deep_s, wide_s = timed(1, 1), timed(deep, 1), timed(deep, WIDE)
+        layer_s = max(deep_s - shallow_s, 0.0) / (deep - 1) if deep > 1 else shallow_s
+        row_s = max(wide_s - deep_s, 0.0) / (deep * (WIDE - 1))
         return cls(max(shallow_s - layer_s, 0.0), layer_s, row_s)
 
 
 def only_layer(model: nn.Module, family: Family, dtype: torch.dtype) -> nn.Module:
     """Leave a model without storage one layer, the first that has experts, and memory for it."""
     body: nn.Module = model.model  # type: ignore[assignment]
-    layer: nn.Module = body.layers[next(iter(family.moe_blocks(model)))]  # type: ignore[index]
+    at = next(iter(family.moe_blocks(model)))
+    layer: nn.Module = body.layers[at]  # type: ignore[assignment,index]
     body.layers = nn.ModuleList([layer])
     width = model.get_input_embeddings().embedding_dim  # type: ignore[operator]
     model.set_input_embeddings(nn.Embedding(1, width, device="meta"))  # type: ignore[operator]

@@ -60,7 +60,8 @@ def test_a_layer_is_timed_apart_from_its_pass(
     assert times.row_s == pytest.approx(0.1)
     assert times.base_s == pytest.approx(1.5)
     runs = PASSES + 1
-    assert rows_seen == [1] * runs + [1] * DEEP * runs + [WIDE] * DEEP * runs
+    deep = min(DEEP, opened.shape.num_layers)
+    assert rows_seen == [1] * runs + [1] * deep * runs + [WIDE] * deep * runs
 
 
 def test_a_survey_of_a_small_model(tiny_bfloat16: Folder) -> None:
