@@ -246,15 +246,15 @@ class Recorder:
 
     def served(self, layer: int, requests: int, hits: int, late: int = 0) -> None:
         """Count one layer's requests to the slots."""
-        step = self.step
+        covered = hits / requests
+        step, of_layer = self.step, self.step.layer(layer)
         step.layers += 1
-        step.requests += requests
-        step.hits += hits
-        step.late += late
-        step.covered += hits / requests
-        step.layer(layer).add(
-            LayerStats(passes=1, covered=hits / requests, requests=requests, hits=hits, late=late)
-        )
+        of_layer.passes += 1
+        for figures in (step, of_layer):
+            figures.requests += requests
+            figures.hits += hits
+            figures.late += late
+            figures.covered += covered
 
     def rejected(self, keys: Set[tuple[int, int]]) -> None:
         """Tell apart what the step moved for these (layer, expert), which proved not wanted."""

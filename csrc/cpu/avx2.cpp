@@ -13,6 +13,8 @@ struct Avx2 {
   static constexpr int kLanes = 8, kBytes = 32, kRegisters = 16;
 
   static Floats zero() { return _mm256_setzero_ps(); }
+  static Floats all(float value) { return _mm256_set1_ps(value); }
+  static void store(Floats v, float *values) { _mm256_storeu_ps(values, v); }
   static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static Floats fmadd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
   static float sum(Floats v) {

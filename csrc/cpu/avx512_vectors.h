@@ -15,6 +15,8 @@ struct Avx512 {
   static constexpr int kLanes = 16, kBytes = 64, kRegisters = 32;
 
   static Floats zero() { return _mm512_setzero_ps(); }
+  static Floats all(float value) { return _mm512_set1_ps(value); }
+  static void store(Floats v, float *values) { _mm512_storeu_ps(values, v); }
   static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats fmadd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
   static float sum(Floats v) { return _mm512_reduce_add_ps(v); }

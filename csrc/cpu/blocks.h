@@ -46,6 +46,62 @@ static inline void round_block(const float *values, std::int64_t columns, Int8St
   }
 }
 
+// exp(x) of x at most 0, in plain arithmetic that every compiler makes vectors of (Cephes' expf).
+static inline float exp_below(float x) {
+  const float shifted = x * 1.44269504f + kRounder, power = shifted - kRounder;
+  const float rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+  float sum = 1.9875691500e-4f;
+  sum = sum * rest + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  const float mantissa = sum * rest * rest + rest + 1.0f;
+  const std::uint32_t exponent = bits_as<std::uint32_t>(shifted) - bits_as<std::uint32_t>(kRounder);
+  // Below, the power of two would be no normal number.
+  return x < -87.0f ? 0.0f : mantissa * bits_as<float>((exponent << 23) + 0x3F800000u);
+}
+
+static inline float soften(float *values, std::int64_t count, float scale, SoftmaxSum &total) {
+  constexpr std::int64_t kLanes = 16; // sums side by side, so that vectors take them
+  float most[kLanes], sums[kLanes] = {};
+  for (float &lane : most) {
+    lane = total.most;
+  }
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (std::int64_t j = 0; j < kLanes; ++j) {
+      values[i + j] *= scale;
+      most[j] = values[i + j] > most[j] ? values[i + j] : most[j];
+    }
+  }
+  for (; i < count; ++i) {
+    values[i] *= scale;
+    most[0] = values[i] > most[0] ? values[i] : most[0];
+  }
+  float largest = most[0];
+  for (const float lane : most) {
+    largest = lane > largest ? lane : largest;
+  }
+  for (i = 0; i + kLanes <= count; i += kLanes) {
+    for (std::int64_t j = 0; j < kLanes; ++j) {
+      values[i + j] = exp_below(values[i + j] - largest);
+      sums[j] += values[i + j];
+    }
+  }
+  for (; i < count; ++i) {
+    values[i] = exp_below(values[i] - largest);
+    sums[0] += values[i];
+  }
+  const float factor = exp_below(total.most - largest);
+  total.sum *= factor;
+  for (const float lane : sums) {
+    total.sum += lane;
+  }
+  total.most = largest;
+  return factor;
+}
+
 // Bytes ahead of an INT4 row that its codes are asked for. Rows are too short for the processor to
 // see a stream in them: without asking, half the bandwidth is lost; asking for less than some
 // kilobytes, or into the first cache, gains less.

@@ -2,7 +2,9 @@
 // in the order in which tiles.h multiplies words, so that the sums are the same bit for bit.
 #pragma once
 
+#include <array>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/blocks.h"
@@ -14,6 +16,30 @@ namespace {
 // A product has sums of type Sum: zero(), total(sum), at(input, first) for where a row of inputs
 // goes on, and add<whole>(sums, blocks, input, present), which adds the products of a block of each
 // row of a quad by `present` inputs. Whether a block is whole is known where it is compiled.
+
+// Begin to fetch the streams of the quad behind this one: about as many bytes as those of this one.
+inline void fetch_streams(const CodedRows &matrix, const QuadStreams &streams) {
+  constexpr std::int64_t kLine = 64, kMost = 4096;
+  const std::int64_t own = streams.back - streams.front, most = streams.end - streams.back;
+  std::int64_t left = own < most ? own : most;
+  left = left < kMost ? left : kMost;
+  for (std::int64_t at = 0; at < left; at += kLine) {
+    fetch_ahead(matrix.streams + streams.back + at);
+  }
+}
+
+// Begin to fetch what a plane of rows of `stride` bytes has for the quad behind this one, and half
+// of the next: as much as a block of this quad takes, which has kWidth bytes in a row, from `at`
+// on. Lines one behind the other, whosever rows they are, take few registers.
+template <std::int64_t kWidth>
+SPEQ_INLINE void fetch_plane(const std::uint8_t *quad, std::int64_t stride, std::int64_t at) {
+  constexpr std::int64_t kLine = 64;
+  const std::uint8_t *ahead = quad + (kQuadRows + kQuadRows / 2) * stride + kQuadRows * at;
+  SPEQ_UNROLL
+  for (std::int64_t line = 0; line < kQuadRows * kWidth; line += kLine) {
+    fetch_ahead(ahead + line);
+  }
+}
 
 // Four rows by R inputs.
 template <typename Product, typename Decoder, int R, typename Rows>
@@ -30,11 +56,7 @@ void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
   }
   const auto add = [&](auto whole, std::int64_t first, std::int64_t present) {
     typename Decoder::Block blocks[kQuadRows];
-    decoder.begin(first);
-    SPEQ_UNROLL
-    for (int n = 0; n < kQuadRows; ++n) {
-      blocks[n] = decoder.next(n, first, present);
-    }
+    decoder.next(int(kQuadRows), first, present, blocks);
     SPEQ_UNROLL
     for (int r = 0; r < R; ++r) {
       Product::template add<decltype(whole)::value>(sums[r], blocks, Product::at(inputs[r], first),
@@ -62,22 +84,34 @@ void decode_quad(const Rows &matrix, std::int64_t quad, BFloat16 *words) {
   const std::int64_t left = matrix.rows - quad * kQuadRows;
   const int rows = int(left < kQuadRows ? left : kQuadRows);
   Decoder decoder(matrix, quad);
-  for (std::int64_t first = 0; first < matrix.columns; first += kBlockColumns) {
-    const std::int64_t rest = matrix.columns - first;
-    const std::int64_t present = rest < kBlockColumns ? rest : kBlockColumns;
-    decoder.begin(first);
-    for (int n = 0; n < rows; ++n) {
-      const auto block = decoder.next(n, first, present);
-      alignas(64) BFloat16 out[kBlockColumns];
-      static_assert(sizeof out == sizeof block);
-      std::memcpy(out, &block, sizeof out);
-      std::memcpy(words + n * matrix.columns + first, out, present * sizeof(BFloat16));
+  const auto store = [&](int count, std::int64_t first, std::int64_t present) {
+    typename Decoder::Block blocks[kQuadRows];
+    decoder.next(count, first, present, blocks);
+    static_assert(sizeof blocks[0] >= kBlockColumns * sizeof(BFloat16));
+    SPEQ_UNROLL
+    for (int n = 0; n < count; ++n) {
+      std::memcpy(words + n * matrix.columns + first, &blocks[n], present * sizeof(BFloat16));
     }
+  };
+  std::int64_t first = 0;
+  if (rows == kQuadRows) {
+    for (; first + kBlockColumns <= matrix.columns; first += kBlockColumns) {
+      store(int(kQuadRows), first, kBlockColumns);
+    }
+  }
+  for (; first < matrix.columns; first += kBlockColumns) {
+    const std::int64_t rest = matrix.columns - first;
+    store(rows, first, rest < kBlockColumns ? rest : kBlockColumns);
   }
 }
 
 // Inputs that rows are rebuilt for as they pass; for more, rows are rebuilt into the cache, once.
 constexpr std::int64_t kPassingInputs = 4;
+
+template <typename Product, typename Decoder, typename Rows, int... kLess>
+constexpr auto passing_dots(std::integer_sequence<int, kLess...>) {
+  return std::array{dot_quad<Product, Decoder, kLess + 1, Rows>...};
+}
 
 // kDot: the product of plain words, with the same inputs.
 template <typename Product, typename Decoder, DotExact kDot, typename Rows>
@@ -92,10 +126,9 @@ void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const v
       for (std::int64_t r = 0; r < count; ++r) {
         quad_outs[r] = outs[r] + row - begin;
       }
-      const auto dot = count == 1   ? dot_quad<Product, Decoder, 1, Rows>
-                       : count == 2 ? dot_quad<Product, Decoder, 2, Rows>
-                       : count == 3 ? dot_quad<Product, Decoder, 3, Rows>
-                                    : dot_quad<Product, Decoder, 4, Rows>;
+      constexpr auto dots = passing_dots<Product, Decoder, Rows>(
+          std::make_integer_sequence<int, int(kPassingInputs)>());
+      const auto dot = dots[count - 1];
       dot(matrix, row / kQuadRows, inputs, quad_outs);
       continue;
     }

@@ -34,8 +34,12 @@ inline __m256i load32(const std::uint8_t *bytes) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
 }
 
-inline void store32(std::uint8_t *bytes, __m256i values) {
-  _mm256_store_si256(reinterpret_cast<__m256i *>(bytes), values);
+inline __m128i load16(const std::uint8_t *bytes) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes));
+}
+
+inline void store16(std::uint8_t *bytes, __m128i values) {
+  _mm_store_si128(reinterpret_cast<__m128i *>(bytes), values);
 }
 
 inline std::uint64_t bits_of(__m256i low, __m256i high) {
@@ -45,47 +49,23 @@ inline std::uint64_t bits_of(__m256i low, __m256i high) {
 
 inline std::uint64_t first_bits(std::int64_t present) { return ~0ull >> (kBlockColumns - present); }
 
-// A byte's worth of lanes: where each set bit's byte comes from.
-struct Expansions {
-  std::uint64_t of[256];
-};
-constexpr Expansions expansions = [] {
-  Expansions table{};
-  for (int mask = 0; mask < 256; ++mask) {
-    std::uint64_t next = 0;
-    for (int bit = 0; bit < 8; ++bit) {
-      table.of[mask] |= (mask >> bit & 1 ? next++ : 0x80ull) << 8 * bit;
-    }
-  }
-  return table;
-}();
-
-// Put the next of `source` to each set bit of a mask, and zeros between: 64 bytes to `out`.
-inline void expand(std::uint64_t mask, const std::uint8_t *source, std::uint8_t *out) {
-  for (int i = 0; i < 8; ++i) {
-    const int bits = int(mask >> 8 * i & 0xFF);
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(source));
-    const __m128i order = _mm_cvtsi64_si128(std::int64_t(expansions.of[bits]));
-    _mm_storel_epi64(reinterpret_cast<__m128i *>(out + 8 * i), _mm_shuffle_epi8(bytes, order));
-    source += __builtin_popcount(unsigned(bits));
-  }
-}
-
-// Replace the bytes that a mask names by the next of a stream's back.
-inline void escape(std::uint8_t *bytes, std::uint64_t escapes, const std::uint8_t *streams,
-                   QuadStreams &positions) {
-  const std::uint8_t *source = streams + positions.take_back(__builtin_popcountll(escapes));
-  for (; escapes != 0; escapes &= escapes - 1) {
-    bytes[__builtin_ctzll(escapes)] = *source++;
-  }
+// Bytes that are marked, all ones, counted from the front of each half of a vector: the counts up
+// to each byte, negative.
+inline __m256i counts_of(__m256i marks) {
+  marks = _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 1));
+  marks = _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 2));
+  marks = _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 4));
+  return _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 8));
 }
 
 // Low and high bytes of 32 words, in their order.
 inline void store_words(BFloat16 *words, __m256i low, __m256i high) {
   const __m256i outer = _mm256_unpacklo_epi8(low, high), inner = _mm256_unpackhi_epi8(low, high);
-  auto *out = reinterpret_cast<__m256i *>(words);
-  _mm256_store_si256(out, _mm256_permute2x128_si256(outer, inner, 0x20));
-  _mm256_store_si256(out + 1, _mm256_permute2x128_si256(outer, inner, 0x31));
+  auto *out = reinterpret_cast<__m128i *>(words);
+  _mm_store_si128(out, _mm256_castsi256_si128(outer));
+  _mm_store_si128(out + 1, _mm256_castsi256_si128(inner));
+  _mm_store_si128(out + 2, _mm256_extracti128_si256(outer, 1));
+  _mm_store_si128(out + 3, _mm256_extracti128_si256(inner, 1));
 }
 
 inline void clear_behind(WordBlock &block, std::int64_t present) {
@@ -99,47 +79,60 @@ public:
   using Block = WordBlock;
 
   Avx2Lossless(const LosslessRows &matrix, std::int64_t quad)
-      : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)) {}
+      : columns_(matrix.columns), stride_(class_stride(columns_)),
+        bytes_(matrix.bytes + quad * kQuadRows * columns_),
+        classes_(matrix.classes + quad * kQuadRows * stride_), stream_(matrix.streams),
+        streams_(matrix.quad(quad)), exponents_(_mm256_broadcastsi128_si256(_mm_loadl_epi64(
+                                         reinterpret_cast<const __m128i *>(matrix.exponents)))) {
+    fetch_streams(matrix, streams_);
+  }
 
-  void begin(std::int64_t) {}
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    fetch_plane<kBlockColumns>(bytes_, columns_, first);
+    fetch_plane<3 * kBlockColumns / 8>(classes_, stride_, class_bytes(first));
+    for (int n = 0; n < rows; ++n) {
+      rebuild(n, first, present, blocks[n]);
+    }
+  }
 
-  Block next(int n, std::int64_t first, std::int64_t present) {
-    const std::int64_t stride = class_stride(matrix_.columns);
-    const std::uint8_t *bytes = matrix_.bytes + (row_ + n) * matrix_.columns + first;
-    const std::uint8_t *classes = matrix_.classes + (row_ + n) * stride + class_bytes(first);
-    fetch_ahead(bytes + kQuadRows * matrix_.columns);
-    fetch_ahead(classes + kQuadRows * stride);
-    const __m256i table = _mm256_broadcastsi128_si256(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i *>(matrix_.exponents)));
+private:
+  SPEQ_MEMBER void rebuild(int n, std::int64_t first, std::int64_t present, Block &block) {
+    const std::uint8_t *bytes = bytes_ + n * columns_ + first;
+    const std::uint8_t *classes = classes_ + n * stride_ + class_bytes(first);
     const __m256i of[2] = {classes_of_32(classes), classes_of_32(classes + class_bytes(32))};
-    const __m256i seven = _mm256_set1_epi8(kEscape);
-    alignas(32) std::uint8_t exponents[kBlockColumns];
-    store32(exponents, _mm256_shuffle_epi8(table, of[0]));
-    store32(exponents + 32, _mm256_shuffle_epi8(table, of[1]));
-    const std::uint64_t escapes =
-        bits_of(_mm256_cmpeq_epi8(of[0], seven), _mm256_cmpeq_epi8(of[1], seven));
-    escape(exponents, escapes & first_bits(present), matrix_.streams, streams_);
-    Block block;
-    const __m256i low_bits = _mm256_set1_epi8(0x7F);
-    for (int at = 0; at < kBlockColumns; at += 32) {
+    const __m256i seven = _mm256_set1_epi8(kEscape), low_bits = _mm256_set1_epi8(0x7F);
+    const __m256i marks[2] = {_mm256_cmpeq_epi8(of[0], seven), _mm256_cmpeq_epi8(of[1], seven)};
+    const std::uint64_t escapes = bits_of(marks[0], marks[1]) & first_bits(present);
+    const std::uint8_t *next = stream_ + streams_.take_back(__builtin_popcountll(escapes));
+    SPEQ_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      // Each sixteen columns take theirs from the stream by how many come before.
+      const auto bits = std::uint32_t(escapes >> 32 * half);
+      const std::uint8_t *upper = next + __builtin_popcount(bits & 0xFFFF);
+      const __m256i escaped =
+          _mm256_inserti128_si256(_mm256_castsi128_si256(load16(next)), load16(upper), 1);
+      next = upper + __builtin_popcount(bits >> 16);
+      const __m256i places = _mm256_sub_epi8(_mm256_set1_epi8(-1), counts_of(marks[half]));
+      const __m256i exponent =
+          _mm256_blendv_epi8(_mm256_shuffle_epi8(exponents_, of[half]),
+                             _mm256_shuffle_epi8(escaped, places), marks[half]);
       // The exponent's lowest bit above the mantissa, the others below the sign.
-      const __m256i exponent = load32(exponents + at), sign_mantissa = load32(bytes + at);
+      const __m256i sign_mantissa = load32(bytes + 32 * half);
       const __m256i low =
           _mm256_or_si256(_mm256_and_si256(low_bits, sign_mantissa),
                           _mm256_andnot_si256(low_bits, _mm256_slli_epi16(exponent, 7)));
       const __m256i high =
           _mm256_or_si256(_mm256_and_si256(low_bits, _mm256_srli_epi16(exponent, 1)),
                           _mm256_andnot_si256(low_bits, sign_mantissa));
-      store_words(block.words + at, low, high);
+      store_words(block.words + 32 * half, low, high);
     }
     clear_behind(block, present);
-    return block;
   }
 
-private:
-  const LosslessRows &matrix_;
-  std::int64_t row_;
+  std::int64_t columns_, stride_;
+  const std::uint8_t *bytes_, *classes_, *stream_;
   QuadStreams streams_;
+  __m256i exponents_;
 };
 
 class Avx2Residual {
@@ -153,107 +146,172 @@ public:
   }
 
   Avx2Residual(const ResidualRows &matrix, std::int64_t quad)
-      : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)) {}
+      : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)),
+        fine_(matrix.codes.group_size < kBlockColumns &&
+              matrix.codes.group_size != matrix.columns) {
+    fetch_streams(matrix, streams_);
+  }
 
-  void begin(std::int64_t first) {
-    const std::int64_t group = matrix_.codes.group_size, rows = matrix_.rows - row_;
-    const bool fine = group < kBlockColumns && group != matrix_.columns;
-    if (first != next_tables_) {
-      return;
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    if (first == next_tables_) {
+      fill_all(rows, first);
     }
-    next_tables_ += group < kBlockColumns ? kBlockColumns : group;
-    for (int n = 0; n < kQuadRows && n < rows; ++n) {
-      const Float16 *scales = matrix_.codes.scales + (row_ + n) * matrix_.codes.row_groups();
-      for (int lane = 0; lane < 4; ++lane) {
-        const std::int64_t column = first + lane * 16;
-        if (lane > 0 && (!fine || column >= matrix_.columns)) {
-          std::memcpy(&tables_[n][lane], &tables_[n][0], sizeof(Tables));
-        } else {
-          fill(tables_[n][lane], window_scale(scales[column / group]));
-        }
+    const Int4Matrix &codes = matrix_.codes;
+    fetch_plane<kBlockColumns>(matrix_.bytes + row_ * matrix_.columns, matrix_.columns, first);
+    fetch_plane<kBlockColumns / 2>(codes.qweight + row_ * codes.row_bytes(), codes.row_bytes(),
+                                   first / 2);
+    for (int n = 0; n < rows; ++n) {
+      rebuild(n, first, present, blocks[n]);
+    }
+  }
+
+private:
+  // By code: the low byte of the window's start, and one more than the high one. By class: the high
+  // bytes of code 0. Of the scale of sixteen columns.
+  struct Tables {
+    alignas(16) std::uint8_t start_low[16], above_high[16], zero_high[16];
+  };
+
+  void fill_all(int rows, std::int64_t first) {
+    const Int4Matrix &codes = matrix_.codes;
+    const std::int64_t group = codes.group_size;
+    next_tables_ += fine_ ? kBlockColumns : group;
+    for (int n = 0; n < rows; ++n) {
+      const Float16 *scales = codes.scales + (row_ + n) * codes.row_groups();
+      for (int part = 0; part < (fine_ ? 4 : 1) && first + part * 16 < codes.columns; ++part) {
+        fill(tables_[n][part], scales[(first + part * 16) / group]);
       }
     }
   }
 
-  Block next(int n, std::int64_t first, std::int64_t present) {
+  static void fill(Tables &tables, Float16 scale) {
+    alignas(32) static constexpr auto starts = [] {
+      struct {
+        float of[16];
+      } table{};
+      for (int code = -8; code < 8; ++code) {
+        table.of[code + 8] = code < 0 ? -kWindowStarts[-code] : kWindowStarts[code];
+      }
+      return table;
+    }();
+    const __m256 scales = _mm256_set1_ps(window_scale(scale));
+    const auto words_of_8 = [&](int code) {
+      const __m256 first = _mm256_mul_ps(_mm256_load_ps(starts.of + code), scales);
+      return _mm256_srli_epi32(_mm256_castps_si256(first), 16);
+    };
+    constexpr int kInOrder = 0xD8; // packing takes from the halves of vectors in turn
+    const __m256i words =
+        _mm256_permute4x64_epi64(_mm256_packus_epi32(words_of_8(0), words_of_8(8)), kInOrder);
+    const __m256i bytes = _mm256_permute4x64_epi64(
+        _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0xFF)),
+                            _mm256_srli_epi16(words, 8)),
+        kInOrder);
+    const __m128i high = _mm256_extracti128_si256(bytes, 1);
+    const __m128i steps = _mm_setr_epi8(0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0);
+    const __m128i kept = _mm_set1_epi64x(0x7F7F7F7F007F7F7F);
+    const __m128i signs = _mm_set1_epi64x(std::int64_t(0x8080808000000000));
+    const __m128i zero = _mm_sub_epi8(_mm_shuffle_epi8(high, _mm_set1_epi8(kInt4ZeroPoint)), steps);
+    store16(tables.start_low, _mm256_castsi256_si128(bytes));
+    store16(tables.above_high, _mm_sub_epi8(high, _mm_set1_epi8(-1)));
+    store16(tables.zero_high, _mm_or_si128(_mm_and_si128(zero, kept), signs));
+  }
+  static_assert(kZeroClass == 3 && kClasses == 8);
+
+  SPEQ_MEMBER void rebuild(int n, std::int64_t first, std::int64_t present, Block &block) {
     const Int4Matrix &codes = matrix_.codes;
     const std::uint8_t *bytes = matrix_.bytes + (row_ + n) * matrix_.columns + first;
     const std::uint8_t *qweight = codes.qweight + (row_ + n) * codes.row_bytes() + first / 2;
-    fetch_ahead(bytes + kQuadRows * matrix_.columns);
-    fetch_ahead(qweight + kQuadRows * codes.row_bytes());
     alignas(32) std::uint8_t copy[kBlockColumns / 2] = {};
     if (present < kBlockColumns) { // what lies behind the codes may not be read
       std::memcpy(copy, qweight, present / 2);
       qweight = copy;
     }
-    alignas(32) std::uint8_t high[kBlockColumns];
-    const __m256i middle = _mm256_set1_epi8(kInt4ZeroPoint);
-    __m256i is_zero[2];
+    __m256i low[2], high[2], zeros[2], classes[2], escaped[2];
+    SPEQ_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const __m256i of = codes_of_32(qweight + 16 * half), low = load32(bytes + 32 * half);
+      const __m256i of = codes_of_32(qweight + 16 * half);
+      low[half] = load32(bytes + 32 * half);
       const __m256i start = _mm256_shuffle_epi8(table(n, half, &Tables::start_low), of);
-      const __m256i reaches = _mm256_cmpeq_epi8(_mm256_max_epu8(low, start), low);
-      const __m256i carry = _mm256_andnot_si256(reaches, _mm256_set1_epi8(1));
-      store32(high + 32 * half,
-              _mm256_add_epi8(_mm256_shuffle_epi8(table(n, half, &Tables::start_high), of), carry));
-      is_zero[half] = _mm256_cmpeq_epi8(of, middle);
+      const __m256i reaches = _mm256_cmpeq_epi8(_mm256_max_epu8(low[half], start), low[half]);
+      high[half] =
+          _mm256_add_epi8(_mm256_shuffle_epi8(table(n, half, &Tables::above_high), of), reaches);
+      zeros[half] = _mm256_cmpeq_epi8(of, _mm256_set1_epi8(kInt4ZeroPoint));
     }
-    const std::uint64_t zeros = bits_of(is_zero[0], is_zero[1]) & first_bits(present);
-    std::uint64_t escapes = 0;
-    const std::int64_t front = streams_.take_front(class_bytes(__builtin_popcountll(zeros)));
-    if (zeros != 0) {
-      alignas(32) std::uint8_t packed[kBlockColumns + 8], classes[kBlockColumns];
-      store32(packed, classes_of_32(matrix_.streams + front));
-      store32(packed + 32, classes_of_32(matrix_.streams + front + class_bytes(32)));
-      expand(zeros, packed, classes);
-      __m256i escaped[2];
-      for (int half = 0; half < 2; ++half) {
-        const __m256i of = load32(classes + 32 * half);
-        const __m256i zero_high = _mm256_shuffle_epi8(table(n, half, &Tables::zero_high), of);
-        store32(high + 32 * half,
-                _mm256_blendv_epi8(load32(high + 32 * half), zero_high, is_zero[half]));
-        escaped[half] = _mm256_cmpeq_epi8(of, _mm256_set1_epi8(kEscape));
-      }
-      escapes = bits_of(escaped[0], escaped[1]) & zeros;
+    const std::uint64_t zero_bits = bits_of(zeros[0], zeros[1]);
+    const int count = __builtin_popcountll(zero_bits);
+    expand_classes(matrix_.streams + streams_.take_front(class_bytes(count)), count, zeros,
+                   classes);
+    SPEQ_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const __m256i of_zeros =
+          _mm256_shuffle_epi8(table(n, half, &Tables::zero_high), classes[half]);
+      high[half] = _mm256_blendv_epi8(high[half], of_zeros, zeros[half]);
+      escaped[half] = _mm256_cmpeq_epi8(classes[half], _mm256_set1_epi8(kEscape));
+      store_words(block.words + 32 * half, low[half], high[half]);
     }
+    std::uint64_t escapes = bits_of(escaped[0], escaped[1]) & zero_bits;
     if (streams_.has_exceptions) {
-      const int count = matrix_.streams[streams_.take_front(1)];
-      for (int i = 0; i < count; ++i) {
+      const int listed = matrix_.streams[streams_.take_front(1)];
+      for (int i = 0; i < listed; ++i) {
         escapes |= 1ull << (matrix_.streams[streams_.take_front(1)] % kBlockColumns);
       }
     }
-    escape(high, escapes, matrix_.streams, streams_);
-    Block block;
-    for (int at = 0; at < kBlockColumns; at += 32) {
-      store_words(block.words + at, load32(bytes + at), load32(high + at));
-    }
+    escape(block, escapes, matrix_.streams + streams_.take_back(__builtin_popcountll(escapes)));
     clear_behind(block, present);
-    return block;
   }
 
-private:
-  // By code: the bytes of the window's start, and, by class, the high bytes of code 0; of the scale
-  // of sixteen columns.
-  struct Tables {
-    alignas(16) std::uint8_t start_low[16], start_high[16], zero_high[16];
-  };
-
-  static void fill(Tables &tables, float scale) {
-    for (int code = -8; code < 8; ++code) {
-      const std::uint16_t start = window_start(code, scale);
-      tables.start_low[code + 8] = std::uint8_t(start & 0xFF);
-      tables.start_high[code + 8] = std::uint8_t(start >> 8);
+  // The classes of `count` weights of code 0, which lie one behind the other, in their columns.
+  static SPEQ_MEMBER void expand_classes(const std::uint8_t *packed, int count,
+                                         const __m256i (&zeros)[2], __m256i (&classes)[2]) {
+    // How many there are up to each column, negative, of the whole block.
+    const __m256i last = _mm256_set1_epi8(15);
+    __m256i counts[2] = {counts_of(zeros[0]), counts_of(zeros[1])};
+    const __m256i sums = _mm256_shuffle_epi8(counts[0], last);
+    const __m256i upper_sums = _mm256_shuffle_epi8(counts[1], last);
+    counts[0] = _mm256_add_epi8(counts[0], _mm256_permute2x128_si256(sums, sums, 0x08));
+    counts[1] = _mm256_add_epi8(counts[1], _mm256_permute2x128_si256(upper_sums, upper_sums, 0x08));
+    counts[1] = _mm256_add_epi8(counts[1],
+                                _mm256_add_epi8(sums, _mm256_permute2x128_si256(sums, sums, 0x01)));
+    // Sixteen classes at a time, to the columns whose place is among them: other places have their
+    // highest bit set, and so take zeros.
+    const __m256i of = classes_of_32(packed);
+    take16(_mm256_permute2x128_si256(of, of, 0x00), 0, counts, classes, true);
+    take16(_mm256_permute2x128_si256(of, of, 0x11), 16, counts, classes, false);
+    if (count > 32) {
+      const __m256i rest = classes_of_32(packed + class_bytes(32));
+      take16(_mm256_permute2x128_si256(rest, rest, 0x00), 32, counts, classes, false);
+      take16(_mm256_permute2x128_si256(rest, rest, 0x11), 48, counts, classes, false);
     }
-    for (int of = 0; of < 16; ++of) {
-      tables.zero_high[of] = zero_high_byte(window_start(0, scale), of % kClasses);
+  }
+
+  static SPEQ_MEMBER void take16(__m256i sixteen, int first, const __m256i (&counts)[2],
+                                 __m256i (&classes)[2], bool begins) {
+    SPEQ_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const __m256i places =
+          _mm256_adds_epu8(_mm256_sub_epi8(_mm256_set1_epi8(char(-1 - first)), counts[half]),
+                           _mm256_set1_epi8(0x70));
+      const __m256i taken = _mm256_shuffle_epi8(sixteen, places);
+      classes[half] = begins ? taken : _mm256_or_si256(classes[half], taken);
+    }
+  }
+
+  // Replace the high bytes that a mask names by the next of a stream. Most blocks have at most one:
+  // the first is written even where there is none, for a branch would often be mistaken.
+  static SPEQ_MEMBER void escape(Block &block, std::uint64_t escapes, const std::uint8_t *next) {
+    auto *bytes = reinterpret_cast<std::uint8_t *>(block.words);
+    const auto put = [&](std::int64_t at) { bytes[2 * at + 1] = *next++; };
+    put(escapes == 0 ? kBlockColumns : __builtin_ctzll(escapes));
+    for (escapes &= escapes - 1; escapes != 0; escapes &= escapes - 1) {
+      put(__builtin_ctzll(escapes));
     }
   }
 
   // The tables of the columns of half a block, as vectors look them up.
   __m256i table(int n, int half, std::uint8_t (Tables::*bytes)[16]) const {
-    const auto *first = reinterpret_cast<const __m128i *>(&(tables_[n][2 * half].*bytes));
-    const auto *second = reinterpret_cast<const __m128i *>(&(tables_[n][2 * half + 1].*bytes));
-    return _mm256_set_m128i(_mm_load_si128(second), _mm_load_si128(first));
+    const int first = fine_ ? 2 * half : 0, second = fine_ ? first + 1 : 0;
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(tables_[n][first].*bytes)),
+                                   load16(tables_[n][second].*bytes), 1);
   }
 
   static __m256i codes_of_32(const std::uint8_t *qweight) {
@@ -266,6 +324,7 @@ private:
   const ResidualRows &matrix_;
   std::int64_t row_;
   QuadStreams streams_;
+  bool fine_; // whether a block has several scales
   std::int64_t next_tables_ = 0;
   Tables tables_[kQuadRows][4];
 };

@@ -9,10 +9,11 @@
 namespace speq::cpu {
 namespace {
 
-// A decoder gives the blocks of a quad: `begin` for the columns from `first` on, then `next` for
-// each row. `present` columns of a block are in the matrix; the words behind them are zeros.
+// A decoder gives the blocks of a quad: `next` of each of its rows, for the columns from `first`
+// on. `present` columns of a block are in the matrix; the words behind them are zeros.
 struct WordBlock {
-  alignas(64) BFloat16 words[kBlockColumns];
+  // Behind the columns there is room to write what belongs nowhere.
+  alignas(64) BFloat16 words[kBlockColumns + 32];
 };
 
 // Value i of 3-bit values that begin at a byte.
@@ -31,9 +32,14 @@ public:
   PortableLossless(const LosslessRows &matrix, std::int64_t quad)
       : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)) {}
 
-  void begin(std::int64_t) {}
+  void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    for (int n = 0; n < rows; ++n) {
+      blocks[n] = rebuilt(n, first, present);
+    }
+  }
 
-  Block next(int n, std::int64_t first, std::int64_t present) {
+private:
+  Block rebuilt(int n, std::int64_t first, std::int64_t present) {
     const std::int64_t row = row_ + n;
     const std::uint8_t *bytes = matrix_.bytes + row * matrix_.columns + first;
     const std::uint8_t *classes = matrix_.classes + row * class_stride(matrix_.columns);
@@ -51,7 +57,6 @@ public:
     return block;
   }
 
-private:
   const LosslessRows &matrix_;
   std::int64_t row_;
   QuadStreams streams_;
@@ -64,9 +69,14 @@ public:
   PortableResidual(const ResidualRows &matrix, std::int64_t quad)
       : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)) {}
 
-  void begin(std::int64_t) {}
+  void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    for (int n = 0; n < rows; ++n) {
+      blocks[n] = rebuilt(n, first, present);
+    }
+  }
 
-  Block next(int n, std::int64_t first, std::int64_t present) {
+private:
+  Block rebuilt(int n, std::int64_t first, std::int64_t present) {
     const Int4Matrix &codes = matrix_.codes;
     const std::int64_t row = row_ + n;
     const std::uint8_t *bytes = matrix_.bytes + row * matrix_.columns + first;
@@ -110,7 +120,6 @@ public:
     return block;
   }
 
-private:
   const ResidualRows &matrix_;
   std::int64_t row_;
   QuadStreams streams_;

@@ -39,8 +39,7 @@ inline __m512i classes_at(const std::uint8_t *bytes) {
     return of;
   }();
   const __m512i shifts = _mm512_set1_epi64(0x15120F0C09060300);
-  const __m512i eights =
-      _mm512_maskz_permutexvar_epi8(0x0707070707070707, load64(spread.bytes), packed);
+  const __m512i eights = _mm512_permutexvar_epi8(load64(spread.bytes), packed);
   return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, eights), _mm512_set1_epi8(7));
 }
 
@@ -79,37 +78,49 @@ public:
   VectorLossless(const LosslessRows &matrix, std::int64_t quad)
       : bytes_(matrix.bytes + quad * kQuadRows * matrix.columns),
         classes_(matrix.classes + quad * kQuadRows * class_stride(matrix.columns)),
-        stream_(matrix.streams), columns_(matrix.columns), streams_(matrix.quad(quad)),
-        exponents_(_mm512_broadcast_i32x4(
-            _mm_loadl_epi64(reinterpret_cast<const __m128i *>(matrix.exponents)))) {}
+        stream_(matrix.streams), columns_(matrix.columns), stride_(class_stride(columns_)),
+        streams_(matrix.quad(quad)), exponents_(_mm512_broadcast_i32x4(_mm_loadl_epi64(
+                                         reinterpret_cast<const __m128i *>(matrix.exponents)))) {
+    fetch_streams(matrix, streams_);
+  }
 
-  void begin(std::int64_t) { streams_.back = std::max<std::int64_t>(streams_.back, 0); }
-
-  Block next(int n, std::int64_t first, std::int64_t present) {
-    const std::uint8_t *bytes = bytes_ + n * columns_ + first;
-    const std::uint8_t *classes = classes_ + n * class_stride(columns_) + class_bytes(first);
-    fetch_ahead(bytes + kQuadRows * columns_);
-    fetch_ahead(classes + kQuadRows * class_stride(columns_));
-    const __m512i of = classes_at(classes);
-    const __mmask64 escapes =
-        _mm512_mask_cmpeq_epi8_mask(first_of_64(present), of, _mm512_set1_epi8(kEscape));
-    streams_.back -= __builtin_popcountll(escapes);
-    const __m512i exponents = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(exponents_, of), escapes,
-                                                      loaded(stream_ + streams_.back));
-    // The exponent's lowest bit above the mantissa, the others below the sign.
-    const __m512i sign_mantissa = load64(bytes), low_bits = _mm512_set1_epi8(0x7F);
-    const __m512i low = _mm512_ternarylogic_epi32(low_bits, sign_mantissa,
-                                                  _mm512_slli_epi16(exponents, 7), kSelect);
-    const __m512i high = _mm512_ternarylogic_epi32(low_bits, _mm512_srli_epi16(exponents, 1),
-                                                   sign_mantissa, kSelect);
-    return words_of(low, high, present);
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    const std::uint8_t *bytes = bytes_ + first, *classes = classes_ + class_bytes(first);
+    fetch_plane<kBlockColumns>(bytes_, columns_, first);
+    fetch_plane<3 * kBlockColumns / 8>(classes_, stride_, class_bytes(first));
+    std::int64_t back = std::max<std::int64_t>(streams_.back, 0);
+    __m512i of[kQuadRows];
+    __mmask64 escapes[kQuadRows];
+    std::int64_t escaped[kQuadRows];
+    SPEQ_UNROLL
+    for (int n = 0; n < rows; ++n) {
+      of[n] = classes_at(classes + n * stride_);
+      escapes[n] =
+          _mm512_mask_cmpeq_epi8_mask(first_of_64(present), of[n], _mm512_set1_epi8(kEscape));
+      back -= __builtin_popcountll(escapes[n]);
+      escaped[n] = back;
+    }
+    streams_.back = back;
+    SPEQ_UNROLL
+    for (int n = 0; n < rows; ++n) {
+      const __m512i exponents = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(exponents_, of[n]),
+                                                        escapes[n], loaded(stream_ + escaped[n]));
+      // The exponent's lowest bit above the mantissa, the others below the sign.
+      const __m512i sign_mantissa = load64(bytes + n * columns_);
+      const __m512i low_bits = _mm512_set1_epi8(0x7F);
+      const __m512i low = _mm512_ternarylogic_epi32(low_bits, sign_mantissa,
+                                                    _mm512_slli_epi16(exponents, 7), kSelect);
+      const __m512i high = _mm512_ternarylogic_epi32(low_bits, _mm512_srli_epi16(exponents, 1),
+                                                     sign_mantissa, kSelect);
+      blocks[n] = words_of(low, high, present);
+    }
   }
 
 private:
   static constexpr int kSelect = 0xCA; // the second where the first is one, else the third
 
   const std::uint8_t *bytes_, *classes_, *stream_;
-  std::int64_t columns_;
+  std::int64_t columns_, stride_;
   QuadStreams streams_;
   __m512i exponents_;
 };
@@ -124,58 +135,65 @@ public:
   }
 
   VectorResidual(const ResidualRows &matrix, std::int64_t quad)
-      : codes_(matrix.codes), row_(quad * kQuadRows), rows_(matrix.rows - row_),
-        bytes_(matrix.bytes + row_ * matrix.columns), stream_(matrix.streams),
-        streams_(matrix.quad(quad)) {}
-
-  void begin(std::int64_t first) {
-    // Once for the block: its rows take no more than what may be read beyond.
-    streams_.front = std::min(streams_.front, streams_.end);
-    streams_.back = std::max<std::int64_t>(streams_.back, 0);
-    if (first == next_tables_) {
-      const std::int64_t group = first / codes_.group_size;
-      for (int n = 0; n < kQuadRows && n < rows_; ++n) {
-        fill(tables_[n], codes_.scales[(row_ + n) * codes_.row_groups() + group]);
-      }
-      next_tables_ += codes_.group_size;
-    }
-    asm("" : "+m"(tables_)); // kept in memory: registers have too much else to hold
+      : group_size_(matrix.codes.group_size), columns_(matrix.columns),
+        row_bytes_(matrix.codes.row_bytes()), row_groups_(matrix.codes.row_groups()),
+        qweight_(matrix.codes.qweight + quad * kQuadRows * row_bytes_),
+        bytes_(matrix.bytes + quad * kQuadRows * columns_), stream_(matrix.streams),
+        scales_(matrix.codes.scales + quad * kQuadRows * row_groups_), streams_(matrix.quad(quad)) {
+    fetch_streams(matrix, streams_);
   }
 
-  Block next(int n, std::int64_t first, std::int64_t present) {
-    const std::uint8_t *bytes = bytes_ + n * codes_.columns + first;
-    const std::uint8_t *qweight = codes_.qweight + (row_ + n) * codes_.row_bytes() + first / 2;
-    fetch_ahead(bytes + kQuadRows * codes_.columns);
-    fetch_ahead(qweight + kQuadRows * codes_.row_bytes());
-    const __mmask64 mask = first_of_64(present);
-    const __m256i pairs =
-        present == kBlockColumns
-            ? _mm256_loadu_si256(reinterpret_cast<const __m256i *>(qweight))
-            : _mm256_maskz_loadu_epi8(__mmask32(~0u >> (32 - present / 2)), qweight);
-    const __m512i apart = _mm512_cvtepu8_epi16(pairs);
-    const __m512i codes = _mm512_and_si512(_mm512_or_si512(apart, _mm512_slli_epi16(apart, 4)),
-                                           _mm512_set1_epi8(0xF));
-    const __m512i low = load64(bytes);
-    const Tables &tables = tables_[n];
-    __m512i high = _mm512_shuffle_epi8(spread(tables.start_high), codes);
-    const __mmask64 carry =
-        _mm512_cmplt_epu8_mask(low, _mm512_shuffle_epi8(spread(tables.start_low), codes));
-    high = _mm512_mask_sub_epi8(high, carry, high, _mm512_set1_epi8(-1));
-
-    const __mmask64 zeros =
-        _mm512_mask_cmpeq_epi8_mask(mask, codes, _mm512_set1_epi8(kInt4ZeroPoint));
-    const std::int64_t front = streams_.front;
-    streams_.front += class_bytes(__builtin_popcountll(zeros));
-    const __m512i classes = _mm512_maskz_expand_epi8(zeros, classes_at(stream_ + front));
-    high = _mm512_mask_shuffle_epi8(high, zeros, spread(tables.zero_high), classes);
-
-    __mmask64 escapes = _mm512_mask_cmpeq_epi8_mask(zeros, classes, _mm512_set1_epi8(kEscape));
-    if (streams_.has_exceptions) {
-      escapes |= exceptions();
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    if (first == next_tables_) {
+      for (int n = 0; n < rows; ++n) {
+        fill(tables_[n], scales_[n * row_groups_]);
+      }
+      ++scales_;
+      next_tables_ += group_size_;
     }
-    streams_.back -= __builtin_popcountll(escapes);
-    high = _mm512_mask_expand_epi8(high, escapes, loaded(stream_ + streams_.back));
-    return words_of(low, high, present);
+    asm("" : "+m"(tables_)); // kept in memory: registers have too much else to hold
+
+    // Rows step by step together: what finds the places in the streams takes long, and not one row
+    // shall wait for another. A block takes no more of the streams than may be read beyond.
+    const std::uint8_t *bytes = bytes_ + first, *qweight = qweight_ + first / 2;
+    fetch_plane<kBlockColumns>(bytes_, columns_, first);
+    fetch_plane<kBlockColumns / 2>(qweight_, row_bytes_, first / 2);
+    std::int64_t front = std::min(streams_.front, streams_.end);
+    std::int64_t back = std::max<std::int64_t>(streams_.back, 0);
+    const __mmask64 mask = first_of_64(present);
+    __m512i codes[kQuadRows], high[kQuadRows];
+    __mmask64 zeros[kQuadRows], escapes[kQuadRows];
+    std::int64_t classes_of[kQuadRows], escaped[kQuadRows];
+    SPEQ_UNROLL
+    for (int n = 0; n < rows; ++n) {
+      codes[n] = codes_at(qweight + n * row_bytes_, present);
+      zeros[n] = _mm512_mask_cmpeq_epi8_mask(mask, codes[n], _mm512_set1_epi8(kInt4ZeroPoint));
+      classes_of[n] = front;
+      front += class_bytes(__builtin_popcountll(zeros[n]));
+      escapes[n] = streams_.has_exceptions ? exceptions(front) : 0;
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < rows; ++n) {
+      const __m512i classes =
+          _mm512_maskz_expand_epi8(zeros[n], classes_at(stream_ + classes_of[n]));
+      const Tables &tables = tables_[n];
+      const __m512i low = load64(bytes + n * columns_);
+      const __mmask64 carry =
+          _mm512_cmplt_epu8_mask(low, _mm512_shuffle_epi8(spread(tables.start_low), codes[n]));
+      high[n] = _mm512_shuffle_epi8(spread(tables.start_high), codes[n]);
+      high[n] = _mm512_mask_sub_epi8(high[n], carry, high[n], _mm512_set1_epi8(-1));
+      high[n] = _mm512_mask_shuffle_epi8(high[n], zeros[n], spread(tables.zero_high), classes);
+      escapes[n] |= _mm512_mask_cmpeq_epi8_mask(zeros[n], classes, _mm512_set1_epi8(kEscape));
+      back -= __builtin_popcountll(escapes[n]);
+      escaped[n] = back;
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < rows; ++n) {
+      high[n] = _mm512_mask_expand_epi8(high[n], escapes[n], loaded(stream_ + escaped[n]));
+      blocks[n] = words_of(load64(bytes + n * columns_), high[n], present);
+    }
+    streams_.front = front;
+    streams_.back = back;
   }
 
 private:
@@ -186,12 +204,26 @@ private:
 
   static __m512i spread(const __m128i &table) { return _mm512_broadcast_i32x4(table); }
 
-  __mmask64 exceptions() {
+  // 64 codes, a byte each.
+  static __m512i codes_at(const std::uint8_t *qweight, std::int64_t present) {
+    const __m256i pairs =
+        present == kBlockColumns
+            ? _mm256_loadu_si256(reinterpret_cast<const __m256i *>(qweight))
+            : _mm256_maskz_loadu_epi8(__mmask32(~0u >> (32 - present / 2)), qweight);
+    const __m512i apart = _mm512_cvtepu8_epi16(pairs);
+    return _mm512_and_si512(_mm512_or_si512(apart, _mm512_slli_epi16(apart, 4)),
+                            _mm512_set1_epi8(0xF));
+  }
+
+  // The columns of the exceptions that are listed at `front`, which goes on behind them.
+  [[gnu::noinline]] __mmask64 exceptions(std::int64_t &front) const {
+    QuadStreams list{front, 0, streams_.end, true};
     __mmask64 columns = 0;
-    const int count = stream_[streams_.take_front(1)];
+    const int count = stream_[list.take_front(1)];
     for (int i = 0; i < count; ++i) {
-      columns |= 1ull << (stream_[streams_.take_front(1)] % kBlockColumns);
+      columns |= 1ull << (stream_[list.take_front(1)] % kBlockColumns);
     }
+    front = list.front;
     return columns;
   }
 
@@ -230,9 +262,9 @@ private:
         &tables, _mm512_ternarylogic_epi32(stepped, load64(steps.kept), load64(steps.set), kAndOr));
   }
 
-  const Int4Matrix &codes_;
-  std::int64_t row_, rows_;
-  const std::uint8_t *bytes_, *stream_;
+  std::int64_t group_size_, columns_, row_bytes_, row_groups_;
+  const std::uint8_t *qweight_, *bytes_, *stream_;
+  const Float16 *scales_; // of the first row, the next group's
   QuadStreams streams_;
   std::int64_t next_tables_ = 0;
   Tables tables_[kQuadRows];

@@ -82,6 +82,16 @@ template <typename Rows> struct CodedKernels {
   void (*decode)(const Rows &matrix, std::int64_t quad, BFloat16 *words);
 };
 
+// sums[i] += the sum over `count` rows of words, `columns` each, of their weights by their words,
+// in the order of the rows.
+using AddRows = void (*)(const void *words, std::int64_t columns, std::int64_t count,
+                         const float *weights, float *sums);
+
+// Of a softmax that is taken block by block: its largest value, and the sum of exponentials below.
+struct SoftmaxSum {
+  float most, sum;
+};
+
 struct MicroKernels {
   DotInt4 dot_int4; // group sizes for which `takes_group` holds
   DotExact dot_float32, dot_bfloat16, dot_float16;
@@ -92,6 +102,10 @@ struct MicroKernels {
   std::int64_t (*read_sum)(const std::int64_t *words, std::int64_t count);
   CodedKernels<LosslessRows> lossless;
   CodedKernels<ResidualRows> residual;
+  AddRows add_float32, add_bfloat16, add_float16;
+  // `scale` times the values to exponentials, relative to the largest value up to now; returns what
+  // earlier exponentials have to be multiplied by.
+  float (*soften)(float *values, std::int64_t count, float scale, SoftmaxSum &total);
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.

@@ -93,6 +93,17 @@ void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
   }
 }
 
+template <typename Word>
+void add_rows(const void *words, std::int64_t columns, std::int64_t count, const float *weights,
+              float *sums) {
+  const Word *row = static_cast<const Word *>(words);
+  for (std::int64_t n = 0; n < count; ++n, row += columns) {
+    for (std::int64_t k = 0; k < columns; ++k) {
+      sums[k] += weights[n] * to_float(row[k]);
+    }
+  }
+}
+
 // dot_exact's sums over blocks of compact matrices.
 struct LaneProduct {
   struct Sum {
@@ -136,6 +147,10 @@ const MicroKernels portable_kernels = {
      decode_quad<PortableLossless, LosslessRows>},
     {dot_coded<LaneProduct, PortableResidual, dot_exact<BFloat16>, ResidualRows>, nullptr,
      decode_quad<PortableResidual, ResidualRows>},
+    add_rows<float>,
+    add_rows<BFloat16>,
+    add_rows<Float16>,
+    soften,
 };
 
 } // namespace speq::cpu

@@ -3,7 +3,8 @@
 //
 // A set of vectors V has
 //
-//   - Floats: kLanes floats. zero(), mul(a, b), fmadd(a, b, sum) and sum(v), of all lanes.
+//   - Floats: kLanes floats. zero(), all(float), mul(a, b), fmadd(a, b, sum), sum(v), of all lanes,
+//     and store(v, float *); unaligned.
 //   - load(const Word *): kLanes words (float, BFloat16 or Float16) as Floats; unaligned.
 //   - load_part(const Word *, count): fewer than kLanes words, and zeros behind them.
 //   - Bytes: kBytes bytes, of two codes each. load_bytes(const uint8_t *); unaligned.
@@ -17,6 +18,8 @@
 //
 //   - widened(words): kLanes BFloat16 words in a vector as Floats.
 #pragma once
+
+#include <type_traits>
 
 #include "cpu/blocks.h"
 
@@ -189,6 +192,55 @@ static inline void dot_exact(const void *weights, std::int64_t columns, std::int
            ExactTile<V, Word>{static_cast<const Word *>(weights), columns, inputs, outs});
 }
 
+// N vectors of columns from `first` on, over all rows.
+template <typename V, int N, typename Load>
+static inline void add_columns(std::int64_t count, const float *weights, float *sums,
+                               const Load &load) {
+  typename V::Floats totals[N];
+  SPEQ_UNROLL
+  for (int n = 0; n < N; ++n) {
+    totals[n] = V::load(sums + n * V::kLanes);
+  }
+  for (std::int64_t row = 0; row < count; ++row) {
+    const auto weight = V::all(weights[row]);
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      totals[n] = V::fmadd(weight, load(row, n), totals[n]);
+    }
+  }
+  SPEQ_UNROLL
+  for (int n = 0; n < N; ++n) {
+    V::store(totals[n], sums + n * V::kLanes);
+  }
+}
+
+template <typename V, typename Word>
+static inline void add_rows(const void *words, std::int64_t columns, std::int64_t count,
+                            const float *weights, float *sums) {
+  const auto *first = static_cast<const Word *>(words);
+  constexpr int kVectors = 8;
+  std::int64_t k = 0;
+  const auto add = [&](auto vectors) {
+    constexpr int N = decltype(vectors)::value;
+    for (; k + N * V::kLanes <= columns; k += N * V::kLanes) {
+      add_columns<V, N>(count, weights, sums + k, [&](std::int64_t row, int n) {
+        return V::load(first + row * columns + k + n * V::kLanes);
+      });
+    }
+  };
+  add(std::integral_constant<int, kVectors>{});
+  add(std::integral_constant<int, kVectors / 2>{});
+  add(std::integral_constant<int, 1>{});
+  if (k < columns) {
+    float last[V::kLanes] = {};
+    std::memcpy(last, sums + k, (columns - k) * sizeof(float));
+    add_columns<V, 1>(count, weights, last, [&](std::int64_t row, int) {
+      return V::load_part(first + row * columns + k, columns - k);
+    });
+    std::memcpy(sums + k, last, (columns - k) * sizeof(float));
+  }
+}
+
 template <typename V>
 constexpr MicroKernels kernels_over = {
     dot_int4<V>,
@@ -200,6 +252,10 @@ constexpr MicroKernels kernels_over = {
     read_sum,
     {},
     {},
+    add_rows<V, float>,
+    add_rows<V, BFloat16>,
+    add_rows<V, Float16>,
+    soften,
 };
 
 } // namespace speq::cpu

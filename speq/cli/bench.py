@@ -212,8 +212,8 @@ def widen(
     typer.echo(f"{made['path']}: {format_bytes(made['bytes'])}")
     if "draft" in made:
         typer.echo(
-            f"draft: {made['draft']['moved']:.1%} of codes moved; what it errs otherwise than the "
-            f"source's is {made['draft']['missed']:.1%} of the source's errors"
+            f"draft: {made['draft']['moved']:.1%} of codes moved, which makes "
+            f"{made['draft']['reached']:.0%} of the errors of the source's draft"
         )
 
 

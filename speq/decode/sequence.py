@@ -32,6 +32,10 @@ class Draft:
     def nodes(self) -> int:
         return len(self.token_ids) + 1
 
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == [*range(len(self.token_ids))]
+
     def depths(self) -> list[int]:
         """Distance of each node from the pending token."""
         depths = [0]

@@ -35,6 +35,8 @@ class EagerVerification:
 
     def score(self, pending_id: int, draft: Draft) -> Scored:
         token_ids = [pending_id, *draft.token_ids]
+        if draft.is_chain:  # which takes no mask
+            return self._model.score(self._bank, self._cache, token_ids)
         return self._model.score(
             self._bank, self._cache, token_ids, draft.depths(), draft.ancestors()
         )
@@ -86,7 +88,7 @@ class RecordedVerification:
 
     def score(self, pending_id: int, draft: Draft) -> Scored:
         results = None
-        if draft.parents == [*range(len(draft.token_ids))]:
+        if draft.is_chain:
             results = self.passes.run([pending_id, *draft.token_ids])
         return self._eager.score(pending_id, draft) if results is None else Scored(*results)
 

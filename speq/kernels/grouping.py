@@ -47,9 +47,9 @@ class Grouping:
     def of(cls, topk_ids: Tensor, host_ids: Tensor) -> "Grouping":
         """host_ids  [T, K] int64: a copy of topk_ids in host memory"""
         rows, top_k = topk_ids.shape
-        ids = host_ids.numpy().reshape(-1)
         if rows <= most_fused_rows(library.kernels_for(topk_ids), top_k):
-            return cls(topk_ids, np.unique(ids).tolist(), {}, None)
+            return cls(topk_ids, sorted(set(host_ids.flatten().tolist())), {}, None)
+        ids = host_ids.numpy().reshape(-1)
         places = ids.argsort(kind="stable")
         experts, starts = np.unique(ids[places], return_index=True)
         ends = [*starts[1:].tolist(), len(ids)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.kernels import reference, reference_compact
+from speq.kernels import reference, reference_compact, reference_decoder
 from speq.kernels.architectures import Architectures
 from speq.kernels.reference import ACTIVATIONS
 
@@ -90,11 +90,32 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
         _named(reference_compact.moe_grouped_residual_out),
     ),
+    "rms_norm": (
+        "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "
+        "Tensor(b!) out) -> ()",
+        reference_decoder.rms_norm_out,
+    ),
+    "attention": (
+        "(Tensor queries, Tensor keys, Tensor values, Tensor? query_norm, Tensor? key_norm, "
+        "float eps, Tensor cos, Tensor sin, Tensor(a!) cached_keys, Tensor(b!) cached_values, "
+        "int start, int window, float scale, Tensor(c!) out) -> ()",
+        reference_decoder.attention_out,
+    ),
+    "route": (
+        "(Tensor logits, bool normalised, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()",
+        reference_decoder.route_out,
+    ),
+    "combine": (
+        "(Tensor outputs, Tensor topk_weights, Tensor(a!) out) -> ()",
+        reference_decoder.combine_out,
+    ),
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
 # On a GPU torch's own is the fast one.
-CPU_ONLY = frozenset({"linear", "encode_lossless", "encode_residual"})
+CPU_ONLY = frozenset(
+    {"linear", "encode_lossless", "encode_residual", "rms_norm", "attention", "route", "combine"}
+)
 
 _library = torch.library.Library("speq", "DEF")
 for _name, (_schema, _reference) in OPS.items():
@@ -251,6 +272,6 @@ def _cpu_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(CPU_LIBRARY))
 
 
-def call(op: str, tensor: Tensor, *arguments: Tensor | int | None) -> None:
+def call(op: str, tensor: Tensor, *arguments: Tensor | float | None) -> None:
     """Run an op by name, on the device of its first argument."""
     kernels_for(tensor).overloads[op](tensor, *arguments)

@@ -3,6 +3,7 @@
 `speq.kernels.library` chooses what runs them. `speq.kernels.reference` says what they compute.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -109,14 +110,17 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     The native kernel runs few rows on the CPU, where reading the weights takes the time. Its rows
     do not depend on one another. torch runs more rows, other devices and float64.
     """
-    rows = inputs.numel() // max(inputs.shape[-1], 1)
+    shape = inputs.shape
+    rows = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
     few = 0 < rows <= MAX_LINEAR_ROWS and inputs.is_cpu
     if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
         return functional.linear(inputs, weight, bias)
-    out = inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
-    flat = inputs.reshape(rows, -1)
-    library.call("linear", flat, weight, bias, out.view(rows, -1))
-    return out
+    out = inputs.new_empty(rows, weight.shape[0])
+    if len(shape) == 2 and inputs.is_contiguous():
+        library.call("linear", inputs, weight, bias, out)
+        return out
+    library.call("linear", inputs.reshape(rows, shape[-1]), weight, bias, out)
+    return out.view(*shape[:-1], -1)
 
 
 def linear_int4(

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from speq.experts.slots import SlotExperts
-from speq.kernels import ops
+from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
@@ -75,4 +75,4 @@ class ExactExperts:
                     self._activation,
                     outputs,
                 )
-        return ops.combine(outputs, route.topk_weights, hidden_states.dtype)
+        return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)

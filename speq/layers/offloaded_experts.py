@@ -36,7 +36,8 @@ class OffloadedExperts(nn.Module):
         self._is_hf_initialized = True  # keeps the family's weight initialisation away
         self.layer = -1
         self.switch = BankSwitch()
-        self._router_logits: Tensor | None = None
+        # The logits of the pass under way: a list, as an attribute of a module is slow to set.
+        self._heard: list[Tensor] = []
         self._next_router: Callable[[Tensor], tuple[Tensor, ...]] | None = None
 
     def attach(
@@ -50,13 +51,13 @@ class OffloadedExperts(nn.Module):
         router.register_forward_hook(self._keep_logits)
 
     def _keep_logits(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
-        self._router_logits = output[0]
+        self._heard[:] = output[:1]
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         assert self.switch.bank is not None, "no bank was chosen for this pass"
         following = partial(self._foresee, hidden_states) if self._next_router else None
-        route = Route(topk_ids, topk_weights, self._router_logits, following)
-        self._router_logits = None
+        logits = self._heard.pop() if self._heard else None
+        route = Route(topk_ids, topk_weights, logits, following)
         return self.switch.bank(self.layer, hidden_states, route)
 
     @torch.inference_mode()

@@ -12,7 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer. `lengths` [B] is shared by all layers of a cache."""
+    """Keys and values of one layer. `lengths` [B] is shared by all layers of a cache.
+
+    row  those of the first text, without its dimension
+    """
 
     is_croppable = True
     is_sliding = False
@@ -20,6 +23,7 @@ class KVLayer(CacheLayerMixin):
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         super().__init__()
         self.keys, self.values, self.lengths = keys, values, lengths
+        self.row = keys[0], values[0]
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 

@@ -17,8 +17,11 @@ from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
 from speq.errors import SpeqError, checked_token_ids
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.kernels.checks import EXACT_DTYPES
+from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.layers.streamed_linear import stream_linears
+from speq.models.decoder import ChainDecoder, Windows, walk_chains
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import make_resident
@@ -26,6 +29,8 @@ from speq.models.resident import make_resident
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
 EXPERTS = "routed experts"
 WHOLE = "between modules"
+# Layers of a model that has one mask for all.
+ANY_KIND = "any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class MoEModel:
             next_router = routers[layer + 1] if layer + 1 < len(routers) else None
             block.experts.attach(layer, self._switch, block.router, next_router)
         self.num_moe_layers = len(blocks)
+        self._windows = windows_of(family, self._config)
+        self._walks = isinstance(hf_model.model.forward, ChainDecoder)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
         eos = self._config.eos_token_id if eos is None else eos
@@ -71,11 +78,9 @@ class MoEModel:
         """Why no graph of a pass may be recorded; None where one may."""
         if self._family.on_the_host is not None:
             return self._family.on_the_host
-        rope = getattr(self._config, "rope_parameters", None) or {}
-        by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
-        for kind in sorted(str(each.get("rope_type")) for each in (by_layer or [rope])):
-            if kind == "longrope" or "dynamic" in kind:
-                return f"rotary embeddings of type {kind} look at positions on the host"
+        kind = host_rope(self._config)
+        if kind is not None:
+            return f"rotary embeddings of type {kind} look at positions on the host"
         return None
 
     @property
@@ -129,7 +134,9 @@ class MoEModel:
         Their entries are written behind each row's length, which stays as it is.
         """
         assert (depths is None) == (ancestors is None)
-        nodes = token_ids.shape[1]
+        rows, nodes = token_ids.shape
+        if self._walks and depths is None and rows == 1 and nodes <= MAX_LINEAR_ROWS:
+            return self._run(bank, cache, token_ids, None, Windows(cache.lengths[0], self._windows))
         end = max(cache.lengths) + nodes
         lengths = self._send(torch.tensor(cache.lengths))
         if depths is None or ancestors is None:
@@ -139,7 +146,7 @@ class MoEModel:
             steps, above = self._send(torch.tensor(depths)), self._send(ancestors)
             positions = lengths[:, None] + steps
             mask = partial(attention_mask, lengths, steps, above, end)
-        return self._run(bank, cache, self._send(token_ids), positions, mask)
+        return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
 
     @torch.inference_mode()
     def forward_at(
@@ -155,7 +162,7 @@ class MoEModel:
         """
         placed = cache.placed(positions[0], seen)
         mask = partial(causal_mask, positions, seen)
-        return self._run(bank, placed, token_ids, positions, mask)
+        return self._run(bank, placed, token_ids, positions, self._masks(mask))
 
     def _send(self, values: Tensor) -> Tensor:
         """A tensor of the host where the model computes."""
@@ -166,15 +173,15 @@ class MoEModel:
         bank: ExpertBank,
         cache: Cache,
         token_ids: Tensor,
-        positions: Tensor,
-        mask: Callable[[int | None], Tensor],
+        positions: Tensor | None,
+        masks: Any,
     ) -> Tensor:
-        """mask: what tokens see of the entries, given how far they look back."""
+        """masks: as the model takes them, or `Windows`, without positions."""
         self._switch.bank = bank
         try:
             output = self._hf_model.model(
                 input_ids=token_ids,
-                attention_mask=self._masks(mask),
+                attention_mask=masks,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
@@ -209,11 +216,28 @@ class MoEModel:
         return Scored(self.logits(last), last)
 
     def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
-        window = getattr(self._config, "sliding_window", None) or None  # some store 0 for none
-        if not self._family.typed_masks:
-            return mask(window if self._family.window else None)
-        kinds = set(self._config.layer_types)
-        return {kind: mask(window if kind == "sliding_attention" else None) for kind in kinds}
+        """mask: what tokens see of the entries, given how far they look back."""
+        masks = {kind: mask(window) for kind, window in self._windows.items()}
+        return masks if self._family.typed_masks else masks[ANY_KIND]
+
+
+def windows_of(family: Family, config: Any) -> dict[str, int | None]:
+    """How far each kind of layer looks back, its own token included; None: all the way."""
+    window = getattr(config, "sliding_window", None) or None  # some store 0 for none
+    if not family.typed_masks:
+        return {ANY_KIND: window if family.window else None}
+    kinds = sorted(set(config.layer_types))
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def host_rope(config: Any) -> str | None:
+    """The type of rotary embeddings that look at all positions of a pass; None for others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
+    for kind in sorted(str(each.get("rope_type")) for each in (by_layer or [rope])):
+        if kind == "longrope" or "dynamic" in kind:
+            return kind
+    return None
 
 
 @contextmanager
@@ -284,4 +308,8 @@ def load(
     check.finish()
     if isinstance(device, Processor):
         stream_linears(model)
+        if dtype in EXACT_DTYPES:
+            config, count = model.config, model.config.num_hidden_layers
+            kinds = config.layer_types if family.typed_masks else [ANY_KIND] * count
+            walk_chains(model, family, kinds, ahead=host_rope(config) is None)
     return MoEModel(model.eval().to(device.torch), family, device)

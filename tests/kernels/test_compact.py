@@ -145,6 +145,21 @@ def test_every_word_with_every_code(scale: int) -> None:
         check_decodes(lambda *out: compact_ops.decode_residual(record, *pairs, *out), exact, down)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_blocks_of_many_zero_codes(share: float) -> None:
+    """Some quads have exceptions, and some blocks more zero codes than a vector has lanes."""
+    hidden, width = 256, 64
+    gate_up, down = normal(2 * width, hidden), normal(hidden, width)
+    codes = quantize_int4(gate_up, 64), quantize_int4(down, 64)
+    generator = torch.Generator().manual_seed(SEED)
+    for qweight, _ in codes:
+        qweight[torch.rand(qweight.shape, generator=generator) < share] = 0x88
+        qweight[:8] = torch.randint(256, (8, qweight.shape[1]), generator=generator).byte()
+    record = compact_ops.encode_residual(gate_up, down, *codes)
+    for _ in on_every_isa():
+        check_decodes(lambda *out: compact_ops.decode_residual(record, *codes, *out), gate_up, down)
+
+
 def test_rounded_codes_have_no_exceptions() -> None:
     """No byte more than a byte a weight, three bits a code 0, its escapes and the index."""
     hidden, width = 256, 128
@@ -232,7 +247,8 @@ def inputs(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, hidden, generator=generator).to(dtype)
 
 
-ROWS = (1, 3, 8)
+# Few rows of an expert pass over words as they are rebuilt, many over rows rebuilt before.
+ROWS = (1, 3, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Hidden size, expert width, and group size of the codes.
 PRODUCTS = (

@@ -40,7 +40,11 @@ BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
 TABLE = {
     "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
     "reference": Layer(
-        ("speq.kernels.reference", "speq.kernels.reference_compact"),
+        (
+            "speq.kernels.reference",
+            "speq.kernels.reference_compact",
+            "speq.kernels.reference_decoder",
+        ),
         ("leaves", "reference", "kernels"),
         never=("transformers",),
     ),
@@ -110,10 +114,14 @@ TABLE = {
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
-OPS = frozenset(f"speq.kernels.{name}" for name in ("ops", "compact_ops", "checks", "library"))
+OPS = frozenset(
+    f"speq.kernels.{name}" for name in ("ops", "compact_ops", "decoder_ops", "checks", "library")
+)
 ONLY_BY = {
-    "speq.kernels.reference": OPS | {"speq.kernels.reference_compact"},
+    "speq.kernels.reference": OPS
+    | {"speq.kernels.reference_compact", "speq.kernels.reference_decoder"},
     "speq.kernels.reference_compact": OPS,
+    "speq.kernels.reference_decoder": OPS,
 }
 # Imports and attributes that execute what they read, or let the environment steer a run.
 FORBIDDEN_MODULES = frozenset({"pickle", "cPickle", "dill", "shelve", "marshal", "joblib"})

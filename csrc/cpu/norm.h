@@ -1,0 +1,37 @@
+// Norms of rows: what layers do before their products, and attention to its heads.
+#pragma once
+
+#include <cmath>
+
+#include "half.h"
+
+namespace speq::cpu {
+
+// values to their RMS norm: divided by the root of their mean square, rounded to Type, times
+// weight, rounded again, as transformers rounds them. May work in place.
+template <typename Type>
+void rms_norm(const Type *values, const Type *weight, std::int64_t columns, float eps, Type *out) {
+  constexpr std::int64_t kLanes = 16; // sums side by side, so that vectors take them
+  float sums[kLanes] = {};
+  std::int64_t k = 0;
+  for (; k + kLanes <= columns; k += kLanes) {
+    for (std::int64_t i = 0; i < kLanes; ++i) {
+      const float value = to_float(values[k + i]);
+      sums[i] += value * value;
+    }
+  }
+  for (std::int64_t i = 0; k + i < columns; ++i) {
+    const float value = to_float(values[k + i]);
+    sums[i] += value * value;
+  }
+  float sum = 0.0f;
+  for (const float lane : sums) {
+    sum += lane;
+  }
+  const float scale = 1.0f / std::sqrt(sum / float(columns) + eps);
+  for (k = 0; k < columns; ++k) {
+    store(to_float(weight[k]) * rounded_to<Type>(to_float(values[k]) * scale), out[k]);
+  }
+}
+
+} // namespace speq::cpu

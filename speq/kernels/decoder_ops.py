@@ -1,0 +1,125 @@
+"""What decoder layers do between their products, each in one call: outputs are made here.
+
+Few rows spend most of their time on the way to such operations, not in them. So arguments are not
+checked here: the kernels themselves refuse what does not fit together, and torch does otherwise.
+`speq.kernels.reference_decoder` says what they compute.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speq.kernels import library, reference
+from speq.kernels.checks import EXACT_DTYPES
+
+# More than any text has entries.
+NO_WINDOW = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """weight [n], which takes n neighbouring columns together, and what keeps the root from 0."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What one layer's attention does with queries and keys.
+
+    query_norm, key_norm  before their positions are put in; both or neither
+    scale                 of the scores
+    """
+
+    scale: float
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """cos and sin [T, R] of T tokens that follow one another; the first one's entry is `start`."""
+
+    start: int
+    cos: Tensor
+    sin: Tensor
+
+
+def takes(tensor: Tensor) -> bool:
+    """Tell whether these ops run rows on this device and in this dtype as torch itself would."""
+    return tensor.is_cpu and tensor.dtype in EXACT_DTYPES
+
+
+def rms_norm(inputs: Tensor, norm: RMSNorm) -> Tensor:
+    """The RMS norm of inputs [R, H], rounded as transformers rounds it."""
+    out = torch.empty_like(inputs)
+    library.call("rms_norm", inputs, None, norm.weight, norm.eps, None, out)
+    return out
+
+
+def add_rms_norm(inputs: Tensor, added: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """inputs + added, both [R, H], and the RMS norm of that."""
+    sums, out = torch.empty_like(inputs), torch.empty_like(inputs)
+    library.call("rms_norm", inputs, added, norm.weight, norm.eps, sums, out)
+    return sums, out
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: Heads,
+    positions: Positions,
+    window: int | None,
+    cached: tuple[Tensor, Tensor],
+) -> Tensor:
+    """`reference_decoder.attention_out` into a new tensor [T, heads * D]; shapes there.
+
+    A row's result does not depend on the rows beside it.
+
+    window  entries that a row sees at most, its own included; None: all
+    cached  keys and values [kv_heads, C, D], which take the rows' entries
+    """
+    out = torch.empty_like(queries)
+    query_norm, key_norm = heads.query_norm, heads.key_norm
+    library.call(
+        "attention",
+        queries,
+        keys,
+        values,
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        0.0 if query_norm is None else query_norm.eps,
+        positions.cos,
+        positions.sin,
+        *cached,
+        positions.start,
+        NO_WINDOW if window is None else window,
+        heads.scale,
+        out,
+    )
+    return out
+
+
+def route(
+    logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The `top_k` likeliest experts by logits [T, E]: weights [T, K] in `dtype`, ids [T, K] int64.
+
+    normalised  whether a row's weights are divided by their sum
+    """
+    topk_weights = logits.new_empty(logits.shape[0], top_k, dtype=dtype)
+    topk_ids = logits.new_empty(logits.shape[0], top_k, dtype=torch.int64)
+    library.call("route", logits, normalised, topk_weights, topk_ids)
+    return topk_weights, topk_ids
+
+
+def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """`reference.combine`, in one call where there is one."""
+    if not takes(outputs) or outputs.dtype != dtype or topk_weights.dtype not in EXACT_DTYPES:
+        return reference.combine(outputs, topk_weights, dtype)
+    out = outputs.new_empty(outputs.shape[0], outputs.shape[2])
+    library.call("combine", outputs, topk_weights, out)
+    return out

@@ -1,0 +1,109 @@
+"""Plain torch versions of what decoder layers do between their products, as transformers does it.
+
+Shape letters: R or T rows, H hidden, E experts, K experts of a route, D columns of a head.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from speq.kernels import reference
+
+
+def rms_norm_out(
+    inputs: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    sums: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Put the RMS norm of rows [R, H] into out [R, H], all of one dtype.
+
+    added  [R, H] or None: added to inputs before; what comes of it goes into sums [R, H]
+    """
+    if added is not None and sums is not None:
+        inputs = sums.copy_(inputs + added)
+    wide = inputs.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    out.copy_(weight * normed.to(inputs.dtype))
+
+
+def attention_out(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cached_keys: Tensor,
+    cached_values: Tensor,
+    start: int,
+    window: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attention of T tokens that follow one another, over a cache that takes their entries.
+
+    queries, out         [T, heads * D]; keys and values [T, kv_heads * D]; all of one dtype
+    query_norm, key_norm [n] or None: weights of RMS norms over n neighbouring columns each, with
+                         `eps`, before positions are put in
+    cos, sin             [T, R]: what turns the first R columns of a head, R at most D and even
+    cached_keys, cached_values  [kv_heads, C, D]; the rows' entries go to `start` and behind
+    window               entries that a row sees at most, its own included
+    scale                of the scores
+    """
+    rows, (kv_heads, _, width) = len(queries), cached_keys.shape
+    end = start + rows
+    turned = [
+        _turned(_normed(tensor, weight, eps), width, cos, sin)
+        for tensor, weight in ((queries, query_norm), (keys, key_norm))
+    ]
+    cached_keys[:, start:end] = turned[1]
+    cached_values[:, start:end] = values.view(rows, kv_heads, width).transpose(0, 1)
+    group = queries.shape[1] // (kv_heads * width)
+    seen = [cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)]
+    entry, own = torch.arange(end), torch.arange(start, end)[:, None]
+    visible = (entry <= own) & (entry > own - window)
+    attended = F.scaled_dot_product_attention(
+        turned[0][None], seen[0][None], seen[1][None], attn_mask=visible, scale=scale
+    )
+    out.copy_(attended[0].transpose(0, 1).reshape(rows, -1))
+
+
+def _normed(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return rows
+    parts = rows.reshape(-1, len(weight))
+    normed = torch.empty_like(parts)
+    rms_norm_out(parts, None, weight, eps, None, normed)
+    return normed.view_as(rows)
+
+
+def _turned(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """[T, heads * D] to [heads, T, D], turned by their positions."""
+    heads = rows.view(len(rows), -1, width).transpose(0, 1)
+    turning, rest = heads[..., : cos.shape[1]], heads[..., cos.shape[1] :]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1)
+
+
+def route_out(logits: Tensor, normalised: bool, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    """The likeliest experts of rows of logits [T, E] into [T, K]: probabilities and int64 ids.
+
+    normalised  whether a row's weights are divided by their sum
+    """
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    chances, ids = torch.topk(probs, topk_ids.shape[1], dim=-1)
+    if normalised:
+        chances = chances / chances.sum(dim=-1, keepdim=True)
+    topk_weights.copy_(chances)
+    topk_ids.copy_(ids)
+
+
+def combine_out(outputs: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+    """`reference.combine` into out [T, H]."""
+    out.copy_(reference.combine(outputs, topk_weights, out.dtype))

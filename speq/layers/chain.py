@@ -1,0 +1,183 @@
+"""A few tokens that follow one another behind a text, and what layers do in one call for them.
+
+Each class here stands in for the `forward` of a module of transformers, whose weights and parts it
+uses. What it does not know how to run it leaves to the module's own forward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from speq.kernels import decoder_ops
+from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
+from speq.kernels.ops import MAX_LINEAR_ROWS, linear
+
+# Classes of transformers whose forward is the usual one, and is written anew here.
+ATTENTIONS = frozenset(
+    f"{family}Attention"
+    for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe", "Glm4Moe")
+)
+NORMS = frozenset(
+    f"{family}RMSNorm"
+    for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "Glm4Moe")
+) | {"Glm4MoeLiteRMSNorm"}
+# Softmax, top-k and perhaps a division by the sum; Mixtral's always divides, and keeps float32.
+ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"})
+DIVIDING_ROUTER = "MixtralTopKRouter"
+
+Forward = Callable[..., Any]
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """A module's own forward, which does not keep the module alive: what stands in for it is held
+    by the module, and memory would be given back late.
+    """
+    method = WeakMethod(module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = method()
+        assert bound is not None, "its module runs"
+        return bound(*args, **kwargs)
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Given to attention in place of a mask: tokens follow one another behind one text.
+
+    positions  theirs
+    window     entries a token sees at most, its own included; None: all
+    """
+
+    positions: Positions
+    window: int | None
+
+
+@dataclass(slots=True, eq=False)
+class ChainNorm:
+    """An RMS norm. Given rows [T, H] and others, it adds them up and returns the sum as well."""
+
+    norm: RMSNorm
+    forward: Forward
+
+    def __call__(self, hidden_states: Tensor, others: Tensor | None = None) -> Any:
+        if others is not None:
+            return decoder_ops.add_rms_norm(hidden_states, others, self.norm)
+        if not decoder_ops.takes(hidden_states) or not hidden_states.is_contiguous():
+            return self.forward(hidden_states)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        return decoder_ops.rms_norm(rows, self.norm).view(hidden_states.shape)
+
+
+@dataclass(slots=True, eq=False)
+class ChainRouter:
+    """Logits [T, E], weights [T, K] and ids [T, K] of rows [T, H].
+
+    dtype  of the weights; None: that of the logits
+    """
+
+    weight: Tensor
+    top_k: int
+    normalised: bool
+    dtype: torch.dtype | None
+    forward: Forward
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if rows.shape[0] > MAX_LINEAR_ROWS or not decoder_ops.takes(rows):
+            scores: tuple[Tensor, Tensor, Tensor] = self.forward(hidden_states)
+            return scores
+        logits = linear(rows, self.weight)
+        dtype = self.dtype or logits.dtype
+        return logits, *decoder_ops.route(logits, self.top_k, self.normalised, dtype)
+
+
+@dataclass(slots=True, eq=False)
+class ChainAttention:
+    """Attention of a chain [T, H] over the entries of layer `layer`."""
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    output: nn.Module
+    heads: Heads
+    layer: int
+    forward: Forward
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, Chain):
+            attended: tuple[Tensor, None] = self.forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **others,
+            )
+            return attended
+        query, key, value = self.projections
+        mixed = decoder_ops.attention(
+            query(hidden_states),
+            key(hidden_states),
+            value(hidden_states),
+            self.heads,
+            attention_mask.positions,
+            attention_mask.window,
+            past_key_values.layers[self.layer].row,
+        )
+        return self.output(mixed), None
+
+
+def chain_norm(module: nn.Module) -> bool:
+    """Have a norm run as ChainNorm, if it is a usual one; tell whether it does."""
+    if type(module).__name__ not in NORMS:
+        return False
+    module.forward = ChainNorm(rms_norm_of(module), own_forward(module))
+    return True
+
+
+def chain_router(module: nn.Module) -> bool:
+    """Have a router run as ChainRouter, if it is a usual one; tell whether it does."""
+    name, weight, top_k = type(module).__name__, module.weight, module.top_k
+    if name not in ROUTERS and name != DIVIDING_ROUTER:
+        return False
+    assert isinstance(weight, Tensor)
+    assert isinstance(top_k, int)
+    dividing = name == DIVIDING_ROUTER
+    normalised = dividing or bool(module.norm_topk_prob)
+    dtype = torch.float32 if dividing else None
+    module.forward = ChainRouter(weight, top_k, normalised, dtype, own_forward(module))
+    return True
+
+
+def chain_attention(module: Any) -> bool:
+    """Have attention run as ChainAttention, if it is a usual one; tell whether it does."""
+    clipped = getattr(module.config, "clip_qkv", None) is not None
+    if type(module).__name__ not in ATTENTIONS or clipped:
+        return False
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
+    module.forward = ChainAttention(
+        (module.q_proj, module.k_proj, module.v_proj),
+        module.o_proj,
+        Heads(module.scaling, query_norm, key_norm),
+        module.layer_idx,
+        own_forward(module),
+    )
+    return True
+
+
+def rms_norm_of(module: nn.Module) -> RMSNorm:
+    weight, eps = module.weight, module.variance_epsilon
+    assert isinstance(weight, Tensor)
+    assert isinstance(eps, float)
+    return RMSNorm(weight, eps)

@@ -1,0 +1,148 @@
+"""The decoder's layers, walked by ourselves for a few tokens of one text.
+
+transformers' own forward takes longer for them than what it computes. The walk calls the same
+modules in the same order, in rows [T, H], and hands each addition to the norm behind it.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from speq.kernels.decoder_ops import Positions
+from speq.layers.chain import (
+    Chain,
+    ChainNorm,
+    chain_attention,
+    chain_norm,
+    chain_router,
+    own_forward,
+)
+from speq.models.families import Family
+
+logger = logging.getLogger("speq")
+
+# Positions whose turns are computed at a time.
+POSITIONS = 256
+
+
+class Walked(NamedTuple):
+    """last_hidden_state  [1, T, H], as transformers' outputs have it."""
+
+    last_hidden_state: Tensor
+
+
+class RotaryTable:
+    """cos and sin of positions, computed once for many of them.
+
+    rotary_emb  called with a tensor of the wanted dtype and position_ids [1, P]
+    ahead       whether they may be computed before a text gets there
+    """
+
+    def __init__(self, rotary_emb: Callable[..., tuple[Tensor, Tensor]], ahead: bool) -> None:
+        self._rotary_emb = rotary_emb
+        self._count = POSITIONS if ahead else 0
+        self._first = 0
+        self._cos = self._sin = torch.empty(0)
+
+    def at(self, start: int, like: Tensor) -> Positions:
+        """Of the rows of `like` [T, H], from position `start` on."""
+        rows = like.shape[0]
+        at = start - self._first
+        if not self._count or at < 0 or at + rows > self._cos.shape[0]:
+            wanted = torch.arange(start, start + max(self._count, rows))
+            cos, sin = self._rotary_emb(like, position_ids=wanted[None])
+            self._cos, self._sin = cos[0], sin[0]
+            self._first, at = start, 0
+        return Positions(start, self._cos[at : at + rows], self._sin[at : at + rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Given to a model in place of masks: tokens follow one another behind one text.
+
+    start  entries before them
+    of     how far layers of each kind look back, a token's own entry included; None: all the way
+    """
+
+    start: int
+    of: dict[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedLayer:
+    """kind: of `Windows`."""
+
+    kind: str
+    attention: nn.Module
+    norm: nn.Module
+    feed_forward: nn.Module
+    next_norm: nn.Module
+
+
+class ChainDecoder:
+    """Stands in for the forward of a model without its head.
+
+    kinds  of its layers
+    ahead  whether turns of positions may be computed before a text gets there
+    """
+
+    def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
+        self._forward = own_forward(body)
+        self._embed = body.embed_tokens
+        self._rotary = RotaryTable(body.rotary_emb, ahead)
+        layers = list(body.layers)
+        norms = [*(layer.input_layernorm for layer in layers), body.norm]
+        self._first_norm = norms[0]
+        self._layers = [
+            WalkedLayer(kind, layer.self_attn, layer.post_attention_layernorm, layer.mlp, next_norm)
+            for kind, layer, next_norm in zip(kinds, layers, norms[1:], strict=True)
+        ]
+
+    def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
+        if not isinstance(attention_mask, Windows):
+            return self._forward(*args, attention_mask=attention_mask, **others)
+        return self._walk(attention_mask, others["input_ids"], others["past_key_values"])
+
+    def _walk(self, windows: Windows, input_ids: Tensor, cache: Any) -> Walked:
+        hidden = self._embed(input_ids[0])
+        positions = self._rotary.at(windows.start, hidden)
+        chains = {kind: Chain(positions, window) for kind, window in windows.of.items()}
+        normed = self._first_norm(hidden)
+        for layer in self._layers:
+            chain = chains[layer.kind]
+            update, _ = layer.attention(normed, attention_mask=chain, past_key_values=cache)
+            hidden, normed = added(hidden, update, layer.norm)
+            update = layer.feed_forward(normed[None])[0]
+            hidden, normed = added(hidden, update, layer.next_norm)
+        return Walked(normed[None])
+
+
+def added(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """hidden + update, both [T, H], and the norm of that."""
+    if isinstance(norm.forward, ChainNorm):
+        both: tuple[Tensor, Tensor] = norm(hidden, update)
+        return both
+    hidden = hidden + update
+    return hidden, norm(hidden)
+
+
+def walk_chains(model: Any, family: Family, kinds: list[str], ahead: bool) -> None:
+    """Have few tokens of one text walked through a model on the CPU, as far as its parts are usual.
+
+    kinds, ahead  as ChainDecoder has them
+    """
+    for module in model.modules():
+        chain_norm(module)
+    for block in family.moe_blocks(model).values():
+        if not chain_router(block.router):
+            logger.debug("%s runs as transformers has it", type(block.router).__name__)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    other = [attention for attention in attentions if not chain_attention(attention)]
+    if other:
+        logger.debug("%s runs as transformers has it", type(other[0]).__name__)
+    else:
+        model.model.forward = ChainDecoder(model.model, kinds, ahead)

@@ -1,0 +1,222 @@
+"""What decoder layers do between their products: every instruction set against plain torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq.kernels import decoder_ops, reference_decoder
+from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
+from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Sums are added up in another order; one rounding of the dtype may then fall the other way.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(params=CPU_BACKENDS, autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    yield from backend_named(request)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(ours: Tensor, wanted: Tensor) -> None:
+    allowed = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(ours, wanted, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (1, 16), (2, 33), (5, 256)])
+def test_norm_is_transformers(rows: int, columns: int, dtype: torch.dtype) -> None:
+    inputs, others = normal(rows, columns, dtype=dtype), normal(rows, columns, dtype=dtype, seed=1)
+    norm = RMSNorm(normal(columns, dtype=dtype, seed=2), 1e-6)
+    wanted, sums = torch.empty_like(inputs), torch.empty_like(inputs)
+    reference_decoder.rms_norm_out(inputs, None, norm.weight, norm.eps, None, wanted)
+    assert_close(decoder_ops.rms_norm(inputs, norm), wanted)
+    reference_decoder.rms_norm_out(inputs, others, norm.weight, norm.eps, sums, wanted)
+    our_sums, ours = decoder_ops.add_rms_norm(inputs, others, norm)
+    assert torch.equal(our_sums, sums)
+    assert torch.equal(sums, inputs + others)
+    assert_close(ours, wanted)
+
+
+def test_norm_rounds_twice() -> None:
+    """As transformers does: what is rounded before the weight is not what is rounded behind it."""
+    inputs, weight = normal(64, 96, dtype=torch.bfloat16), normal(96, dtype=torch.bfloat16, seed=1)
+    wide = inputs.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    ours = decoder_ops.rms_norm(inputs, RMSNorm(weight, 1e-6))
+    same = (ours == weight * scaled.bfloat16()).float().mean()
+    once = (ours == (weight.float() * scaled).bfloat16()).float().mean()
+    assert same > 0.999
+    assert once < 0.9
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """norm: columns that a norm of queries and keys takes, 0 for none, -1 for all of a row."""
+
+    rows: int
+    start: int
+    heads: int
+    kv_heads: int
+    width: int
+    rotary: int
+    norm: int
+    window: int | None
+
+
+CASES = [
+    AttentionCase(1, 0, 1, 1, 2, 2, 0, None),
+    AttentionCase(1, 5, 4, 4, 64, 64, 0, None),
+    AttentionCase(5, 37, 4, 2, 32, 16, 32, None),
+    AttentionCase(3, 9, 6, 3, 10, 4, -1, 4),
+    AttentionCase(16, 3, 4, 1, 24, 24, 24, 5),
+    AttentionCase(2, 511, 2, 1, 16, 16, 0, None),
+    AttentionCase(4, 1030, 2, 2, 136, 8, 0, 600),
+    AttentionCase(1, 700, 8, 2, 80, 80, 0, 100),
+]
+
+
+@dataclass
+class Problem:
+    """Arguments of attention over a cache of random entries."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    heads: Heads
+    positions: Positions
+    cached: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, case: AttentionCase, dtype: torch.dtype) -> "Problem":
+        def rows(heads: int, seed: int) -> Tensor:
+            return normal(case.rows, heads * case.width, dtype=dtype, seed=seed)
+
+        def norm(heads: int, seed: int) -> RMSNorm | None:
+            columns = heads * case.width if case.norm < 0 else case.norm
+            return RMSNorm(normal(columns, dtype=dtype, seed=seed), 1e-5) if columns else None
+
+        angles = normal(case.rows, case.rotary // 2, seed=8).repeat(1, 2)
+        shape = (case.kv_heads, case.start + case.rows + 3, case.width)
+        return cls(
+            rows(case.heads, 1),
+            rows(case.kv_heads, 2),
+            rows(case.kv_heads, 3),
+            Heads(case.width**-0.5, norm(case.heads, 4), norm(case.kv_heads, 5)),
+            Positions(case.start, angles.cos().to(dtype), angles.sin().to(dtype)),
+            (normal(*shape, dtype=dtype, seed=6), normal(*shape, dtype=dtype, seed=7)),
+        )
+
+    def part(self, first: int, last: int) -> "Problem":
+        """Some of the rows, over the same cache."""
+        at, rows = self.positions, slice(first, last)
+        positions = Positions(at.start + first, at.cos[rows], at.sin[rows])
+        parts = (self.queries[rows], self.keys[rows], self.values[rows])
+        return Problem(*parts, self.heads, positions, self.cached)
+
+    def run(self, window: int | None) -> Tensor:
+        return decoder_ops.attention(
+            self.queries,
+            self.keys,
+            self.values,
+            self.heads,
+            self.positions,
+            window,
+            self.cached,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_torchs(case: AttentionCase, dtype: torch.dtype) -> None:
+    ours, plain = Problem.of(case, dtype), Problem.of(case, dtype)
+    wanted = torch.empty_like(plain.queries)
+    norms = (ours.heads.query_norm, ours.heads.key_norm)
+    weights = [None if norm is None else norm.weight for norm in norms]
+    reference_decoder.attention_out(
+        plain.queries,
+        plain.keys,
+        plain.values,
+        *weights,
+        1e-5,
+        plain.positions.cos,
+        plain.positions.sin,
+        *plain.cached,
+        case.start,
+        case.window or 1 << 40,
+        case.width**-0.5,
+        wanted,
+    )
+    attended = ours.run(case.window)
+    for mine, theirs in zip(ours.cached, plain.cached, strict=True):
+        # Turned after a norm that may round the other way: a step of the dtype, of larger numbers.
+        allowed = 4 * TOLERANCE[dtype]
+        torch.testing.assert_close(mine, theirs, rtol=allowed, atol=allowed)
+    allowed = 4 * TOLERANCE[dtype]
+    torch.testing.assert_close(attended, wanted, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(product(CASES[2:], DTYPES)), ids=str)
+def test_rows_do_not_depend_on_one_another(case: AttentionCase, dtype: torch.dtype) -> None:
+    """A drafted token is scored, bit for bit, as it is when it is the only one."""
+    together, alone = Problem.of(case, dtype), Problem.of(case, dtype)
+    rows = [alone.part(row, row + 1).run(case.window) for row in range(case.rows)]
+    assert torch.equal(together.run(case.window), torch.cat(rows))
+    for mine, theirs in zip(together.cached, alone.cached, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """Damaged weights are found by their logits, which must show it."""
+    case = AttentionCase(2, 4, 2, 1, 16, 16, 0, None)
+    problem = Problem.of(case, torch.float32)
+    problem.queries[1, 3] = torch.nan
+    attended = problem.run(None)
+    assert attended[0].isfinite().all()
+    assert attended[1, :16].isnan().all()
+    norm = RMSNorm(torch.ones(16), 1e-6)
+    rows = torch.ones(2, 16)
+    rows[1, 3] = torch.nan
+    normed = decoder_ops.rms_norm(rows, norm)
+    assert normed[0].isfinite().all()
+    assert normed[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (6, 2), (8, 8), (64, 6), (300, 4)])
+def test_routes_are_torchs(experts: int, top_k: int, normalised: bool, dtype: torch.dtype) -> None:
+    """Equal chances are common in 16 bits: they are told apart as torch does it."""
+    logits = (normal(40, experts) * 4).round().to(dtype) / 4
+    weights = torch.empty(40, top_k, dtype=dtype)
+    ids = torch.empty(40, top_k, dtype=torch.int64)
+    reference_decoder.route_out(logits, normalised, weights, ids)
+    our_weights, our_ids = decoder_ops.route(logits, top_k, normalised, dtype)
+    assert torch.equal(our_ids, ids)
+    assert_close(our_weights, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights_dtype", DTYPES)
+def test_experts_are_added_up_in_order(dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+    outputs = normal(3, 5, 33, dtype=dtype)
+    weights = normal(3, 5, dtype=weights_dtype, seed=1)
+    wanted = torch.zeros(3, 33)
+    for place in range(5):
+        wanted += outputs[:, place].float() * weights[:, place, None].float()
+    assert_close(decoder_ops.combine(outputs, weights, dtype), wanted.to(dtype))
+
+
+def test_doubles_are_torchs() -> None:
+    outputs, weights = normal(2, 3, 4).double(), normal(2, 3).double()
+    ours = decoder_ops.combine(outputs, weights, torch.float64)
+    assert torch.equal(ours, (outputs * weights[..., None]).sum(1))
+    assert not decoder_ops.takes(outputs)

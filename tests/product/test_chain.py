@@ -1,0 +1,149 @@
+"""Few tokens walked through a model by ourselves, beside transformers' own pass over them."""
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq.decode.sequence import Draft
+from speq.devices.device import Processor
+from speq.layers.chain import ChainAttention, ChainNorm, ChainRouter
+from speq.models import moe_model
+from speq.models.decoder import POSITIONS, ChainDecoder, RotaryTable
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+from speq.models.opened import open_model
+from speq.routing import Route
+from tests.helpers.tiny_models import FAMILIES, write_model
+
+# Attention of other families is no usual one.
+LATENT = ("deepseek_v2", "glm4_moe_lite")
+WALKED = tuple(family for family in FAMILIES if family not in LATENT)
+PROMPT, MORE = 29, 9
+
+
+class SomeExperts:
+    """Experts that are no experts, but differ from row to row and with the route."""
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        weighed = (route.topk_ids + 1) * route.topk_weights.to(hidden_states.dtype)
+        return hidden_states * weighed.sum(1, keepdim=True).sin() + layer
+
+
+def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, KVCache]:
+    opened = open_model(path)
+    model = moe_model.load(opened.family, opened.checkpoint, dtype, Processor())
+    shape = opened.shape
+    device = torch.device("cpu")
+    cache = KVCache(shape.num_layers, shape.attention.kv_shapes, 64, dtype, device)
+    opened.close()
+    return model, cache
+
+
+@torch.inference_mode()
+def passes(model: MoEModel, cache: KVCache, count: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of tokens behind a text: as a chain, and as a tree, which has a mask."""
+    tokens = torch.arange(PROMPT + count)[None] * 7 % 256
+    model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
+    cache.advance(PROMPT)
+    draft = Draft.chain([0] * (count - 1))
+    more = tokens[:, PROMPT:]
+    tree = model.forward(SomeExperts(), cache, more, draft.depths(), draft.ancestors())
+    chain = model.forward(SomeExperts(), cache, more)
+    return chain, tree
+
+
+@pytest.mark.parametrize("count", [1, MORE])
+@pytest.mark.parametrize("family", WALKED)
+def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny(family), torch.float32)
+    assert isinstance(model.body.forward, ChainDecoder)
+    chain, tree = passes(model, cache, count)
+    assert chain.shape == tree.shape == (1, count, 64)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+def test_walk_rounds_where_transformers_rounds(tmp_path: Path) -> None:
+    """In bfloat16 most numbers are the same to the last bit, which needs each rounding in place."""
+    path = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16)
+    chain, tree = passes(*loaded(path, torch.bfloat16), MORE)
+    torch.testing.assert_close(chain, tree, rtol=0.1, atol=0.1)
+    assert (chain == tree).float().mean() > 0.5
+
+
+def test_sliding_layers_look_back_as_far_as_they_may(tmp_path: Path) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    path = write_model(tmp_path / "model", "qwen2_moe", layer_types=kinds, **options)
+    chain, tree = passes(*loaded(path, torch.float32), MORE)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_other_attention_runs_as_transformers_has_it(
+    family: str, tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "speq"):
+        model, cache = loaded(tiny(family), torch.float32)
+    name = type(model.body.layers[0].self_attn).__name__  # type: ignore[index, union-attr]
+    assert f"{name} runs as transformers has it" in caplog.messages
+    assert not isinstance(model.body.forward, ChainDecoder)
+    assert isinstance(model.body.norm.forward, ChainNorm)  # type: ignore[union-attr]
+    chain, tree = passes(model, cache, MORE)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+def test_doubles_run_as_transformers_has_it(tiny: Callable[[str], Path]) -> None:
+    model, _ = loaded(tiny("qwen2_moe"), torch.float64)
+    forwards = {type(module.forward) for module in model.body.modules()}
+    assert not forwards & {ChainDecoder, ChainAttention, ChainNorm, ChainRouter}
+
+
+def test_clipped_projections_run_as_transformers_has_it(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "olmoe", clip_qkv=0.5)
+    model, cache = loaded(path, torch.float32)
+    assert not isinstance(model.body.forward, ChainDecoder)
+    chain, tree = passes(model, cache, MORE)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_given_up_is_gone_at_once(tiny: Callable[[str], Path]) -> None:
+    model, _ = loaded(tiny("qwen3_moe"), torch.float32)
+    weight = ref(model.body.layers[0].self_attn.q_proj.weight)  # type: ignore[index, union-attr]
+    gc.disable()  # nobody looks for what holds itself
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_turns_are_computed_once_for_many_positions() -> None:
+    asked: list[list[int]] = []
+
+    def rotary_emb(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(position_ids[0].tolist())
+        angles = position_ids[..., None] * torch.tensor([1.0, 0.1])
+        return angles.cos(), angles.sin()
+
+    table, like = RotaryTable(rotary_emb, ahead=True), torch.zeros(3, 8)
+    for start in (5, 6, POSITIONS + 2, POSITIONS + 3, 2):
+        positions = table.at(start, like)
+        angles = torch.arange(start, start + 3)[:, None] * torch.tensor([1.0, 0.1])
+        assert positions.start == start
+        assert torch.equal(positions.cos, angles.cos())
+        assert torch.equal(positions.sin, angles.sin())
+    firsts = [5, POSITIONS + 3, 2]
+    assert asked == [[*range(first, first + POSITIONS)] for first in firsts]
+    asked.clear()
+    table = RotaryTable(rotary_emb, ahead=False)
+    for start in (5, 6):
+        assert torch.equal(
+            table.at(start, like).cos[0], rotary_emb(like, torch.tensor([[start]]))[0][0, 0]
+        )
+    assert asked[::2] == [[5, 6, 7], [6, 7, 8]]
