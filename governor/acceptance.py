@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 HORIZON = 80.0
 # The acceptance assumed first, and the number of tokens it weighs as much as.
 PRIOR, PRIOR_TOKENS = 0.7, 2.0
-# A measurement of other texts weighs as much as so many tokens.
-KNOWN_TOKENS = 16.0
 # All positions together weigh as much as so many tokens of one position.
 SHRINKAGE = 8.0
 # Each cycle takes away this share of the weight: texts change.
@@ -52,10 +50,10 @@ class Acceptance:
     def __post_init__(self) -> None:
         self._positions = [_Share() for _ in range(self.longest)]
 
-    def believe(self, acceptance: float) -> None:
-        """Begin with an acceptance that was measured before."""
-        self._all = _Share(KNOWN_TOKENS, acceptance * KNOWN_TOKENS)
-        self._drafted = _Share(KNOWN_TOKENS, acceptance * KNOWN_TOKENS)
+    def believe(self, acceptance: float, tokens: float) -> None:
+        """Begin with an acceptance that weighs as much as so many tokens."""
+        self._all = _Share(tokens, acceptance * tokens)
+        self._drafted = _Share(tokens, acceptance * tokens)
 
     def observe(self, draft_length: int, accepted: int, stopped: bool = False) -> None:
         """Learn from a cycle; one without a draft only lets time pass.

@@ -21,8 +21,8 @@ from speq.governor.draft_length import (
     Ground,
 )
 from speq.governor.measured_cycles import MeasuredCycles
-from speq.governor.profile import Profile
-from speq.governor.roofline import Cycle
+from speq.governor.prior import Prior
+from speq.governor.roofline import Cycle, interpolated
 from speq.governor.slo import Objectives
 from speq.stats import Forecast, StepStats
 
@@ -39,7 +39,7 @@ LEAST_LOSS = 0.1
 # A probe may go so many lengths beyond the longest measured one. A length is measured if more than
 # this share of a cycle is remembered.
 REACH, MEASURED = 2, 0.3
-# Without a profile so many plain cycles come first: all other lengths are compared with them.
+# Where nothing is known so many plain cycles come first: all other lengths are compared with them.
 FIRST_PLAIN = 4
 # A length is worth a probe if it might be better by this share. It may have luck of so many
 # standard deviations if the credit is full, and of fewer if not.
@@ -104,13 +104,13 @@ class AdaptiveDraftLength:
 
     longest     longest draft
     objectives  bounds on time per token and per cycle, kept to if any length can
-    profile     earlier measurements. Without one, or with one that has not counted experts, the
+    prior       what is believed beforehand. Without it, or where it says nothing of experts, the
                 first cycles are the calibration
     """
 
     longest: int = LONGEST
     objectives: Objectives = field(default_factory=Objectives)
-    profile: Profile | None = None
+    prior: Prior | None = None
     acceptance: Acceptance = field(init=False)
     model: CycleModel = field(init=False)
     measured: MeasuredCycles = field(init=False)
@@ -133,13 +133,14 @@ class AdaptiveDraftLength:
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
-        self.model = CycleModel() if self.profile is None else CycleModel.of(self.profile)
+        prior = self.prior
+        self.model = CycleModel() if prior is None else CycleModel.of(prior)
         self.measured = MeasuredCycles(tuple(k for k in LENGTHS if k <= self.longest))
-        if self.profile is not None and self.profile.acceptance is not None:
-            self.acceptance.believe(self.profile.acceptance)
-        if self.profile is not None and self.model.ready:
+        if prior is not None and prior.acceptance is not None:
+            self.acceptance.believe(prior.acceptance, prior.tokens)
+        if prior is not None and self.model.ready:
             self._first_plain = 0
-            self._plain_s = self.profile.costs.verify_s(1)
+            self._plain_s = interpolated(prior.verify, 1)
 
     def begin(self) -> None:
         self._cold = True
@@ -329,14 +330,14 @@ class AdaptiveDraftLength:
 def make_governor(
     draft_length: int | None,
     objectives: Objectives,
-    profile: Profile | None = None,
+    prior: Prior | None = None,
     longest: int = LONGEST,
 ) -> Governor:
     """The governor of a run.
 
     draft_length  a fixed length, or None for the governor that measures
-    profile       where that governor begins; longest: its longest draft
+    prior         where that governor begins; longest: its longest draft
     """
     if draft_length is None:
-        return AdaptiveDraftLength(longest, objectives, profile)
+        return AdaptiveDraftLength(longest, objectives, prior)
     return FixedDraftLength(draft_length)

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from speq.governor.averages import Line, Mean, Ratio
-from speq.governor.profile import Profile
+from speq.governor.prior import Prior
 from speq.governor.roofline import Cycle
 from speq.stats import StepStats
 
-# A profile's time of a draft weighs as much as so many cycles.
-PROFILED = 10.0
 # ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. This bend meets both the
 # unions measured on trained models (b = 0.8) and N(t) of MoESD (b = 1.0) within some percent, for
 # as many rows as are ever verified.
@@ -46,11 +44,12 @@ class Traffic:
 class CycleModel:
     """Expects the time of a cycle of each draft length.
 
-    It is ready once it has seen a cycle of plain decoding, or was made from a profile.
+    It is ready once it has seen a cycle of plain decoding, or was made from what was known before.
     """
 
     single: float = 0.0  # distinct experts of one row, in all layers
     drafts: int = 0  # cycles with one that were observed
+    draft_base_s: float = 0.0  # of each draft, whatever its length; known beforehand or not at all
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
     compute: Line = field(default_factory=Line)
     spread: Mean = field(default_factory=lambda: Mean(SPREAD))
@@ -60,21 +59,28 @@ class CycleModel:
     drafting: Traffic = field(default_factory=Traffic)
 
     @classmethod
-    def of(cls, profile: Profile) -> "CycleModel":
-        """A model that begins with a profile's times.
+    def of(cls, prior: Prior) -> "CycleModel":
+        """A model that begins with what is believed.
 
-        A profile without `distinct` says too little of experts: the model is then not ready.
+        Without `distinct` too little is known of experts: the model is then not ready.
         """
         model = cls()
-        if profile.drafted:
-            model.draft_token = Mean(profile.draft_token_s + profile.draft_base_s, PROFILED)
-        model.link.add(profile.slow_tier.transfer_s(profile.expert_bytes), 1)
-        model.expert_bytes.add(profile.expert_bytes, 1)
-        for rows, experts in profile.distinct:
+        if prior.draft_token_s:
+            model.draft_base_s = prior.draft_base_s
+            model.draft_token = Mean(prior.draft_token_s, prior.drafts)
+        model.link.add(prior.transfer_s, 1)
+        model.expert_bytes.add(prior.expert_bytes, 1)
+        for rows, experts in prior.distinct:
             model._learn_spread(rows, experts)
         if model.single:
-            for rows, verify_s in profile.verify:
+            for rows, verify_s in prior.verify:
                 model.compute.add(model.distinct(rows), verify_s)
+        if prior.missed is not None:
+            for traffic, missed, exposed in zip(
+                (model.plain, model.drafting), prior.missed, prior.exposed, strict=True
+            ):
+                traffic.missed.add(missed * model.single, model.single)
+                traffic.exposed.add(exposed * prior.transfer_s, prior.transfer_s)
         return model
 
     @property
@@ -89,7 +95,8 @@ class CycleModel:
         self._learn_spread(rows, step.requests)
         if step.draft_length:
             self.drafts += 1
-            self.draft_token.add(step.draft_s / step.draft_length)
+            tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
+            self.draft_token.add(tokens_s / step.draft_length)
         verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
         self.compute.add(step.requests, verify_s)
         traffic = self.drafting if step.draft_length else self.plain
@@ -159,7 +166,7 @@ class CycleModel:
                 Cycle(
                     draft_length,
                     emitted,
-                    draft_length * draft_token_s,
+                    self.draft_base_s + draft_length * draft_token_s if draft_length else 0.0,
                     self.verify_s(experts),
                     moved * transfer_s,
                     moved * expert_bytes,

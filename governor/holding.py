@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from speq.governor.roofline import Cycle
 
+# What a load takes is spread over so many tokens: a few answers.
+LOAD_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -23,6 +26,7 @@ class Holding:
     encoded      whether experts are encoded from published words as they are read
     estimated    whether slot_bytes is what such experts usually take, not what these do
     encode_s     added to a miss by encoding; 0 where records are moved
+    start_s      encoding of all experts before the first token; 0 where records are moved
     slots        for exact experts, of all layers together; 0: not planned yet
     expected     a round at the best draft length; None: not weighed yet
     """
@@ -38,6 +42,7 @@ class Holding:
     encoded: bool = False
     estimated: bool = False
     encode_s: float = 0.0
+    start_s: float = 0.0
     slots: int = 0
     expected: Cycle | None = None
 
@@ -70,6 +75,11 @@ class Holding:
     def tpot_s(self) -> float:
         """Expected time per token."""
         return self.cycle.token_s
+
+    @property
+    def cost_s(self) -> float:
+        """Expected time per token, with a token's share of what comes before the first one."""
+        return self.tpot_s + self.start_s / LOAD_TOKENS
 
     @property
     def moved_bytes_per_token(self) -> float:

@@ -147,7 +147,11 @@ def roofline_time(tokens: float, ridge: float, sharpness: float) -> float:
 
 
 def modelled_speedup(parameters: SpeedupParameters, setting: Measurement) -> float:
-    """ComputeSpeedup of Algorithm 1: gamma drafted tokens and a verification of B gamma tokens."""
+    """ComputeSpeedup of Algorithm 1: gamma drafted tokens and their verification.
+
+    A verification has gamma + 1 rows of each sequence here, the pending token's among them, where
+    the slides count gamma.
+    """
     p = parameters
 
     def pass_time(tokens: int) -> float:
@@ -161,7 +165,7 @@ def modelled_speedup(parameters: SpeedupParameters, setting: Measurement) -> flo
         )
 
     plain = pass_time(setting.batch)
-    verify = pass_time(setting.batch * setting.draft_length)
+    verify = pass_time(setting.batch * (setting.draft_length + 1))
     draft = p.draft_bias + p.draft_token * roofline_time(setting.batch, p.ridge, p.sharpness)
     reject = p.reject_bias + p.reject_token * setting.batch
     emitted = setting.accepted_share * (setting.draft_length + 1)

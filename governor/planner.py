@@ -15,13 +15,18 @@ from speq.governor.draft_length import LENGTHS
 from speq.governor.holding import Holding
 from speq.governor.locality import Locality
 from speq.governor.presets import Rates
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.roofline import Cycle, Link, accepted_tokens
+from speq.governor.survey import Survey
 
 # The share of transfers that computation might hide and does not: on demand, and with three-phase
 # prefetching along a draft. Both are from `speq bench schedule` on the widened model, f = 0.5 and
 # 0.7, as (TPOT - floor) / the shorter of link and computation.
 EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
+# What was planned weighs as much as so many cycles of the run, and an assumed acceptance as much as
+# so many tokens.
+PLANNED, PLANNED_TOKENS = 1.0, 4.0
 # A break-even is looked for within so many powers of ten of the link at hand.
 DECADES = 4
 STEPS_A_DECADE = 10
@@ -36,12 +41,14 @@ class PassBytes:
     fixed_bytes        weights that every exact pass reads: all but experts and embeddings
     draft_fixed_bytes  what a draft's pass reads of these, or codes in their place
     draft_token_bytes  the INT4 experts of one token, in all layers
+    token_experts      exact experts of one token, in all layers
     """
 
     layers: int
     fixed_bytes: int
     draft_fixed_bytes: int
     draft_token_bytes: int
+    token_experts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,16 @@ class Speeds:
     pass_s    time of a verification without its exact experts
     draft_base_s, draft_token_s  T_draft(k) = base + k * token
     expert_s  time of each distinct exact expert, by codec
+    row_s     of each further row of a verification, its experts apart
+    miss_s    of the processor for each expert that is moved
     """
 
     pass_s: float
     draft_base_s: float
     draft_token_s: float
     expert_s: dict[str, float]
+    row_s: float = 0.0
+    miss_s: float = 0.0
 
     @classmethod
     def of_rates(cls, rates: Rates, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
@@ -64,13 +75,31 @@ class Speeds:
 
         It does not count arithmetic, so it is too low for long drafts on few cores.
         """
-        overhead_s = sizes.layers * rates.layer_s
-        draft_bytes = sizes.draft_fixed_bytes + sizes.draft_token_bytes
+        layers_s, memory = sizes.layers * rates.layer_s, rates.memory_bytes_per_s
         return cls(
-            overhead_s + sizes.fixed_bytes / rates.memory_bytes_per_s,
+            layers_s + sizes.fixed_bytes / memory,
             0.0,
-            overhead_s + draft_bytes / rates.memory_bytes_per_s,
-            {h.codec: h.read_bytes / rates.memory_bytes_per_s for h in holdings},
+            layers_s + (sizes.draft_fixed_bytes + sizes.draft_token_bytes) / memory,
+            {h.codec: h.read_bytes / memory for h in holdings},
+        )
+
+    @classmethod
+    def of_survey(cls, survey: Survey, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
+        """Weights outside the experts are read beside what a layer takes. An expert takes the
+        longer of reading and arithmetic.
+        """
+        layers_s = survey.pass_s + sizes.layers * survey.layer_s
+        memory = survey.memory_bytes_per_s
+        draft_experts_s = max(
+            sizes.token_experts * survey.draft_expert_s, sizes.draft_token_bytes / memory
+        )
+        return cls(
+            layers_s + sizes.fixed_bytes / memory,
+            0.0,
+            layers_s + sizes.draft_fixed_bytes / memory + draft_experts_s,
+            {h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory) for h in holdings},
+            survey.row_s,
+            survey.miss_s,
         )
 
     @classmethod
@@ -130,25 +159,62 @@ class Outlook:
                 f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
             )
 
+    def asked(self, rows: float) -> float:
+        """Distinct experts of all layers that a pass of so many rows asks for."""
+        return self.num_layers * self.locality.distinct(rows)
+
+    def missed(self, holding: Holding, rows: float) -> float:
+        """Those of them that are in no slot."""
+        return self.num_layers * self.locality.misses(holding.slots / self.num_layers, rows)
+
+    def verify_s(self, holding: Holding, rows: float) -> float:
+        """Time of a pass of so many rows, all of its experts in slots."""
+        speeds = self.speeds
+        experts_s = self.asked(rows) * speeds.expert_s[holding.codec]
+        return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
+
     def cycle(self, holding: Holding, draft_length: int) -> Cycle:
         """The time and the yield of a round with so many drafted tokens.
 
-        Experts of rejected tokens are moved and read like all others. The thread that has read an
-        expert also encodes it, so the two times add up.
+        Experts of rejected tokens are moved and read like all others. Encoding takes the processor
+        that the pass runs on, so that nothing hides it.
         """
         rows, speeds = draft_length + 1, self.speeds
-        experts = self.num_layers * self.locality.distinct(rows)
-        moved = self.num_layers * self.locality.misses(holding.slots / self.num_layers, rows)
+        moved = self.missed(holding, rows)
         moved_bytes = moved * holding.moved_bytes
         return Cycle(
             draft_length,
             1 + accepted_tokens([self.acceptance] * draft_length),
             speeds.draft_base_s + draft_length * speeds.draft_token_s if draft_length else 0.0,
-            speeds.pass_s + experts * speeds.expert_s[holding.codec],
-            self.link.transfer_s(moved_bytes) + moved * holding.encode_s,
+            self.verify_s(holding, rows) + moved * (speeds.miss_s + holding.encode_s),
+            self.link.transfer_s(moved_bytes),
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
             EXPOSED_AHEAD if draft_length and self.ahead else EXPOSED_ON_DEMAND,
+        )
+
+    def prior(self, holding: Holding) -> Prior:
+        """What a run begins with, of a holding that was weighed. What a miss takes of the processor
+        counts as a part of its transfer.
+        """
+        speeds = self.speeds
+        rows = [length + 1 for length in LENGTHS]
+        best = holding.cycle.draft_length + 1
+        return Prior(
+            verify=tuple((float(t), self.verify_s(holding, t)) for t in rows),
+            distinct=tuple((float(t), self.asked(t)) for t in rows),
+            draft_base_s=speeds.draft_base_s,
+            draft_token_s=speeds.draft_token_s,
+            drafts=PLANNED,
+            transfer_s=self.link.transfer_s(holding.moved_bytes) + holding.encode_s + speeds.miss_s,
+            expert_bytes=holding.moved_bytes,
+            missed=(
+                self.missed(holding, 1) / self.asked(1),
+                self.missed(holding, best) / self.asked(best),
+            ),
+            exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if self.ahead else EXPOSED_ON_DEMAND),
+            acceptance=self.acceptance,
+            tokens=PLANNED_TOKENS,
         )
 
     def weighed(self, holding: Holding) -> Holding:
@@ -217,19 +283,27 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
     return inside
 
 
-def choose(outlook: Outlook, holdings: Sequence[Holding]) -> tuple[Holding, str]:
+def choose(
+    outlook: Outlook, holdings: Sequence[Holding], margin: float = 0.0
+) -> tuple[Holding, str]:
     """The holding of the least expected time per token, weighed, and why it is chosen.
+
+    margin  share of the time that a way with a draft must be expected to save
 
     Raises SpeqError where there is no holding at all.
     """
-    ranked = sorted(map(outlook.weighed, holdings), key=lambda holding: holding.tpot_s)
+
+    def cost_s(holding: Holding) -> float:
+        return holding.cost_s / (1 - margin if holding.drafts else 1)
+
+    ranked = sorted(map(outlook.weighed, holdings), key=cost_s)
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]
-    beside = ", ".join(f"{other.name} {other.tpot_s * 1e3:.1f}" for other in others)
+    beside = ", ".join(f"{other.name} {other.cost_s * 1e3:.1f}" for other in others)
     cycle = best.cycle
     reason = (
-        f"{best.name}, k={cycle.draft_length}: {best.tpot_s * 1e3:.1f} ms a token expected, most "
+        f"{best.name}, k={cycle.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
         f"of it {cycle.limit}"
     )
     return best, reason + (f" ({beside})" if beside else "")

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from speq.errors import SpeqError, checked_int, checked_number, checked_text
-from speq.governor.roofline import Costs, Link, Points
+from speq.governor.roofline import Link, Points
 
 FORMAT = "speq-profile-1"
 # Beyond what any machine or model has; within, no figure made of these overflows or vanishes.
@@ -106,10 +106,6 @@ class Profile:
     def drafted(self) -> bool:
         """Whether drafts were measured: there was room for one in the budget."""
         return self.draft_token_s > 0
-
-    @property
-    def costs(self) -> Costs:
-        return Costs(self.draft_base_s, self.draft_token_s, self.verify)
 
     @property
     def slow_tier(self) -> Link:

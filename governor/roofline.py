@@ -5,7 +5,7 @@ decoding, k = 0, is an operating point like any other. (The paper counts only ac
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -56,28 +56,6 @@ class Link:
         if moved_bytes <= 0:
             return 0.0
         return self.overhead_s + moved_bytes / self.bandwidth_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """A machine's times for a model's cycles, without transfers.
-
-    draft_base_s, draft_token_s  T_draft(k) = base + k * token, and 0 for k = 0
-    verify                       (rows, seconds) in rising order, used through `interpolated`; a
-                                 draft of k tokens is verified in k + 1 rows
-    """
-
-    draft_base_s: float
-    draft_token_s: float
-    verify: Points
-
-    def draft_s(self, draft_length: int) -> float:
-        if draft_length == 0:
-            return 0.0
-        return self.draft_base_s + draft_length * self.draft_token_s
-
-    def verify_s(self, rows: int) -> float:
-        return interpolated(self.verify, rows)
 
 
 class Cycle(NamedTuple):
@@ -154,42 +132,3 @@ class Cycle(NamedTuple):
             "link": self.cycle_s - self.compute_s if self.new_s <= self.compute_s else self.new_s,
         }
         return max(terms, key=lambda term: terms[term])
-
-
-def cycle(
-    costs: Costs,
-    link: Link,
-    probabilities: Sequence[float],
-    draft_length: int,
-    moved_bytes: float,
-    exposed: float = 1.0,
-) -> Cycle:
-    """The operating point of a draft length.
-
-    probabilities  p_1, p_2, ...: conditional acceptance by position; at least `draft_length`
-    moved_bytes    |E_new(k)| * S_expert: the bytes that the cycle moves
-    """
-    return Cycle(
-        draft_length,
-        1 + accepted_tokens(probabilities[:draft_length]),
-        costs.draft_s(draft_length),
-        costs.verify_s(draft_length + 1),
-        link.transfer_s(moved_bytes),
-        moved_bytes,
-        link.first_fetch_s if moved_bytes > 0 else 0.0,
-        exposed,
-    )
-
-
-def best(
-    cycles: Iterable[Cycle], allowed: Callable[[Cycle], bool] = lambda cycle: True
-) -> Cycle | None:
-    """The allowed cycle (Eq. 5) of the highest throughput (Eq. 4), or None if none is allowed.
-
-    Among equal ones it is the one of the shortest draft.
-    """
-    return max(
-        filter(allowed, cycles),
-        key=lambda cycle: (cycle.tokens_per_s, -cycle.draft_length),
-        default=None,
-    )

@@ -30,6 +30,7 @@ from speq.experts.packed_copy import PackedCopy, copied_codec, copy_folder, kept
 from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import LONGEST, Governor
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.kernels.ops import Int4Pair
@@ -44,11 +45,12 @@ from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
 from speq.planning.dense import DenseTrial, Room, settle_dense
+from speq.planning.device_trial import DeviceTrial
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
+from speq.planning.processor_trial import ProcessorTrial
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial, Trials, Use
 from speq.planning.ways import agree, drafter_of, open_ways, wants_int4
 from speq.units import Done, Progress, format_bytes
 
@@ -138,9 +140,8 @@ def load(
         budget = budget_of(config, context, device)
         room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
         subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
-        settled = settle(
-            subject, budget, config, profile, trials_of(opened, device, subject, config)
-        )
+        trial = trial_of(opened, device, subject, config)
+        settled = settle(subject, budget, config, profile, trial.survey)
         check_room(settled.memory, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
@@ -278,17 +279,15 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     return source
 
 
-def trials_of(
+def trial_of(
     opened: Opened, device: Processor | Accelerator, subject: Subject, config: RunConfig
-) -> Trials:
-    """What may be tried before anything is loaded, within half of the budget."""
-    store = opened.store
-    encoding = partial(Trial.of, store)
+) -> ProcessorTrial | DeviceTrial:
+    """What surveys the machine before anything is loaded, within half of the budget."""
+    limit_bytes, dtype = config.memory_budget // 2, subject.dtype
     if isinstance(device, Processor):
-        return Trials(encoding)
-    limit_bytes = config.memory_budget // 2
-    use = partial(Use.of, store, device, opened.shape, subject.dtype, limit_bytes)
-    return Trials(encoding, use)
+        return ProcessorTrial(opened, dtype, subject.draft, config.reader_threads, limit_bytes)
+    graphs = config.graphs == "auto"
+    return DeviceTrial(opened.store, device, opened.shape, dtype, limit_bytes, graphs)
 
 
 def dense_trial_of(
@@ -437,10 +436,11 @@ def measured(store: EncodingStore, subject: Subject, settled: Settled, budget: B
 
 
 def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) -> Governor:
-    """The governor of runs that draft. Profiles time INT4 drafts and no others."""
-    if settled.holding.drafter != "int4":
-        profile = None
-    return make_governor(config.draft_length, objectives_of(config), profile, settled.longest)
+    """The governor of runs that draft. Nothing is known beforehand of others than INT4 drafts."""
+    prior = None
+    if settled.holding.drafter == "int4":
+        prior = settled.prior if profile is None else Prior.of_profile(profile)
+    return make_governor(config.draft_length, objectives_of(config), prior, settled.longest)
 
 
 def labelled(progress: Progress | None, label: str) -> Done | None:

@@ -102,7 +102,7 @@ class Runtime:
 
     @property
     def planned(self) -> str | None:
-        """Why the planner chose the holding, where a profile let it."""
+        """Why the planner chose the holding, where there was something to weigh."""
         return self._loaded.settled.reason
 
     def synchronize(self) -> None:

@@ -313,7 +313,7 @@ FIGURES = {
     "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
     "codec": "how experts lay in slots: the name of the codec",
     "dense": "how weights outside the experts were held: raw, lossless or residual",
-    "planned": "the planner's reason for codec and draft, if a profile let it choose",
+    "planned": "the planner's reason for codec and draft, if there was something to weigh",
 }
 LAYER_FIGURES = {
     "layer": "the layer's number among the MoE layers, from 0",
@@ -343,7 +343,7 @@ class RunStats:
 
     codec    of the experts in slots
     dense    form of the weights outside the experts
-    planned  why, where a profile let the planner choose that and the draft
+    planned  why, where the planner had that and the draft to weigh
     card     figures of the GPU during the run, where its driver gave any
     """
 

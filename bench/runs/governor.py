@@ -117,6 +117,8 @@ def measure(
     if length != TUNED:
         given["profile"] = "none"
     fixed = length not in (AUTO, TUNED, HELD)
+    if length == HELD:
+        given["drafter"] = "int4"  # asked for by name, a draft is held wherever it fits
     generator = Generator.from_pretrained(
         model,
         budget,

@@ -91,7 +91,7 @@ def print_layers(stats: dict[str, Any]) -> None:
 def print_explanation(explanation: Explanation, planned: str | None) -> None:
     """Which draft lengths a run chose, on what grounds, and how well their times were known.
 
-    planned  why the codec and the draft were chosen, where a profile let the planner do so
+    planned  why the codec and the draft were chosen, where there was something to weigh
     """
     table = Table(title="draft lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("k", "cycles", "tokens", "ms/token", "on what grounds"):
@@ -104,7 +104,7 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
         )
     console = Console(stderr=True, markup=False, emoji=False)
     if planned is not None:
-        console.print(f"planned by a profile: {planned}", highlight=False)
+        console.print(f"planned: {planned}", highlight=False)
     console.print(table)
     for choice in explanation.choices:
         console.print(f"k={choice.draft_length}, at last: {choice.reason}", highlight=False)

@@ -38,6 +38,8 @@ def show(profile: "Profile") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from speq.governor.moesd import target_efficiency
+
     table = Table(title="measured")
     table.add_column("what")
     table.add_column("figure", justify="right")
@@ -47,10 +49,13 @@ def show(profile: "Profile") -> None:
     if profile.draft_token_s:
         table.add_row("a draft", f"{profile.draft_base_s * 1e3:.1f} ms")
         table.add_row("each of its tokens", f"{profile.draft_token_s * 1e3:.1f} ms")
-    distinct = dict(profile.distinct)
+    distinct, single_s = dict(profile.distinct), profile.verify[0][1]
     for rows, verify_s in profile.verify:
         experts = f", {distinct[rows]:.0f} experts" if rows in distinct else ""
         table.add_row(f"verification of {rows:.0f}{experts}", f"{verify_s * 1e3:.1f} ms")
+    for rows, verify_s in profile.verify[1:]:
+        efficiency = target_efficiency(single_s, verify_s)
+        table.add_row(f"target efficiency, T(1) / T({rows:.0f})", f"{efficiency:.2f}")
     for codec, speed in profile.decode_bytes_per_s.items():
         table.add_row(f"{codec} experts, as words", format_rate(speed))
     for codec, speed in profile.encode_bytes_per_s.items():

@@ -109,6 +109,7 @@ def measured(
         settings.memory_budget,
         draft_length="auto",
         profile="none",
+        drafter="int4",  # asked for by name: held, to be timed, wherever it fits
         progress=tell,
         **settings.run,
     )
@@ -184,7 +185,7 @@ def measured_cycles(
 def figures_of(cycles: dict[int, list[StepStats]]) -> dict[str, Any]:
     """The fields of a profile that cycles tell."""
     verify = tuple(
-        (k + 1.0, median(step.verify_s - step.stall_s for step in steps))
+        (k + 1.0, lower_quartile([step.verify_s - step.stall_s for step in steps]))
         for k, steps in cycles.items()
     )
     distinct = tuple(
@@ -201,6 +202,15 @@ def figures_of(cycles: dict[int, list[StepStats]]) -> dict[str, Any]:
         "draft_token_s": token_s,
         "acceptance": stood / tried if tried else None,
     }
+
+
+def lower_quartile(values: list[float]) -> float:
+    """The value that a quarter of them are below.
+
+    Threads that read take the processor from the pass beside them, and no pass is without misses in
+    a small budget: what is left of a pass's time without its stalls is too long, in most of them.
+    """
+    return sorted(values)[len(values) // 4]
 
 
 def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:

@@ -1,14 +1,15 @@
-"""What expected times rest on: a machine's bandwidths or a measured profile, routes, acceptance."""
+"""What expected times rest on: a machine's bandwidths, or what was measured; routes; acceptance."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from speq.governor.holding import Holding
-from speq.governor.locality import PUBLISHED, Locality, RouteCurve
+from speq.governor.locality import Locality, RouteCurve, nearest_curve
 from speq.governor.planner import Outlook, PassBytes, Speeds
 from speq.governor.presets import Rates
 from speq.governor.profile import Profile
 from speq.governor.roofline import Link
+from speq.governor.survey import Survey
 from speq.models.shape import ModelShape
 
 # That a token drafted by INT4 experts stands, where it was never measured: "over 90 %" in MoE-SpeQ
@@ -20,25 +21,31 @@ DEFAULT_ACCEPTANCE = 0.9
 class Assumptions:
     """What expected times rest on.
 
-    machine  bandwidths, or what was measured of this model
+    machine  bandwidths, or what was measured of this model: in a profile, or at load
     link     in place of the machine's; None: the machine's
     """
 
-    machine: Rates | Profile
+    machine: Rates | Profile | Survey
     locality: Locality
     acceptance: float
     link_bytes_per_s: float | None = None
 
     @classmethod
     def of_profile(cls, profile: Profile, shape: ModelShape) -> "Assumptions":
-        """What was measured of this model; published routes and an acceptance where none were."""
+        """What was measured of this model; others' routes and an acceptance where none were."""
         experts = shape.experts
-        curve = routes_of(profile, shape) or PUBLISHED
+        curve = routes_of(profile, shape) or nearest_curve(experts.num_experts)
         return cls(
             profile,
             Locality(experts.num_experts, shape.top_k, curve),
             DEFAULT_ACCEPTANCE if profile.acceptance is None else profile.acceptance,
         )
+
+    @classmethod
+    def of_survey(cls, survey: Survey, shape: ModelShape) -> "Assumptions":
+        """What was measured at load; routes and acceptance of other models."""
+        count = shape.experts.num_experts
+        return cls(survey, Locality(count, shape.top_k, nearest_curve(count)), DEFAULT_ACCEPTANCE)
 
     @property
     def link(self) -> Link:
@@ -52,6 +59,8 @@ class Assumptions:
         machine = self.machine
         if isinstance(machine, Rates):
             return machine.source
+        if isinstance(machine, Survey):
+            return f"measured at load; acceptance {self.acceptance:.0%} assumed"
         given = "" if self.link_bytes_per_s is None else ", link as given"
         return f"profile measured on {machine.key.device}{given}"
 
@@ -60,28 +69,27 @@ class Assumptions:
         """Whether it is known how fast drafts are."""
         return not isinstance(self.machine, Profile) or self.machine.drafted
 
+    @property
+    def encode_bytes_per_s(self) -> dict[str, float]:
+        """Of the codecs whose encoding was timed, by name."""
+        return {} if isinstance(self.machine, Rates) else self.machine.encode_bytes_per_s
+
     def timed(self, holding: Holding, on_cpu: bool) -> bool:
         """Whether it is known how fast published words are encoded, if a holding needs that. On a
         GPU host memory holds them encoded already: a miss moves records.
         """
-        if not holding.encoded:
-            return True
-        return (
-            on_cpu
-            and isinstance(self.machine, Profile)
-            and (holding.codec in self.machine.encode_bytes_per_s)
-        )
+        return not holding.encoded or (on_cpu and holding.codec in self.encode_bytes_per_s)
 
-    def priced(self, holding: Holding, words_bytes: int, on_cpu: bool) -> Holding:
-        """The holding with the time that encoding adds to a miss.
+    def priced(self, holding: Holding, words_bytes: int, on_cpu: bool, count: int) -> Holding:
+        """The holding with the time that encoding adds to a miss, and to a load. A load reads all
+        experts for it, which a prompt would otherwise do.
 
-        words_bytes  of one expert as published
+        words_bytes  of one expert as published; count: of all experts
         """
-        if not (holding.encoded and on_cpu and isinstance(self.machine, Profile)):
+        if not (holding.encoded and on_cpu and holding.codec in self.encode_bytes_per_s):
             return holding
-        return replace(
-            holding, encode_s=words_bytes / self.machine.encode_bytes_per_s[holding.codec]
-        )
+        encode_s = words_bytes / self.encode_bytes_per_s[holding.codec]
+        return replace(holding, encode_s=encode_s, start_s=count * encode_s)
 
     def outlook(self, num_layers: int, sizes: PassBytes, holdings: Iterable[Holding]) -> Outlook:
         machine, locality = self.machine, self.locality
@@ -89,6 +97,8 @@ class Assumptions:
             speeds = Speeds.of_profile(
                 machine, lambda rows: num_layers * locality.distinct(rows), holdings
             )
+        elif isinstance(machine, Survey):
+            speeds = Speeds.of_survey(machine, sizes, holdings)
         else:
             speeds = Speeds.of_rates(machine, sizes, holdings)
         return Outlook(num_layers, locality, speeds, self.link, self.acceptance)

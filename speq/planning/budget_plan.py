@@ -48,7 +48,7 @@ class BudgetPlan:
     @property
     def best(self) -> int:
         """Index of the candidate of the least expected time per token."""
-        return min(range(len(self.candidates)), key=lambda at: self.candidates[at].tpot_s)
+        return min(range(len(self.candidates)), key=lambda at: self.candidates[at].cost_s)
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `--json`."""
@@ -114,7 +114,7 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
         left_out["with a draft"] = "the profile was measured without one"
         ways = [way for way in ways if not way.drafts]
     words_bytes = subject.codec.shape.nbytes
-    ways = [assumptions.priced(way, words_bytes, budget.on_cpu) for way in ways]
+    ways = [assumptions.priced(way, words_bytes, budget.on_cpu, subject.count) for way in ways]
     fitting, refused = fitted(subject, ways, budget)
     left_out |= {
         way.name: f"takes {format_bytes(error.needed_bytes)} at the least" for way, error in refused

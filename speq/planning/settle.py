@@ -1,8 +1,8 @@
 """Decides how a run holds its experts and who drafts: one decision, made before anything is loaded.
 
-Options and files leave some ways open, and the budget leaves some of those. With a profile of
-`speq tune` the planner takes the way of the least expected time per token. Without one a rule
-decides, which assumes nothing: whether drafts pay is left to the governor, which measures them.
+Options and files leave some ways open, and the budget leaves some of those. The planner takes the
+way of the least expected time per token: by a profile of `speq tune`, or else by a survey of the
+machine, which takes some tenths of a second. A draft is held only where it is expected to win.
 """
 
 import logging
@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from speq.config import RunConfig
-from speq.experts.codec import ExpertCodec, codec_of, codecs_for
+from speq.experts.codec import codec_of
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
 from speq.governor.planner import Outlook, choose
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives, longest_within
+from speq.governor.survey import Survey
 from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
@@ -24,11 +26,14 @@ from speq.planning.fitting import Fitting, fit, fitted, least_refusal, smallest
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.subject import Subject
-from speq.planning.trial import Trial, Trials, Use
 from speq.planning.ways import drafter_of, open_ways
 from speq.units import format_bytes
 
 logger = logging.getLogger("speq")
+
+# A survey is rougher than a profile, and a draft takes slots for good: it must be expected to save
+# this share of the time.
+SURVEYED_MARGIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,8 @@ class Settled:
     memory          planned for it
     reason          the planner's; None where there was nothing to weigh
     gives_up_draft  whether a draft would fit and is expected to lose
-    longest         no draft is longer: by the profile, longer ones miss the time objectives
+    longest         no draft is longer: by the plan, longer ones miss the time objectives
+    prior           of the run's cycles; None where nothing was weighed
     """
 
     holding: Holding
@@ -46,12 +52,20 @@ class Settled:
     reason: str | None = None
     gives_up_draft: bool = False
     longest: int = LONGEST
+    prior: Prior | None = None
 
 
 def settle(
-    subject: Subject, budget: Budget, config: RunConfig, profile: Profile | None, trials: Trials
+    subject: Subject,
+    budget: Budget,
+    config: RunConfig,
+    profile: Profile | None,
+    survey: Callable[[Sequence[str]], Survey],
 ) -> Settled:
     """The way to hold the experts, and its memory.
+
+    survey  measures the machine with codecs of these names; called where there is something to
+            weigh and no profile can tell
 
     Raises SpeqError where options and files contradict each other or nothing fits.
     """
@@ -65,7 +79,7 @@ def settle(
     if profile is not None:
         settled = by_profile(subject, budget, config, profile, fitting)
     if settled is None:
-        settled = by_rule(subject, budget, config, fitting + more, trials)
+        settled = by_survey(subject, budget, config, survey, fitting + more)
     holding = smallest(subject, settled.holding)
     if holding.slot_bytes != settled.holding.slot_bytes:
         holding, made = fit(subject, holding, budget)
@@ -79,120 +93,46 @@ def settle(
     return settled
 
 
-def by_rule(
-    subject: Subject, budget: Budget, config: RunConfig, fitting: Sequence[Fitting], trials: Trials
-) -> Settled:
-    """Without a profile: a draft where it fits; the codec by `automatic`, or by `by_use`, where it
-    is left open.
-    """
-    codec = config.codec if subject.published else subject.codec.name
-    if codec == "auto":
-        published = [entry for entry in fitting if entry[0].codec == subject.codec.name]
-        all_fit = bool(published) and drafting_first(published)[0].slots == subject.count
-        if trials.use is None:
-            codec = automatic(subject, all_fit, budget, trials.encoding)
+def fast(subject: Subject, fitting: Sequence[Fitting], on_cpu: bool) -> list[Fitting]:
+    """Without the ways that encode experts which only the slow reference could then run."""
+    device, kept = "cpu" if on_cpu else "cuda", []
+    slow: dict[str, str] = {}
+    for way, made in fitting:
+        backend = library.backend_of(codec_of(way.codec, subject.codec.shape).op, device)
+        if way.encoded and backend.name == "reference":
+            slow[way.codec] = backend.reason
         else:
-            codec = by_use(subject, all_fit, fitting, trials.use)
-    allowed = [entry for entry in fitting if entry[0].codec == codec]
-    return Settled(*drafting_first(allowed or fitting))
+            kept.append((way, made))
+    for name, reason in slow.items():
+        logger.info("codec %s: %s has no fast kernel here (%s)", subject.codec.name, name, reason)
+    return kept or list(fitting)
 
 
-def drafting_first(fitting: Sequence[Fitting]) -> Fitting:
-    """The first that drafts, or else the first."""
-    return next((entry for entry in fitting if entry[0].drafts), fitting[0])
-
-
-def automatic(
-    subject: Subject, all_fit: bool, budget: Budget, trial: Callable[[ExpertCodec], Trial]
-) -> str:
-    """On the CPU, the codec of published experts where the words of some lie outside the slots.
-
-    As published where all fit, where no compact codec codes them or where only the slow reference
-    could run records; else compact where the reading threads together encode faster than one of
-    them reads; else as published.
-    """
-    given = subject.codec
-    codec = None if all_fit else compact_codec(subject, "cpu")
-    if codec is None:
-        return given.name
-    speeds = trial(codec)
-    encoded = budget.readers * speeds.encode_bytes_per_s
-    worth = encoded > speeds.read_bytes_per_s
-    logger.info(
-        "codec %s: encoding experts as they are read would %s (%d threads encode %.2f GB/s, and "
-        "one reads %.2f GB/s); `speq pack --codec %s` encodes them once, and less is read",
-        codec.name if worth else given.name,
-        "keep up with reading" if worth else "hold reading up",
-        budget.readers,
-        encoded / 1e9,
-        speeds.read_bytes_per_s / 1e9,
-        codec.name,
-    )
-    return codec.name if worth else given.name
-
-
-def compact_codec(subject: Subject, device: str) -> ExpertCodec | None:
-    """What published experts can be encoded by without a draft; None where there is none, or only
-    the slow reference could run it.
-    """
-    given = subject.codec
-    made = [codec_of(name, given.shape) for name in codecs_for(given.shape.dtype)]
-    for codec in made:
-        if codec.usual_bits is None or codec.needs_draft:
-            continue
-        backend = library.backend_of(codec.op, device)
-        if backend.name != "reference":
-            return codec
-        logger.info(
-            "codec %s: %s has no fast kernel here (%s)", given.name, codec.name, backend.reason
-        )
-    return None
-
-
-def by_use(
+def by_survey(
     subject: Subject,
-    all_fit: bool,
+    budget: Budget,
+    config: RunConfig,
+    survey: Callable[[Sequence[str]], Survey],
     fitting: Sequence[Fitting],
-    use: Callable[[ExpertCodec], Use],
-) -> str:
-    """On a device with memory of its own, the codec of published experts.
-
-    As published where all fit, or where no fast kernel runs compact records; else that of the least
-    time that a token's expert is expected to take (`Use.expected_s`). The disk does not count: host
-    memory holds records.
-    """
-    given = subject.codec
-    codec = None if all_fit else compact_codec(subject, "cuda")
-    if codec is None:
-        return given.name
-    held: dict[str, float] = {}
-    for name in (given.name, codec.name):
-        ways = [entry for entry in fitting if entry[0].codec == name]
-        if ways:
-            held[name] = drafting_first(ways)[0].slots / subject.count
-    if set(held) != {given.name, codec.name}:  # one of them does not fit, or none
-        return next(iter(held), given.name)
-    uses = {given.name: use(given), codec.name: use(codec)}
-    chosen = least_expected(uses, held)
-    logger.info(
-        "codec %s: of each expert of a token, %s",
-        chosen,
-        " and ".join(
-            f"{name} is expected to take {each.expected_s(held[name]) * 1e6:.0f} us "
-            f"({each.run_s * 1e6:.0f} to run, {each.copy_s * 1e6:.0f} to move where it lies in no "
-            f"slot, as {1 - held[name]:.0%} do)"
-            for name, each in uses.items()
-        ),
-    )
-    return chosen
+) -> Settled:
+    """Without a profile: the way of the least expected time per token, by what is measured now."""
+    ways = asked_for(config, fitting)
+    if config.codec == "auto":
+        ways = fast(subject, ways, budget.on_cpu)
+    if not budget.on_cpu:  # where codecs that need a draft are not tried
+        ways = [entry for entry in ways if not entry[0].needs_draft] or ways
+    if len(ways) == 1:
+        [(holding, made)] = ways
+        return Settled(holding, made)
+    surveyed = survey(list(dict.fromkeys(way.codec for way, _ in ways)))
+    assumptions = Assumptions.of_survey(surveyed, subject.shape)
+    return weighed(subject, budget, config, assumptions, ways, SURVEYED_MARGIN)
 
 
-def least_expected(uses: dict[str, Use], held: dict[str, float]) -> str:
-    """The codec whose experts are expected to take least; the first of those that take the same.
-
-    held  by codec: the share of all experts that lie in slots
-    """
-    return min(uses, key=lambda name: uses[name].expected_s(held[name]))
+def asked_for(config: RunConfig, fitting: Sequence[Fitting]) -> list[Fitting]:
+    """Those that draft, where options ask for a draft and there is room for one; or all."""
+    drafting = [entry for entry in fitting if entry[0].drafts]
+    return drafting if must_draft(config) and drafting else list(fitting)
 
 
 def by_profile(
@@ -207,32 +147,49 @@ def by_profile(
     """
     assumptions = Assumptions.of_profile(profile, subject.shape)
     computed = {*profile.decode_bytes_per_s, profile.codec}
-    words_bytes = subject.codec.shape.nbytes
-    weighed = [
-        (assumptions.priced(way, words_bytes, budget.on_cpu), made)
+    known = [
+        (way, made)
         for way, made in fitting
         if way.codec in computed and (assumptions.timed(way, budget.on_cpu) or not budget.on_cpu)
     ]
-    if not profile.drafted and any(way.drafter == "int4" for way, _ in weighed):
-        logger.info("nothing is planned: a draft fits, and the profile was measured without one")
+    if not profile.drafted and any(way.drafter == "int4" for way, _ in known):
+        logger.info("a draft fits, and the profile was measured without one: it is left aside")
         return None
-    drafting = [entry for entry in weighed if entry[0].drafts]
-    if must_draft(config) and drafting:  # as far as there is room
-        weighed = drafting
-    if not weighed:
+    known = asked_for(config, known)
+    if not known:
         return None
-    holdings = [holding for holding, _ in weighed]
+    if len(known) == 1:
+        [(holding, made)] = known
+        if any(way.codec != holding.codec for way, _ in fitting):
+            return None  # other codecs were not measured
+        outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, [holding])
+        outlook = replace(outlook, ahead=config.prefetch != "none")
+        return Settled(holding, made, longest=longest_for(config, outlook, holding))
+    return weighed(subject, budget, config, assumptions, known)
+
+
+def weighed(
+    subject: Subject,
+    budget: Budget,
+    config: RunConfig,
+    assumptions: Assumptions,
+    fitting: Sequence[Fitting],
+    margin: float = 0.0,
+) -> Settled:
+    """The way of the least expected time per token, and why.
+
+    margin  share of the time that a draft must be expected to save
+    """
+    words_bytes = subject.codec.shape.nbytes
+    holdings = [
+        assumptions.priced(way, words_bytes, budget.on_cpu, subject.count) for way, _ in fitting
+    ]
     outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
     outlook = replace(outlook, ahead=config.prefetch != "none")
-    if len(weighed) == 1:
-        [(holding, made)] = weighed
-        if any(way.codec != holding.codec for way, _ in fitting):
-            return None  # other codecs were not measured: the rule tries one
-        return Settled(holding, made, longest=longest_for(config, outlook, holding))
     if config.draft_length:
         outlook = replace(outlook, lengths=(config.draft_length,))
-    chosen, reason = choose(outlook, holdings)
-    gives_up = bool(drafting) and not chosen.drafts
+    chosen, reason = choose(outlook, holdings, margin)
+    gives_up = any(way.drafts for way in holdings) and not chosen.drafts
     logger.info(
         "planned (%s; %s): %s%s",
         assumptions.source,
@@ -242,7 +199,7 @@ def by_profile(
     )
     at = holdings.index(replace(chosen, expected=None))
     longest = longest_for(config, outlook, chosen)
-    return Settled(chosen, weighed[at][1], reason, gives_up, longest)
+    return Settled(chosen, fitting[at][1], reason, gives_up, longest, outlook.prior(chosen))
 
 
 def must_draft(config: RunConfig) -> bool:

@@ -158,6 +158,7 @@ class Subject:
     @property
     def pass_bytes(self) -> PassBytes:
         shape, codes = self.shape, self.dense_draft
+        token_experts = self.num_layers * shape.top_k
         # The first matrix is the embedding.
         unread_bytes = 0 if shape.tied else self.dense.sizes[0]
         fixed_bytes = self.non_expert_bytes - unread_bytes
@@ -170,7 +171,8 @@ class Subject:
             layers=shape.num_layers,
             fixed_bytes=fixed_bytes,
             draft_fixed_bytes=fixed_bytes - replaced_bytes + codes.nbytes,
-            draft_token_bytes=self.num_layers * shape.top_k * self.base_bytes // self.count,
+            draft_token_bytes=token_experts * self.base_bytes // self.count,
+            token_experts=token_experts,
         )
 
 

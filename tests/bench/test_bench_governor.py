@@ -56,19 +56,19 @@ def test_every_setting_is_run_as_it_is_called(
     report = governor.run(str(model), settings(), tmp_path / "found.json", False, told)
     assert told.steps("measuring settings") == len(runs)
     assert [row["draft_length"] for row in report.rows] == ["0", "2", "0, held", "auto"]
-    assert [run[:3] for run in runs] == [
+    assert [run[:3] for run in runs[:3]] == [
         (0, "none", False),
         (2, "none", True),
         (None, "none", True),
-        (None, "none", True),
     ]
+    assert runs[3][:2] == (None, "none")  # whether it holds a draft is its own choice
     for row, (_, _, _, steps) in zip(report.rows, runs, strict=True):
         spent_s = sum(step.end_s - step.start_s for step in steps)
         assert row["tpot_ms"] == pytest.approx(1e3 * spent_s / 11)
         assert row["draft_length_mean"] == sum(s.draft_length for s in steps) / len(steps)
     plain, two, held, auto = report.rows
     assert plain["draft_length_mean"] == held["draft_length_mean"] == 0 < two["draft_length_mean"]
-    assert auto["cycles"].keys() >= {"0", "1"}
+    assert sum(auto["cycles"].values()) == len(runs[3][3])
     best = min(row["tpot_ms"] for row in (plain, two, held))
     drafting = min(two["tpot_ms"], held["tpot_ms"])
     for row in report.rows:
@@ -102,7 +102,6 @@ def test_auto_by_a_profile_runs_beside_auto_without(tiny: Folder, tmp_path: Path
     for row in report.rows:
         assert row["tpot_least_ms"] <= row["tpot_ms"] <= row["tpot_most_ms"]
     # A profile spares the calibration: nothing but the longest drafts there are.
-    assert "0" in report.rows[2]["cycles"]
     assert max(map(int, report.rows[3]["cycles"])) >= 10
 
 

@@ -22,7 +22,7 @@ from speq.cli import app
 from speq.drafts.draft_source import open_draft
 from speq.experts import pack as pack_module
 from speq.experts import record_writer
-from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
+from speq.experts.codec import ExpertShape, codec_of
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
 from speq.experts.host_tier import HostRoom, HostTier
@@ -30,10 +30,6 @@ from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
 from speq.models import moe_model
 from speq.models.opened import Opened, open_model
-from speq.planning.demand import Budget
-from speq.planning.settle import automatic
-from speq.planning.subject import Subject
-from speq.planning.trial import Trial
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.host_device import HostDevice
 from tests.helpers.killed import killed_at
@@ -424,68 +420,6 @@ def test_a_packed_model_is_of_its_codec(source: Path, residual: Path, tmp_path: 
     assert tokens_of(lossless)[1]["codec"] == "lossless"
     with pytest.raises(SpeqError, match="codec is 'magic'"):
         tokens_of(source, codec="magic")
-
-
-@pytest.mark.parametrize(
-    ("trial", "all_fit", "readers", "chosen"),
-    [
-        (Trial(2e9, 0.6e9), False, 4, "lossless"),
-        (Trial(2e9, 0.6e9), False, 3, "raw"),
-        (Trial(2e9, 9e9), True, 4, "raw"),
-    ],
-)
-def test_the_rule_of_auto(
-    trial: Trial,
-    all_fit: bool,
-    readers: int,
-    chosen: str,
-    source: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", "speq")
-    opened = open_model(source)
-    assert isinstance(opened.store, SafetensorsExpertStore)
-    monkeypatch.setattr(
-        "speq.kernels.library.backend_of", lambda op, device: type("Fast", (), {"name": "cpu"})()
-    )
-    subject = Subject.of_draft("model", opened, "auto", None)
-    budget = Budget(1 << 30, 64, on_cpu=True, readers=readers)
-    assert automatic(subject, all_fit, budget, lambda codec: trial) == chosen
-    if not all_fit:
-        assert f"{readers * 0.6:.2f} GB/s, and one reads 2.00 GB/s" in caplog.text
-    opened.close()
-
-
-def test_auto_says_where_only_the_reference_runs(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "speq")
-    opened = open_model(source)
-    assert isinstance(opened.store, SafetensorsExpertStore)
-    slow = type("Slow", (), {"name": "reference", "reason": "nothing was built"})
-    monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: slow())
-    subject = Subject.of_draft("model", opened, "auto", None)
-
-    def never_tried(codec: ExpertCodec) -> Trial:
-        raise AssertionError("there is no fast kernel to try for")
-
-    assert automatic(subject, False, Budget(1 << 30, 64, on_cpu=True), never_tried) == "raw"
-    assert "lossless has no fast kernel here (nothing was built)" in caplog.text
-    opened.close()
-
-
-def test_a_trial_counts_words_by_the_clock(source: Path) -> None:
-    opened = open_model(source)
-    assert isinstance(opened.store, SafetensorsExpertStore)
-    ticks = iter(range(100))
-    # Of each expert: read in one second, encoded in another; the clock is asked thrice for it.
-    trial = Trial.of(
-        opened.store, codec_of("lossless", opened.store.codec.shape), lambda: float(next(ticks))
-    )
-    nbytes = opened.store.codec.shape.nbytes
-    assert trial == Trial(nbytes, nbytes)
-    opened.close()
 
 
 def test_quantising_out_of_a_pack(source: Path, residual: Path, tmp_path: Path) -> None:

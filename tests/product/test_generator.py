@@ -799,7 +799,8 @@ def test_a_draft_that_a_longer_context_drives_out(
     model = tiny("qwen2_moe")
     with pytest.raises(SpeqError) as refused:
         Generator.from_pretrained(model, 1, context_length=256)
-    generator = Generator.from_pretrained(model, smallest_budget(refused.value))
+    budget = smallest_budget(refused.value)
+    generator = Generator.from_pretrained(model, budget, drafter="int4")
     subject = Subject(generator, plain_small)
     assert generator.runtime.plan.has_draft
     subject.check_ready()
@@ -821,7 +822,8 @@ def test_a_growth_that_fails_behind_a_dropped_draft(
     with pytest.raises(SpeqError) as refused:
         Generator.from_pretrained(model, 1, context_length=256, codec=codec, dtype="float32")
     budget = smallest_budget(refused.value)
-    generator = Generator.from_pretrained(model, budget, codec=codec, dtype="float32")
+    given = {"codec": codec, "dtype": "float32", "drafter": "int4"}
+    generator = Generator.from_pretrained(model, budget, **given)
     wanted = generator.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True).token_ids
     assert generator.runtime.plan.has_draft
     bank = weakref.ref(generator.runtime.draft_bank)

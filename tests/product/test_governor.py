@@ -15,6 +15,7 @@ from speq.governor.cycle_model import CycleModel
 from speq.governor.draft_length import Decision, FixedDraftLength
 from speq.governor.explanation import explain
 from speq.governor.measured_cycles import FADING, MeasuredCycles
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.slo import Objectives
 from speq.measure.route_trace import RouteTrace
@@ -263,7 +264,7 @@ def test_a_profile_spares_the_calibration() -> None:
         verify=((1, 1.0), (5, 1.2), (13, 1.6)),
         distinct=((1, 8.0), (5, 20.0), (13, 33.0)),
     )
-    decision = AdaptiveDraftLength(profile=profile).decide()
+    decision = AdaptiveDraftLength(prior=Prior.of_profile(profile)).decide()
     assert decision.ground == "best"
     assert decision.draft_length > 0
 

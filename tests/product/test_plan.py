@@ -20,12 +20,15 @@ from speq.drafts.draft_source import RoundedDraft
 from speq.experts.codec import codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import Packing, pack
+from speq.governor.adaptive import AdaptiveDraftLength
+from speq.governor.cycle_model import CycleModel
 from speq.governor.holding import Holding
-from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve
+from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
 from speq.governor.planner import Outlook, PassBytes, Speeds, choose
 from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.roofline import Link
+from speq.governor.survey import Survey
 from speq.load import load
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
@@ -148,6 +151,7 @@ def test_a_plan_and_a_run_report_the_same_bytes(
         "26MiB",
         context_length=512,
         draft=draft,
+        drafter="int4" if draft == "auto" else "none",
         draft_length="auto",
         codec=codec,
         dense="raw",
@@ -266,10 +270,61 @@ def test_a_cycle_by_hand() -> None:
 
 def test_speeds_of_bandwidths_by_hand() -> None:
     rates = replace(preset("rtx-4090"), memory_bytes_per_s=1e9, layer_s=1e-3)
-    speeds = Speeds.of_rates(rates, PassBytes(10, 2_000_000, 1_200_000, 500_000), [PLAIN, DRAFT])
+    speeds = Speeds.of_rates(
+        rates, PassBytes(10, 2_000_000, 1_200_000, 500_000, 40), [PLAIN, DRAFT]
+    )
     assert speeds.pass_s == pytest.approx(12e-3)
     assert speeds.draft_token_s == pytest.approx(11.7e-3)
     assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(0.9e-6)}
+
+
+def test_speeds_of_a_survey_by_hand() -> None:
+    survey = Survey("cpu", 1e6, 1e9, pass_s=2e-3, layer_s=1e-3, row_s=1e-4, miss_s=3e-4)
+    survey = replace(survey, expert_s={"raw": 5e-7, "residual": 4e-6}, draft_expert_s=1e-5)
+    speeds = Speeds.of_survey(
+        survey, PassBytes(10, 2_000_000, 1_000_000, 500_000, 40), [PLAIN, DRAFT]
+    )
+    assert speeds.pass_s == pytest.approx(2e-3 + 10e-3 + 2e-3)
+    # Reading 0.5 MB takes longer than the arithmetic of 40 experts.
+    assert speeds.draft_token_s == pytest.approx(2e-3 + 10e-3 + 1e-3 + 0.5e-3)
+    assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(4e-6)}
+    of = outlook(speeds=speeds, locality=Locality(32, 4, None))
+    resident = replace(PLAIN, slots=256)
+    cycle = of.cycle(resident, 3)
+    asked = of.asked(4)
+    assert cycle.verify_s == pytest.approx(speeds.pass_s + 3e-4 + asked * 1e-6)
+    # What is moved takes the processor, beside the link.
+    missed = of.missed(PLAIN, 4)
+    assert of.cycle(PLAIN, 3).verify_s == pytest.approx(cycle.verify_s + missed * 3e-4)
+
+
+def test_a_run_begins_with_what_was_planned() -> None:
+    of = outlook()
+    chosen = of.weighed(DRAFT)
+    prior = of.prior(chosen)
+    model = CycleModel.of(prior)
+    assert model.ready and model.draft_token_s == pytest.approx(of.speeds.draft_token_s)
+    length = chosen.cycle.draft_length
+    for k, missed in ((0, of.missed(DRAFT, 1)), (length, of.missed(DRAFT, length + 1))):
+        [cycle] = model.cycles([k], [1.0])
+        planned = of.cycle(DRAFT, k)
+        # Distinct experts are carried over by a formula of two terms.
+        assert cycle.verify_s == pytest.approx(planned.verify_s, rel=0.1)
+        assert cycle.draft_s == pytest.approx(planned.draft_s)
+        assert cycle.moved_bytes == pytest.approx(missed * DRAFT.moved_bytes, rel=0.1)
+        assert cycle.exposed == pytest.approx(planned.exposed)
+    assert AdaptiveDraftLength(prior=prior).decide().ground == "best"
+
+
+def test_a_base_is_charged_once_for_a_draft() -> None:
+    prior = replace(outlook().prior(outlook().weighed(DRAFT)), draft_base_s=1.0, draft_token_s=0.1)
+    drafts_s = [cycle.draft_s for cycle in CycleModel.of(prior).cycles([0, 1, 8], [1.0, 2.0, 5.0])]
+    assert drafts_s == pytest.approx([0.0, 1.1, 1.8])
+
+
+def test_routes_are_those_of_the_model_with_most_nearly_as_many_experts() -> None:
+    assert [nearest_curve(count) for count in (8, 16, 32)] == [BUNDLED] * 3
+    assert [nearest_curve(count) for count in (60, 128, 512)] == [PUBLISHED] * 3
 
 
 def profile(**changes: Any) -> Profile:

@@ -10,12 +10,26 @@ import pytest
 
 from speq import SpeqError
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.roofline import Costs, Cycle, Link, accepted_tokens, best, cycle, interpolated
+from speq.governor.roofline import Cycle, Link, accepted_tokens, interpolated
 from speq.governor.slo import Objectives, longest_within
 
 # 10 bytes/s, 1 s for a batch, 3 s until the first expert.
 LINK = Link(10.0, overhead_s=1.0, first_fetch_s=3.0)
-COSTS = Costs(draft_base_s=0.5, draft_token_s=0.25, verify=((1, 2.0), (3, 3.0), (5, 6.0)))
+VERIFY = ((1, 2.0), (3, 3.0), (5, 6.0))
+
+
+def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> Cycle:
+    """Half of the drafted tokens stand; a draft takes 0.5 s and 0.25 s a token."""
+    return Cycle(
+        draft_length,
+        1 + accepted_tokens([0.5] * draft_length),
+        0.5 + 0.25 * draft_length if draft_length else 0.0,
+        interpolated(VERIFY, draft_length + 1),
+        LINK.transfer_s(moved_bytes),
+        moved_bytes,
+        LINK.first_fetch_s if moved_bytes else 0.0,
+        exposed,
+    )
 
 
 def test_accepted_tokens_by_hand() -> None:
@@ -46,14 +60,12 @@ def test_interpolation_by_hand() -> None:
 
 
 def test_terms_by_hand() -> None:
-    assert [COSTS.draft_s(k) for k in (0, 1, 4)] == [0.0, 0.75, 1.5]
-    assert [COSTS.verify_s(rows) for rows in (1, 2, 5)] == [2.0, 2.5, 6.0]
     assert [LINK.transfer_s(size) for size in (0, 5, 40)] == [0.0, 1.5, 5.0]
 
 
 def test_a_cycle_by_hand() -> None:
     """k = 2: tokens 1 + 0.5 + 0.25, draft 1 s, first fetch 3 s, 20 bytes 3 s, verification 3 s."""
-    found = cycle(COSTS, LINK, [0.5, 0.5, 0.5], 2, 20.0)
+    found = cycle(2, 20.0)
     assert (found.tokens, found.draft_s, found.verify_s, found.new_s) == (1.75, 1.0, 3.0, 3.0)
     assert found.serial_s == found.cycle_s == max(1.0, 3.0) + 3.0 + 3.0
     assert found.overlapped_s == max(1.0 + 3.0, 3.0)
@@ -63,12 +75,12 @@ def test_a_cycle_by_hand() -> None:
     assert found.compute_roof == 1.75 / 4
     assert found.io_roof(LINK) == pytest.approx(1.75 / 20 * 10)
     # A third of what could be hidden is not.
-    partly = cycle(COSTS, LINK, [0.5, 0.5], 2, 20.0, exposed=0.2)
+    partly = cycle(2, 20.0, exposed=0.2)
     assert partly.cycle_s == pytest.approx(4 + 0.2 * (9 - 4))
 
 
 def test_a_cycle_that_moves_nothing() -> None:
-    found = cycle(COSTS, LINK, [0.5], 1, 0.0)
+    found = cycle(1)
     assert found.serial_s == found.overlapped_s == found.compute_s == 0.75 + 2.5
     assert found.intensity == found.io_roof(LINK) == math.inf
     assert found.tokens_per_s == found.compute_roof
@@ -86,22 +98,21 @@ def test_what_limits() -> None:
 def test_throughput_stays_under_both_roofs() -> None:
     rng = random.Random(1)
     for _ in range(500):
-        costs = Costs(rng.random(), rng.random(), ((1, 0.1 + rng.random()), (9, 1.5)))
         link = Link(1 + 99 * rng.random(), rng.random(), rng.random())
-        probabilities = [rng.random() for _ in range(8)]
-        found = cycle(
-            costs, link, probabilities, rng.randrange(9), 100 * rng.random(), rng.random()
+        moved_bytes = 100 * rng.random()
+        found = Cycle(
+            rng.randrange(9),
+            1 + accepted_tokens(rng.random() for _ in range(8)),
+            rng.random(),
+            0.1 + rng.random(),
+            link.transfer_s(moved_bytes),
+            moved_bytes,
+            link.first_fetch_s,
+            rng.random(),
         )
         assert found.tokens_per_s <= found.compute_roof * (1 + 1e-12)
         assert found.tokens_per_s <= found.io_roof(link) * (1 + 1e-12)
         assert found.overlapped_s <= found.cycle_s <= found.serial_s
-
-
-def test_the_best_of_cycles() -> None:
-    cycles = [Cycle(0, 1.0, 0, 1.0), Cycle(1, 1.8, 0.5, 1.0), Cycle(2, 2.4, 1.0, 1.0)]
-    assert best(cycles) is cycles[1]  # 1, 1.2, 1.2: the shorter one
-    assert best(cycles, lambda point: point.cycle_s <= 1.2) is cycles[0]
-    assert best(cycles, lambda point: False) is None
 
 
 PROFILE = Profile(
@@ -112,7 +123,7 @@ PROFILE = Profile(
     expert_bytes=10,
     draft_base_s=0.5,
     draft_token_s=0.25,
-    verify=((1, 2.0), (3, 3.0), (5, 6.0)),
+    verify=VERIFY,
     distinct=((1, 4.0), (5, 11.0)),
     decode_bytes_per_s={"raw": 8.0},
 )
@@ -120,7 +131,6 @@ PROFILE = Profile(
 
 def test_a_profile_survives_json() -> None:
     assert Profile.from_entries(json.loads(PROFILE.to_json())) == PROFILE
-    assert PROFILE.costs == COSTS
     assert PROFILE.slow_tier == LINK
 
 
@@ -175,11 +185,7 @@ def test_the_longest_draft_within_a_latency_by_hand() -> None:
     """Cycles without transfers: 2, 3.25, 4, 5.75 and 7.5 s."""
 
     def longest(objectives: Objectives, moved_bytes: float = 0.0) -> int | None:
-        link, lengths = PROFILE.slow_tier, range(5)
-        moved = [moved_bytes if k else 0.0 for k in lengths]
-        return longest_within(
-            objectives, (cycle(PROFILE.costs, link, [0.5] * 4, k, moved[k]) for k in lengths)
-        )
+        return longest_within(objectives, (cycle(k, moved_bytes if k else 0.0) for k in range(5)))
 
     for latency_s, expected in ((1.9, None), (2, 0), (3.3, 1), (4, 2), (7.4, 3), (100, 4)):
         assert longest(Objectives(latency_s=latency_s)) == expected

@@ -1,9 +1,9 @@
-"""How a run holds its experts: by rule, and by made-up profiles, in the real runtime."""
+"""How a run holds its experts: by made-up profiles and surveys, in the real runtime."""
 
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,23 +16,26 @@ from typer.testing import CliRunner
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig
-from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
+from speq.experts.codec import ExpertShape, codec_of
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Layout
 from speq.experts.pack import Packing, pack
 from speq.files.alignment import aligned_bytes
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
+from speq.governor.survey import Survey
 from speq.measure import codec_speed
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
+from speq.planning.device_trial import TIMED_PASSES, DeviceTrial, Use, copied_s, some_records
 from speq.planning.fitting import fit
-from speq.planning.settle import Settled, least_expected, settle
+from speq.planning.processor_trial import ProcessorTrial
+from speq.planning.settle import Settled, settle
 from speq.planning.subject import Subject
-from speq.planning.trial import TIMED_PASSES, Trial, Trials, Use, copied_s, some_records
 from speq.planning.ways import ways_of
 from speq.text.tokenizer import load_tokenizer, tokens_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
@@ -112,14 +115,28 @@ def written(tmp_path: Path, made: Profile) -> Path:
     return tmp_path / "profile.json"
 
 
-def never_tried(codec: ExpertCodec) -> Trial:
-    raise AssertionError("a profile says how fast experts are encoded")
+def never(codecs: Sequence[str]) -> Survey:
+    raise AssertionError("a profile says how fast experts are, or there is nothing to weigh")
 
 
-NEVER_TRIED = Trials(never_tried)
+# Exact experts take all of the time, and a pass over many rows shares them: drafting wins.
+WINS = Survey(
+    "cpu",
+    link_bytes_per_s=1e12,
+    memory_bytes_per_s=1e12,
+    pass_s=0.0,
+    layer_s=0.0,
+    expert_s=dict.fromkeys(EVEN, 1e-2),
+    encode_bytes_per_s=ENCODES,
+)
+RAW_FAST = {"raw": 1e-3, "lossless": 1e-2, "residual": 1e-2}
+# A drafted token takes as long as any.
+EXPENSIVE = replace(WINS, pass_s=1.0)
 
 
-def planned(model: Path, made: Profile | None, **options: Any) -> Settled:
+def planned(
+    model: Path, made: Profile | None, survey: Survey | None = None, **options: Any
+) -> Settled:
     """What a run with these options would settle on, without loading the model."""
     opened = open_model(model)
     try:
@@ -129,7 +146,7 @@ def planned(model: Path, made: Profile | None, **options: Any) -> Settled:
     config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
     longest = {} if config.draft_length is None else {"longest_draft": config.draft_length}
     budget = Budget(BUDGET_BYTES, 64, on_cpu=True, **longest)
-    return settle(subject, budget, config, made, NEVER_TRIED)
+    return settle(subject, budget, config, made, lambda codecs: survey or never(codecs))
 
 
 # In the runtime.
@@ -170,11 +187,25 @@ def test_the_first_decision_is_made_by_the_profile(model: Path, tmp_path: Path) 
         first = run.decode[0]
         assert first.ground == "best" and first.draft_length > 0
         assert first.forecast is not None
+
+
+def test_without_a_profile_the_first_decision_is_made_by_the_survey(
+    model: Path, exact: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
     with running(model, profile="none") as generator:
-        generator.generate(PROMPT, max_new_tokens=2 * TOKENS, ignore_eos=True)
+        made = generator.generate(PROMPT, max_new_tokens=2 * TOKENS, ignore_eos=True)
         run = generator.last_run
-        assert run is not None and run.planned is None
-        assert run.decode[0].reason == "plain decoding is measured first"
+        assert made.token_ids[:TOKENS] == exact
+        assert run is not None and "with a draft, k=" in made.stats["planned"]
+        assert run.decode[0].ground == "best" and run.decode[0].draft_length > 0
+    monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: EXPENSIVE)
+    with running(model, profile="none") as generator:
+        made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+        run = generator.last_run
+        assert made.token_ids == exact
+        assert "without a draft, k=0" in made.stats["planned"]
+        assert run is not None and {step.draft_length for step in run.decode} == {0}
 
 
 @pytest.mark.parametrize(("changes", "codec"), [(SLOW_LINK, "lossless"), (SLOW_ENCODING, "raw")])
@@ -199,7 +230,10 @@ def test_residuals_are_planned_beside_a_draft(
         assert made.token_ids == exact
 
 
-def test_a_kept_profile_is_found_and_none_is_none(model: Path, home: Path) -> None:
+def test_a_kept_profile_is_found_and_none_is_none(
+    model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
     made = profile(model, **LOSES)
     path = profiles.kept_path(made.key)
     assert path is not None and path.is_relative_to(home)
@@ -279,13 +313,79 @@ def test_options_are_respected(
         ]
 
 
-def test_drafts_that_were_not_timed_leave_all_to_the_rule(
+def test_drafts_that_were_not_timed_leave_all_to_a_survey(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "speq")
-    settled = planned(model, profile(model, draft_token_s=0.0), codec="raw")
-    assert settled.reason is None and settled.holding.drafts
+    settled = planned(model, profile(model, draft_token_s=0.0), WINS, codec="raw")
+    assert settled.reason is not None and settled.holding.drafts
     assert "the profile was measured without one" in caplog.text
+    assert "planned (measured at load; acceptance 90% assumed; routes of DeepSeek" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("survey", "options", "codec", "drafts"),
+    [
+        (WINS, {"codec": "raw"}, "raw", True),
+        (EXPENSIVE, {"codec": "raw"}, "raw", False),
+        # Asked for, a draft is held whatever is expected of it.
+        (replace(EXPENSIVE, expert_s=RAW_FAST), {"draft_length": 4}, "raw", True),
+        (replace(EXPENSIVE, expert_s=RAW_FAST), {"drafter": "int4"}, "raw", True),
+        # What computes faster, and what has room for more where misses count.
+        (replace(EXPENSIVE, expert_s=RAW_FAST), {}, "raw", False),
+        (replace(EXPENSIVE, expert_s=EVEN | {"lossless": 0.0}), {}, "lossless", False),
+        (replace(EXPENSIVE, link_bytes_per_s=1e5), {"draft": "none"}, "lossless", False),
+        (replace(EXPENSIVE, miss_s=1.0), {"draft": "none"}, "lossless", False),
+        (replace(WINS, link_bytes_per_s=1e5), {"drafter": "int4"}, "residual", True),
+        # What encodes slowly is not worth its room: at each miss, or before the first token.
+        (
+            replace(EXPENSIVE, encode_bytes_per_s=dict.fromkeys(ENCODES, 1e4)),
+            {"draft": "none"},
+            "raw",
+            False,
+        ),
+    ],
+)
+def test_a_survey_decides_as_a_profile_does(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    survey: Survey,
+    options: dict[str, Any],
+    codec: str,
+    drafts: bool,
+) -> None:
+    quick = type("Quick", (), {"name": "cpu", "reason": "quick"})()
+    monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: quick)
+    settled = planned(model, None, survey, **options)
+    assert (settled.holding.codec, settled.holding.drafts) == (codec, drafts)
+    assert settled.reason is not None
+    could_draft = options.get("draft") != "none"
+    assert settled.gives_up_draft == (could_draft and not drafts)
+
+
+def test_experts_that_only_the_reference_runs_are_not_encoded(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "speq")
+    slow = type("Slow", (), {"name": "reference", "reason": "nothing was built"})()
+    monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: slow)
+    settled = planned(model, None, draft="none")  # one way is left: nothing to survey
+    assert settled.holding.codec == "raw" and settled.reason is None
+    assert "lossless has no fast kernel here (nothing was built)" in caplog.text
+
+
+def test_a_little_that_a_draft_is_expected_to_save_is_not_enough(model: Path) -> None:
+    gains = []
+    for pass_s in (0.0, 0.01, 0.02, 0.03, 0.04, 0.08):
+        settled = planned(model, None, replace(WINS, pass_s=pass_s), codec="raw")
+        assert settled.reason is not None
+        found = re.search(r"k=\d+: ([\d.]+) ms .*draft ([\d.]+)\)$", settled.reason)
+        assert found is not None
+        chosen, other = float(found[1]), float(found[2])
+        gains.append(1 - (chosen / other if settled.holding.drafts else other / chosen))
+        assert settled.holding.drafts == (gains[-1] > 0.05)
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 0.05 and any(0 < gain < 0.05 for gain in gains)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +406,7 @@ def test_drafts_that_were_not_timed_leave_all_to_the_rule(
 def test_who_drafts_is_apart_from_whether_the_copy_is_held(
     model: Path, options: dict[str, Any], drafter: str, held: bool
 ) -> None:
-    settled = planned(model, None, **({"codec": "raw"} | options))
+    settled = planned(model, None, WINS, **({"codec": "raw"} | options))
     assert settled.holding.drafter == drafter
     assert (settled.holding.draft_bytes > 0) == settled.memory.has_draft == held
 
@@ -327,7 +427,8 @@ def test_the_draft_goes_exactly_where_it_leaves_fewer_than_two_slots(
     fits = []
     for size in range(1 << 20, 3 << 20, 4096):
         try:
-            made = settle(subject, Budget(size, 64, on_cpu=True), config, None, NEVER_TRIED)
+            budget = Budget(size, 64, on_cpu=True)
+            made = settle(subject, budget, config, None, lambda codecs: WINS)
         except SpeqError:
             continue
         fits.append((size, made.holding.drafts, made.memory.slots))
@@ -385,13 +486,6 @@ def test_a_length_that_is_fixed_is_not_bounded(model: Path) -> None:
     assert planned(model, profile(model, draft_token_s=0.2), draft_length=8).longest == 12
 
 
-def test_without_a_profile_the_draft_is_held_and_nothing_is_weighed(model: Path) -> None:
-    with running(model) as generator:
-        assert generator.runtime.planned is None
-        assert generator.runtime.holding.drafter == "int4"
-        assert generator.runtime.plan.has_draft
-
-
 def test_a_packed_model_keeps_its_codec(model: Path, tmp_path: Path) -> None:
     opened = open_model(model)
     assert isinstance(opened.store, SafetensorsExpertStore)
@@ -415,24 +509,31 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     assumptions = Assumptions.of_profile(made, subject.shape)
     words_bytes = 3 * 64 * 48 * 2
     ways = {
-        (way.codec, way.encoded): replace(assumptions.priced(way, words_bytes, True), slots=30)
+        (way.codec, way.encoded): replace(
+            assumptions.priced(way, words_bytes, True, LAYERS * EXPERTS), slots=30
+        )
         for way in ways_of(subject, on_cpu=True)
     }
     assert set(ways) == {("raw", False), ("lossless", False), ("lossless", True)}
     encoded, packed = ways["lossless", True], ways["lossless", False]
     assert (encoded.moved_bytes, encoded.encode_s) == (words_bytes, words_bytes / 1e6)
     assert (packed.moved_bytes, packed.encode_s) == (packed.read_bytes, 0)
+    # Before the first token all are encoded.
+    assert encoded.start_s == pytest.approx(LAYERS * EXPERTS * words_bytes / 1e6)
+    assert packed.start_s == 0
     assert encoded.read_bytes == packed.read_bytes < words_bytes
     # In host memory they lie encoded, whatever the disk has.
     [held] = [way for way in ways_of(subject, on_cpu=False) if way.encoded]
-    assert assumptions.priced(held, words_bytes, on_cpu=False) == replace(
+    assert assumptions.priced(held, words_bytes, False, LAYERS * EXPERTS) == replace(
         packed, encoded=True, slots=0
     )
     outlook = assumptions.outlook(LAYERS, subject.pass_bytes, [encoded])
     cycle = outlook.cycle(encoded, 0)
     missed = cycle.moved_bytes / words_bytes
     assert missed > 0
-    assert cycle.new_s == pytest.approx(missed * words_bytes * (1 / 1e9 + 1 / 1e6))
+    assert cycle.new_s == pytest.approx(missed * words_bytes / 1e9)
+    resident_s = outlook.cycle(replace(encoded, encode_s=0.0), 0).verify_s
+    assert cycle.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
     assert encoded.name == "lossless encoded as read, without a draft"
 
 
@@ -486,7 +587,7 @@ def test_the_command_says_why(model: Path, tmp_path: Path) -> None:
     options = ("--device", "cpu", "--codec", "raw", "--draft-length", "auto", "--profile", file)
     arguments = [*map(str, (*run, *options, "--max-new-tokens", 2, "--explain"))]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert "planned by a profile: raw without a draft, k=0" in " ".join(result.stderr.split())
+    assert "planned: raw without a draft, k=0" in " ".join(result.stderr.split())
     # `speq plan` weighs what a run of these files would, beside what packed ones would give.
     plan = ("plan", model, "--memory-budget", BUDGET_BYTES, "--profile", file, "--json", "-")
     found = CliRunner().invoke(
@@ -502,14 +603,15 @@ def test_the_command_says_why(model: Path, tmp_path: Path) -> None:
 
 def test_a_governor_begins_with_what_is_known(model: Path) -> None:
     made = profile(model)
-    governor = make_governor(None, Objectives(), made)
+    governor = make_governor(None, Objectives(), Prior.of_profile(made))
     assert isinstance(governor, AdaptiveDraftLength)
     assert governor.acceptance.overall == pytest.approx(0.9)
     assert governor.decide().ground == "best"
     # Experts that were not counted, and drafts that were not timed, are measured first.
-    uncounted = make_governor(None, Objectives(), replace(made, distinct=()))
+    uncounted = make_governor(None, Objectives(), Prior.of_profile(replace(made, distinct=())))
     assert uncounted.decide().reason == "plain decoding is measured first"
-    untimed = make_governor(None, Objectives(), replace(made, draft_token_s=0.0, acceptance=None))
+    undrafted = replace(made, draft_token_s=0.0, acceptance=None)
+    untimed = make_governor(None, Objectives(), Prior.of_profile(undrafted))
     assert untimed.decide().reason == "drafting is measured first"
 
 
@@ -525,31 +627,7 @@ def test_encoding_is_timed_by_all_threads_together() -> None:
 # On a device with memory of its own.
 
 
-@pytest.mark.parametrize(
-    ("lossless", "held", "chosen"),
-    [
-        # run_s and copy_s; shares in slots of raw and lossless. raw: 10 to run, 100 to move.
-        (Use(copy_s=70, run_s=20), (0.2, 0.3), "lossless"),  # 90 against 69
-        (Use(copy_s=70, run_s=20), (0.9, 0.95), "raw"),  # 20 against 23.5
-        (Use(copy_s=70, run_s=200), (0.0, 0.0), "raw"),  # 110 against 270
-        (Use(copy_s=70, run_s=40), (0.0, 0.0), "raw"),  # 110 and 110
-        (Use(copy_s=70, run_s=39), (0.0, 0.0), "lossless"),
-        # More of them lie in slots: that alone can do it.
-        (Use(copy_s=100, run_s=30), (0.5, 0.8), "lossless"),  # 60 against 50
-    ],
-)
-def test_bytes_on_the_link_are_weighed_against_decoding(
-    lossless: Use, held: tuple[float, float], chosen: str
-) -> None:
-    uses = {"raw": Use(copy_s=100, run_s=10), "lossless": lossless}
-    shares = dict(zip(uses, held, strict=True))
-    assert least_expected(uses, shares) == chosen
-    for name, use in uses.items():
-        missing = 1 - shares[name]
-        assert use.expected_s(shares[name]) == pytest.approx(use.run_s + missing * use.copy_s)
-
-
-def on_device(model: Path, uses: dict[str, Use], budget_bytes: int) -> Settled:
+def on_device(model: Path, survey: Survey | None, budget_bytes: int) -> Settled:
     """What a run on a device with memory of its own would settle on, by made-up times."""
     opened = open_model(model)
     try:
@@ -558,36 +636,28 @@ def on_device(model: Path, uses: dict[str, Use], budget_bytes: int) -> Settled:
         opened.close()
     tried: list[str] = []
 
-    def use(codec: ExpertCodec) -> Use:
-        tried.append(codec.name)
-        return uses[codec.name]
+    def surveyed(codecs: Sequence[str]) -> Survey:
+        tried.extend(codecs)
+        return survey or never(codecs)
 
     config = RunConfig.of(budget_bytes, device="cuda", draft_length=0)
     budget = Budget(budget_bytes, 64, on_cpu=False, longest_draft=0)
-    settled = settle(subject, budget, config, None, Trials(never_tried, use))
-    assert tried in ([], ["raw", "lossless"])
-    assert (tried == []) == (uses == {})
+    settled = settle(subject, budget, config, None, surveyed)
+    assert tried == ([] if survey is None else ["raw", "lossless"])
     return settled
 
 
-@pytest.mark.parametrize(("run_us", "codec"), [(20, "lossless"), (500, "raw")])
-def test_a_device_is_tried_where_not_all_experts_fit(
-    run_us: int,
-    codec: str,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("run_us", "codec"), [(11, "lossless"), (500, "raw")])
+def test_bytes_on_a_devices_link_are_weighed_against_decoding(
+    run_us: int, codec: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "speq")
     fast = type("Fast", (), {"name": "cuda", "reason": "fast"})()
     monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: fast)
-    uses = {"raw": Use(100e-6, 10e-6), "lossless": Use(70e-6, run_us * 1e-6)}
-    settled = on_device(model, uses, 5 << 19)
+    survey = Survey("cuda", 18432 / 100e-6, 1e12, 0.0, 0.0)
+    survey = replace(survey, expert_s={"raw": 10e-6, "lossless": run_us * 1e-6})
+    settled = on_device(model, survey, 5 << 19)
     assert settled.holding.codec == codec
     assert settled.holding.encoded == (codec == "lossless")
-    assert f"codec {codec}: of each expert of a token, raw is expected to take" in caplog.text
-    assert f"({run_us} to run, 70 to move" in caplog.text
-    assert on_device(model, {}, 1 << 26).holding.codec == "raw"  # all fit: nothing is tried
 
 
 def test_a_device_without_a_fast_kernel_takes_words_as_they_are(
@@ -596,7 +666,7 @@ def test_a_device_without_a_fast_kernel_takes_words_as_they_are(
     caplog.set_level(logging.INFO, "speq")
     slow = type("Slow", (), {"name": "reference", "reason": "nothing was built"})()
     monkeypatch.setattr("speq.kernels.library.backend_of", lambda op, device: slow)
-    assert on_device(model, {}, 5 << 19).holding.codec == "raw"
+    assert on_device(model, None, 5 << 19).holding.codec == "raw"
     assert "lossless has no fast kernel here (nothing was built)" in caplog.text
 
 
@@ -657,6 +727,14 @@ def test_an_experts_use_is_timed_by_the_devices_events(codec: str, model: Path) 
         assert given.gives_back == 1
         few: Any = Scripted()  # a token's experts are run, whatever is allowed
         assert Use.of(store, few, opened.shape, torch.float32, 1, made).copy_s == (3 + 5 + 7) / 3
+        # A survey has bytes of the largest record by the time of a copy, and of a run.
+        third: Any = Scripted()
+        trial = DeviceTrial(store, third, opened.shape, torch.float32, limit, graphs=True)
+        survey = trial.survey([codec])
+        assert survey.link_bytes_per_s == pytest.approx(use.record_bytes / use.copy_s)
+        assert survey.memory_bytes_per_s == pytest.approx(use.record_bytes / use.run_s)
+        assert survey.expert_s == {codec: pytest.approx(use.run_s)}
+        assert (codec == "raw") == (use.record_bytes == made.shape.nbytes)
     finally:
         opened.close()
 

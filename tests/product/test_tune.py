@@ -80,6 +80,14 @@ def test_figures_of_cycles_by_hand() -> None:
     assert figures["acceptance"] == pytest.approx(3 / 5)
 
 
+def test_verifications_that_readers_disturb_do_not_count() -> None:
+    """Readers took the processor in three passes of four."""
+    disturbed = [cycle(0, 0, 0.0, verify_s, 8) for verify_s in (0.16, 0.1, 0.13, 0.15)]
+    assert tune.figures_of({0: disturbed})["verify"] == ((1.0, pytest.approx(0.13)),)
+    quiet = [cycle(0, 0, 0.0, 0.1, 8), *disturbed]
+    assert tune.figures_of({0: quiet})["verify"] == ((1.0, pytest.approx(0.1)),)
+
+
 @pytest.mark.parametrize(
     ("points", "line"),
     [
@@ -149,6 +157,10 @@ def test_a_profile_is_measured_kept_and_gone_by(
     assert made.draft_token_s > 0 and made.first_fetch_s > 0
     assert made.acceptance is not None and 0 <= made.acceptance <= 1
     assert made.routes[0] == (1, top_k)
+    single_s = dict(made.verify)[1]
+    for rows, verify_s in made.verify[1:]:
+        shown = next(line for line in text.splitlines() if f"T(1) / T({rows:.0f})" in line)
+        assert f"{single_s / verify_s:.2f}" in shown
     # The plan of the same budget goes by it; that of another does not.
     plan = ("plan", model, "--device", "cpu", "--context-length", 64, "--json", "-")
     found = json.loads(run(*plan, "--memory-budget", BUDGET))["assumptions"]

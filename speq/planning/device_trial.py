@@ -1,57 +1,25 @@
-"""How fast a few published experts are read and encoded, or moved and run, where no profile says
-it.
-"""
+"""Surveys a device with memory of its own: how fast some published experts are moved and run."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator
-from speq.experts.codec import ExpertCodec
+from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.files.alignment import aligned_bytes
+from speq.governor.presets import LAYER_S
+from speq.governor.survey import Survey
 from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
-from speq.units import Clock
 
-# Experts that are timed; the first one wakes files and threads, and does not count.
-TIMED_EXPERTS = 4
 # Words of experts that a device runs to be timed, of several passes: more than its caches hold.
 RUN_BYTES = 192 << 20
 TIMED_PASSES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Speeds of some experts of a checkpoint, in bytes of their words a second, by one thread."""
-
-    read_bytes_per_s: float
-    encode_bytes_per_s: float
-
-    @classmethod
-    def of(
-        cls, store: ExpertStore, codec: ExpertCodec, clock: Clock = time.perf_counter
-    ) -> "Trial":
-        """Read and encode a few published experts. The codec needs no draft."""
-        count = store.num_layers * store.num_experts
-        slot = expert_slot(store)
-        room = aligned_bytes(1, codec.slot_bytes)[0]
-        read_s = encode_s = 0.0
-        for turn in range(1 + TIMED_EXPERTS):
-            at = count * turn // (1 + TIMED_EXPERTS)
-            if turn == 1:
-                read_s = encode_s = 0.0
-            start_s = clock()
-            store.read(*divmod(at, store.num_experts), slot)
-            read_at_s = clock()
-            codec.encode(store.codec.decode(slot), None, room)
-            read_s += read_at_s - start_s
-            encode_s += clock() - read_at_s
-        nbytes = TIMED_EXPERTS * store.codec.shape.nbytes
-        return cls(nbytes / max(read_s, 1e-9), nbytes / max(encode_s, 1e-9))
+# A layer of a recorded pass: some ten kernels. It is assumed, not measured.
+RECORDED_LAYER_S = 60e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +28,12 @@ class Use:
 
     copy_s  to bring its record there out of locked memory of the host
     run_s   to run it for a token, its record decoded on the way
+    record_bytes  of the largest
     """
 
     copy_s: float
     run_s: float
-
-    def expected_s(self, held: float) -> float:
-        """Of each time that a token asks for one: run_s + (1 - held) * copy_s.
-
-        Kernels decode a record whenever they run it, and only what lies in no slot is moved.
-
-        held  share of all experts that lie in slots; experts are thought to be asked for alike
-        """
-        return self.run_s + (1 - held) * self.copy_s
+    record_bytes: int
 
     @classmethod
     def of(
@@ -92,13 +53,14 @@ class Use:
         room = min(limit_bytes, RUN_BYTES) // codec.shape.nbytes
         count = min(max(room, model.top_k), model.experts.num_experts)
         records = some_records(store, codec, count)
-        codec = codec.holding(max(map(len, records)))
+        largest = max(map(len, records))
+        codec = codec.holding(largest)
         slots = aligned_bytes(count, codec.slot_bytes, device.torch)
         copy_s = copied_s(device, slots, records)
         run_s = passes_s(device, codec, slots, model, dtype) / (TIMED_PASSES * model.top_k)
         del slots
         device.release_cached()
-        return cls(copy_s, run_s)
+        return cls(copy_s, run_s, largest)
 
 
 def some_records(store: ExpertStore, codec: ExpertCodec, count: int) -> list[Tensor]:
@@ -159,13 +121,37 @@ def passes_s(
 
 
 @dataclass(frozen=True, slots=True)
-class Trials:
-    """What is tried of published experts by a codec, where that is asked for.
+class DeviceTrial:
+    """What is tried, and within which bounds.
 
-    encoding  on the CPU, where each miss is read and encoded
-    use       on a device with memory of its own, where records come out of the host's; None on the
-              CPU
+    limit_bytes  of the device's memory, at most but for one token's experts
+    graphs       whether passes are recorded
     """
 
-    encoding: Callable[[ExpertCodec], Trial]
-    use: Callable[[ExpertCodec], Use] | None = None
+    store: ExpertStore
+    device: Accelerator
+    model: ModelShape
+    dtype: torch.dtype
+    limit_bytes: int
+    graphs: bool
+
+    def survey(self, codecs: Iterable[str]) -> Survey:
+        """Try the codecs of those names, none of which needs a draft.
+
+        What a layer takes beside its experts is assumed.
+        """
+        given = self.store.codec
+        uses: dict[str, Use] = {}
+        for name in codecs:
+            codec = given if name == given.name else codec_of(name, given.shape)
+            uses[name] = Use.of(
+                self.store, self.device, self.model, self.dtype, self.limit_bytes, codec
+            )
+        return Survey(
+            "cuda",
+            max(use.record_bytes / use.copy_s for use in uses.values()),
+            max(use.record_bytes / use.run_s for use in uses.values()),
+            pass_s=0.0,
+            layer_s=RECORDED_LAYER_S if self.graphs else LAYER_S,
+            expert_s={name: use.run_s for name, use in uses.items()},
+        )

@@ -1,0 +1,209 @@
+"""Surveys a processor for a model, in some tenths of a second, before anything is loaded."""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of
+from speq.experts.expert_store import ExpertStore, expert_slot
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
+from speq.files.alignment import aligned_bytes
+from speq.governor.presets import LAYER_S, MEMORY_SHARE
+from speq.governor.survey import Survey
+from speq.kernels import ops
+from speq.kernels.grouping import Grouping
+from speq.models.opened import Opened
+from speq.models.shape import ModelShape
+from speq.planning.layer_trial import PassTimes, layer_bytes, passes_s
+from speq.units import Clock
+
+# Of a plain read of memory, and of experts from the disk: at most, and at least.
+MEMORY_BYTES, LEAST_MEMORY_BYTES = 192 << 20, 1 << 20
+LINK_BYTES, LINK_S = 32 << 20, 0.1
+# An expert that is encoded and run has at most so many bytes of words: a narrower one will do.
+EXPERT_BYTES = 1 << 20
+# What Python takes of a layer for its experts (routes, slots, launches), beside the layer's own
+# modules; and for each miss (slots, tickets, threads), as a share of the same. Both are from the
+# bundled model, whose time is Python's alone.
+BESIDE, MISS = 1.0, 1.0
+# A layer takes this at least: launches of its kernels.
+LEAST_LAYER_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorTrial:
+    """What is tried, and within which bounds.
+
+    draft        layout of the INT4 copy; None: there is none
+    readers      threads that read
+    limit_bytes  of memory, about
+    """
+
+    opened: Opened
+    dtype: torch.dtype
+    draft: Int4Layout | None
+    readers: int
+    limit_bytes: int
+    clock: Clock = time.perf_counter
+
+    def survey(self, codecs: Iterable[str]) -> Survey:
+        """Try the codecs of those names, and all that they have in common."""
+        opened, clock = self.opened, self.clock
+        memory = memory_bytes_per_s(min(self.limit_bytes, MEMORY_BYTES), clock)
+        times = PassTimes(0.0, LAYER_S / (1 + BESIDE), 0.0)
+        if layer_bytes(opened, self.dtype) <= self.limit_bytes:
+            times = PassTimes.of(opened, self.dtype, clock)
+        layers = opened.shape.num_layers
+        experts = ExpertTrial.of(opened.store.codec.shape, self.draft, opened.shape, self.dtype)
+        run_s: dict[str, float] = {}
+        encode: dict[str, float] = {}
+        for name in codecs:
+            run_s[name], encode[name] = experts.codec(name, clock)
+        # Threads that encode share the cores.
+        threads = min(self.readers, torch.get_num_threads())
+        return Survey(
+            "cpu",
+            link_bytes_per_s(opened.store, self.readers, clock),
+            memory,
+            times.base_s,
+            max(times.layer_s * (1 + BESIDE), LEAST_LAYER_S),
+            row_s=times.row_s * layers,
+            miss_s=times.layer_s * MISS,
+            expert_s=run_s,
+            draft_expert_s=experts.drafted(clock),
+            encode_bytes_per_s={name: threads * speed for name, speed in encode.items()},
+        )
+
+
+def memory_bytes_per_s(nbytes: int, clock: Clock) -> float:
+    """At which kernels read words that lie in memory."""
+    words = torch.ones(max(nbytes, LEAST_MEMORY_BYTES) // 8, dtype=torch.int64)
+    return MEMORY_SHARE * words.nbytes / passes_s(lambda: ops.read_sum(words), clock)
+
+
+def link_bytes_per_s(store: ExpertStore, readers: int, clock: Clock) -> float:
+    """At which threads together read experts from the disk."""
+    count = store.num_layers * store.num_experts
+    mean_bytes = max(store.moved_bytes(0, 0), 1)
+    each = min(max(LINK_BYTES // mean_bytes // readers, 1), max(count // readers, 1))
+    slots = [expert_slot(store) for _ in range(readers)]
+
+    def read(reader: int) -> int:
+        moved, begun_s = 0, clock()
+        for turn in range(each):
+            at = (reader * each + turn) * 7919 % count  # far apart, as misses are
+            layer, expert = divmod(at, store.num_experts)
+            store.read(layer, expert, slots[reader])
+            moved += store.moved_bytes(layer, expert)
+            if clock() - begun_s > LINK_S:
+                break
+        return moved
+
+    store.read(0, 0, slots[0])  # opens files
+    with ThreadPoolExecutor(readers) as pool:
+        start_s = clock()
+        moved = sum(pool.map(read, range(readers)))
+        return moved / max(clock() - start_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTrial:
+    """One expert, narrower than the model's where those are large, encoded and run.
+
+    scale  the model's expert's bytes over this one's
+    base   its INT4 codes; None: experts of these dimensions have none
+    """
+
+    words: Matrices
+    base: Int4Expert | None
+    layout: Int4Layout | None
+    shape: ExpertShape
+    scale: float
+    model: ModelShape
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, shape: ExpertShape, draft: Int4Layout | None, model: ModelShape, dtype: torch.dtype
+    ) -> "ExpertTrial":
+        narrow = narrowed(shape)
+        generator = torch.Generator().manual_seed(1)
+        gate_up_proj, down_proj = (
+            (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
+            for size in (narrow.gate_up_shape, narrow.down_shape)
+        )
+        words = gate_up_proj, down_proj
+        layout = base = None
+        if draft is not None:
+            layout = Int4Layout(narrow.hidden_size, narrow.expert_width)
+            base = Int4Expert.rounded(layout, *words)
+        return cls(words, base, layout, narrow, shape.nbytes / narrow.nbytes, model, dtype)
+
+    def codec(self, name: str, clock: Clock) -> tuple[float, float]:
+        """Seconds to run one of the model's experts, and bytes of words a second that a thread
+        encodes.
+        """
+        codec = codec_of(name, self.shape)
+        base = self.base if codec.needs_draft else None
+        room = aligned_bytes(1, codec.slot_bytes)[0]
+        start_s = clock()
+        nbytes = codec.encode(self.words, base, room)
+        encoded = self.shape.nbytes / max(clock() - start_s, 1e-9)
+        return self.scale * self.run_s(codec.holding(nbytes), room[:nbytes], clock), encoded
+
+    def run_s(self, codec: ExpertCodec, record: torch.Tensor, clock: Clock) -> float:
+        """Seconds that one of a token's experts takes out of its slot."""
+        count = self.model.top_k
+        slots = aligned_bytes(count, codec.slot_bytes)
+        for slot in slots:
+            slot[: len(record)] = record
+        experts = codec.experts(slots, self.arena() if codec.needs_draft else None)
+        table = torch.arange(count)
+        in_slot = {expert: expert for expert in range(count)}
+        topk_ids = torch.arange(count).view(1, count)
+        grouping = Grouping.of(topk_ids, topk_ids)
+        hidden_states, out = (
+            self.row(),
+            torch.empty(1, count, self.shape.hidden_size).to(self.dtype),
+        )
+
+        def run() -> None:
+            experts.run(0, hidden_states, grouping, in_slot, table, self.model.activation, out)
+
+        return passes_s(run, clock) / count
+
+    def drafted(self, clock: Clock) -> float:
+        """Seconds that one of a drafted token's experts takes; 0 where there are none."""
+        if self.layout is None:
+            return 0.0
+        arena, count = self.arena(), self.model.top_k
+        topk_ids = torch.arange(count).view(1, count)
+        weights = torch.full((1, count), 1 / count)
+        base_slots, bank, hidden_states = arena.base_slots[0], arena.bank, self.row()
+
+        def run() -> None:
+            ops.moe_int4(hidden_states, topk_ids, weights, base_slots, bank, self.model.activation)
+
+        return self.scale * passes_s(run, clock) / count
+
+    def arena(self) -> Int4Arena:
+        """A token's experts, all of them alike."""
+        assert self.layout is not None and self.base is not None, "asked for with a draft"
+        arena = Int4Arena(self.layout, 1, self.model.top_k, torch.device("cpu"))
+        for slot in range(self.model.top_k):
+            arena.put(slot, self.base)
+        return arena
+
+    def row(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(2)
+        return torch.randn(1, self.shape.hidden_size, generator=generator).to(self.dtype)
+
+
+def narrowed(shape: ExpertShape) -> ExpertShape:
+    """The shape, or one of as many whole groups of neurons as make up `EXPERT_BYTES`."""
+    group = 128
+    groups = max(EXPERT_BYTES // (3 * group * shape.hidden_size * shape.dtype.itemsize), 1)
+    return ExpertShape(shape.hidden_size, min(shape.expert_width, groups * group), shape.dtype)
