@@ -64,6 +64,8 @@ def print_summary(stats: dict[str, Any]) -> None:
         table.add_row(title, _shown(stats[name], show))
     experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
+    held = format_bytes(memory["non_expert_weights"])
+    table.add_row("outside the experts", f"{held}, {stats['dense']}")
     Console(stderr=True, markup=False, emoji=False).print(table)
 
 
