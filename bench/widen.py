@@ -67,9 +67,9 @@ def run(
             if settings.draft_noise:
                 draft = DraftFolder(target, group_size_for(inputs_of(config)))
             total = write_shards(checkpoint, config, settings, target, draft, progress)
-            if draft is not None:
-                draft.finish(config)
             write_rest(checkpoint.path, config, settings, target)
+            if draft is not None:
+                draft.finish(target)
     finally:
         checkpoint.close()
     made = {"path": str(target), "bytes": total, "settings": settings.as_json()}

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,9 +20,13 @@ from speq.drafts.draft_source import gptq_beside
 from speq.errors import SpeqError
 from speq.experts.int4 import group_size_of
 from speq.files.checkpoint import INDEX
+from speq.files.json_file import read_json
 from speq.kernels.ops import quantize_int4
 from speq.kernels.windows import codes_and_scales, escapes, words_of
-from speq.quantizing.checkpoint_folder import packed, quantization_config
+from speq.models.dense_parts import HEAD
+from speq.models.families import family_of
+from speq.models.shape import config_in, shape_of
+from speq.quantizing.checkpoint_folder import Shards, packed, quantization_config
 from speq.quantizing.gptq import MAX_CODE, ZERO_POINT, QuantisedMatrix
 from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
 from speq.version import __version__
@@ -140,11 +143,16 @@ class DraftFolder:
         self._weight_map |= dict.fromkeys(tensors, file)
         self._total += sum(tensor.nbytes for tensor in tensors.values())
 
-    def finish(self, config: dict[str, Any]) -> None:
+    def finish(self, model: Path) -> None:
+        """Make the folder a checkpoint of that model, which is whole by now."""
+        config = read_json(model / "config.json")
+        shape = shape_of(family_of(config, model), config_in(model), model / "config.json")
+        layers = tuple(layer for layer in shape.draft_layers if layer.part != HEAD)
         settings = QuantizeSettings(group_size=self.group_size, method="rtn")
+        packed_as = quantization_config(Shards(shape.experts, settings, layers), __version__)
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self.path / INDEX).write_text(json.dumps(index, indent=1))
-        quantised = config | {"quantization_config": quantization_config(settings, __version__)}
+        quantised = config | {"quantization_config": packed_as}
         (self.path / "config.json").write_text(json.dumps(quantised, indent=1) + "\n")
 
 

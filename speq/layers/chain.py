@@ -36,6 +36,7 @@ def own_forward(module: nn.Module) -> Forward:
     """A module's own forward, which does not keep the module alive: what stands in for it is held
     by the module, and memory would be given back late.
     """
+    module.__dict__.pop("forward", None)  # what stood in for it before
     method = WeakMethod(module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -70,8 +70,8 @@ class MoEModel:
         hold_dense(hf_model, self._switch, records)
         self._windows = windows_of(family, self._config)
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
-            count = self._config.num_hidden_layers
-            kinds = self._config.layer_types if family.typed_masks else [ANY_KIND] * count
+            count = len(hf_model.model.layers)
+            kinds = self._config.layer_types[:count] if family.typed_masks else [ANY_KIND] * count
             walk_chains(hf_model, family, kinds, ahead=host_rope(self._config) is None)
         self._walks = isinstance(hf_model.model.forward, ChainDecoder)
         # End-of-text tokens, from generation_config.json or else config.json.

@@ -16,7 +16,6 @@ from speq.governor.holding import Holding
 from speq.kernels import dense_ops, library, ops
 from speq.planning.demand import Budget
 from speq.planning.fitting import fitted
-from speq.planning.settle import drafting_first
 from speq.planning.subject import Subject
 from speq.units import Clock
 
@@ -107,11 +106,11 @@ class Room:
         return bool(fitting)
 
     def holds_all(self, subject: Subject) -> bool:
-        """Whether there are slots for all experts, the way that is preferred without a profile."""
+        """Whether some way to hold the experts has slots for all of them, and no smaller ones."""
         ways = self.ways(subject)
         as_given = [way for way in ways if way.codec == subject.codec.name]
         fitting, _ = fitted(subject, as_given or ways, self.budget)
-        return bool(fitting) and drafting_first(fitting)[0].slots == subject.count
+        return any(way.slots == subject.count for way, _ in fitting)
 
 
 def settle_dense(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from speq.devices.device import Processor
-from speq.layers.streamed_linear import stream_linears
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -40,8 +39,7 @@ class PassTimes:
         """Run passes of a model made of one layer, with weights of zeros."""
         model = skeleton(opened.family, hf_config(opened.checkpoint), opened.checkpoint.path)
         layer = only_layer(model, opened.family, dtype)
-        body = model.model
-        switched = MoEModel(model.eval(), opened.family, Processor())
+        body = model.eval().model
         shape = opened.shape
         cache = KVCache(
             shape.num_layers, shape.attention.kv_shapes, 2 * WIDE, dtype, torch.device("cpu")
@@ -49,8 +47,9 @@ class PassTimes:
 
         def timed(layers: int, rows: int) -> float:
             body.layers = nn.ModuleList([layer] * layers)  # type: ignore[union-attr]
+            switched = MoEModel(model, opened.family, Processor(), {})  # which knows its layers
             token_ids = torch.zeros((1, rows), dtype=torch.long)
-            return passes_s(partial(switched.forward, no_experts, cache, token_ids), clock)
+            return passes_s(partial(switched.forward, NoExperts(), cache, token_ids), clock)
 
         deep = min(DEEP, shape.num_layers)  # transformers runs no more
         shallow_s, deep_s, wide_s = timed(1, 1), timed(deep, 1), timed(deep, WIDE)
@@ -70,19 +69,24 @@ def only_layer(model: nn.Module, family: Family, dtype: torch.dtype) -> nn.Modul
     body.to(dtype).to_empty(device="cpu")
     for tensor in (*body.parameters(), *body.buffers()):
         tensor.data.zero_()
-    stream_linears(body)
     return layer
 
 
 def layer_bytes(opened: Opened, dtype: torch.dtype) -> int:
     """Upper bound of the memory that the layer takes."""
     shape = opened.shape
-    inner = shape.resident_bytes(dtype) - shape.embedding_weights * dtype.itemsize
+    rows, columns = shape.dense[0]  # of the embedding
+    inner = shape.resident_bytes(dtype) - rows * columns * dtype.itemsize
     return 2 * inner // shape.num_layers
 
 
-def no_experts(layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-    return torch.zeros_like(hidden_states)
+class NoExperts:
+    """A bank whose experts take no time."""
+
+    drafts = False
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        return torch.zeros_like(hidden_states)
 
 
 @torch.inference_mode()
