@@ -298,7 +298,7 @@ class QuantizeFolder:
             if file_path.is_file() and is_copied(file_path.name):
                 with whole(self.out / file_path.name) as target:
                     target.write(file_path.read_bytes())
-        quantization = quantization_config(self.shards, version)
+        quantization = quantization_config(self.shards.settings, version, self.shards.left)
         config = checkpoint.config | {"quantization_config": quantization}
         self._write_json(INDEX, index)
         self._write_json(REPORT, report)
@@ -347,9 +347,13 @@ def write_tensor(tensor: Tensor, out: Sink) -> None:
     out.write(bytes_of(tensor.contiguous().view(-1).view(torch.uint8)))
 
 
-def quantization_config(shards: Shards, version: str) -> dict[str, Any]:
-    """As AutoGPTQ's and GPTQModel's checkpoints have it; the names of both."""
-    settings = shards.settings
+def quantization_config(
+    settings: QuantizeSettings, version: str, left: str = NOT_EXPERTS
+) -> dict[str, Any]:
+    """As AutoGPTQ's and GPTQModel's checkpoints have it; the names of both.
+
+    left  which modules are not quantised, as `Shards.left`
+    """
     return {
         "bits": settings.bits,
         "group_size": settings.group_size,
@@ -363,7 +367,7 @@ def quantization_config(shards: Shards, version: str) -> dict[str, Any]:
         "checkpoint_format": CHECKPOINT_FORMAT,
         "format": CHECKPOINT_FORMAT,
         "pack_dtype": "int32",
-        "dynamic": {shards.left: {}},
+        "dynamic": {left: {}},
         "meta": {
             "quantizer": [f"speq:{version}"],
             "calibrated": settings.method == "gptq",
