@@ -149,7 +149,9 @@ class DraftFolder:
         shape = shape_of(family_of(config, model), config_in(model), model / "config.json")
         layers = tuple(layer for layer in shape.draft_layers if layer.part != HEAD)
         settings = QuantizeSettings(group_size=self.group_size, method="rtn")
-        packed_as = quantization_config(Shards(shape.experts, settings, layers), __version__)
+        packed_as = quantization_config(
+            settings, __version__, Shards(shape.experts, settings, layers).left
+        )
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self.path / INDEX).write_text(json.dumps(index, indent=1))
         quantised = config | {"quantization_config": packed_as}
