@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig
+from speq.drafts.dense_draft import DenseDraft
 from speq.experts.codec import ExpertShape, codec_of
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Layout
@@ -250,7 +251,8 @@ def test_a_kept_profile_is_found_and_none_is_none(
 def test_what_a_way_takes_is_what_its_run_takes(model: Path) -> None:
     """Item by item, but for slots of a size that is estimated."""
     opened = open_model(model)
-    subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48))
+    codes = DenseDraft.of("auto", opened.shape.draft_layers)
+    subject = Subject.of_draft("model", opened, "float32", Int4Layout(64, 48), codes)
     opened.close()
     budget = Budget(BUDGET_BYTES, 64, on_cpu=True)
     for codec, draft in (("lossless", "none"), ("residual", "auto")):
