@@ -6,6 +6,7 @@ writes the experts anew: lossless records, one behind the other. Later runs read
 an end of the run interrupts, the next run goes on with.
 """
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -141,6 +142,8 @@ class PackedCopy:
             self.folder,
             format_bytes(self.usual_bytes),
         )
+        # A process may end without closing what it loaded, and must not end under a thread.
+        atexit.register(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
@@ -148,6 +151,7 @@ class PackedCopy:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
+            atexit.unregister(self.stop)
 
     def _run(self) -> None:
         try:

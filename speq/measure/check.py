@@ -94,7 +94,9 @@ def run(
         if json_file is not None:
             report.write(json_file)
         return report, found
-    generator = Generator.from_pretrained(model, memory_budget, **options)
+    # The draft is compared too, whether or not it would pay.
+    drafter = {} if options.get("draft") == "none" else {"drafter": "int4"}
+    generator = Generator.from_pretrained(model, memory_budget, **(drafter | options))
     dtype, device = generator.runtime.dtype, generator.runtime.device
     path = generator.runtime.opened.checkpoint.path
     try:

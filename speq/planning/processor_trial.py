@@ -1,5 +1,6 @@
 """Surveys a processor for a model, in some tenths of a second, before anything is loaded."""
 
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from speq.models.opened import Opened
 from speq.models.shape import ModelShape
 from speq.planning.layer_trial import PassTimes, layer_bytes, passes_s
 from speq.units import Clock
+
+logger = logging.getLogger("speq")
 
 # Of a plain read of memory, and of experts from the disk: at most, and at least.
 MEMORY_BYTES, LEAST_MEMORY_BYTES = 192 << 20, 1 << 20
@@ -55,7 +58,11 @@ class ProcessorTrial:
         memory = memory_bytes_per_s(min(self.limit_bytes, MEMORY_BYTES), clock)
         times = PassTimes(0.0, LAYER_S / (1 + BESIDE), 0.0)
         if layer_bytes(opened, self.dtype) <= self.limit_bytes:
-            times = PassTimes.of(opened, self.dtype, clock)
+            try:
+                times = PassTimes.of(opened, self.dtype, clock)
+            except (RuntimeError, ValueError, TypeError) as error:
+                # A config.json that contradicts itself: loading says what is wrong with it.
+                logger.debug("a layer cannot be timed: %s", error)
         layers = opened.shape.num_layers
         experts = ExpertTrial.of(opened.store.codec.shape, self.draft, opened.shape, self.dtype)
         run_s: dict[str, float] = {}

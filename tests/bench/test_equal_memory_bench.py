@@ -16,6 +16,7 @@ from speq.bench.paper.candidates import Candidate, Outcome, candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
 from speq.bench.paper.recording import Recording
 from speq.bench.runs.schedule import budget_for
+from speq.drafts.dense_draft import DenseDraft
 from speq.experts.pack import pack
 from speq.models.opened import open_model
 from speq.quantizing.models import packing_of
@@ -191,6 +192,9 @@ def test_the_command(
     by_name = {(row["f"], row["system"]): row for row in rows}
     # An INT4 expert of groups of 64, and of 32: codes, and scales of gate and up, and of down.
     draft_bytes = 24 * (3 * 64 * 32 // 2 + 64 * 2 + 64 * 2)
+    opened = open_model(packed["raw"])
+    draft_bytes += DenseDraft.of("auto", opened.shape.draft_layers).nbytes
+    opened.close()
     assert report["settings"]["draft_bytes"] == draft_bytes
     costs = {row["codec"]: row for row in report["codecs"]}
     for name in ("raw", "residual"):

@@ -182,7 +182,13 @@ class ExactAsDraft:
 
 def small(path: Path, **options: Any) -> Generator:
     return Generator.from_pretrained(
-        path, BUDGET, dtype="float32", draft_length=DRAFT_LENGTH, context_length=40, **options
+        path,
+        BUDGET,
+        dtype="float32",
+        draft_length=DRAFT_LENGTH,
+        draft_dense="none",
+        context_length=40,
+        **options,
     )
 
 

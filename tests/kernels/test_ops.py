@@ -351,12 +351,32 @@ def test_errors_name_the_argument(call: str, name: str, value: Any, message: str
         function(**(arguments | {name: value}))
 
 
+DECODER_ARGUMENTS: dict[str, list[Any]] = {
+    "rms_norm": [
+        *(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6),
+        *(torch.zeros(2, 8), torch.zeros(2, 8)),
+    ],
+    "attention": [
+        *(torch.ones(2, 4 * 8), torch.ones(2, 2 * 8), torch.ones(2, 2 * 8)),
+        *(torch.ones(8), torch.ones(8), 1e-6, torch.ones(2, 8), torch.zeros(2, 8)),
+        *(torch.zeros(2, 9, 8), torch.zeros(2, 9, 8), 3, 9, 0.5, torch.zeros(2, 4 * 8)),
+    ],
+    "route": [
+        *(torch.ones(2, 8), True, torch.zeros(2, 3)),
+        torch.zeros(2, 3, dtype=torch.int64),
+    ],
+    "combine": [torch.ones(2, 3, 8), torch.ones(2, 3), torch.zeros(2, 8)],
+}
+
+
 def raw_arguments(op: str) -> list[Any]:
     """What the op itself takes, in order."""
     if op in COMPACT_ARGUMENTS or op in DENSE_ARGUMENTS:
         return list((COMPACT_ARGUMENTS | DENSE_ARGUMENTS)[op])
     if op == "quantize_int4":
         return [torch.zeros(4, 64), 32, torch.zeros(4, 32).byte(), torch.zeros(4, 2).half()]
+    if op in DECODER_ARGUMENTS:
+        return list(DECODER_ARGUMENTS[op])
     values = list(CALLS[op][1].values())
     return {
         "linear": [*values, torch.zeros(3, 4)],

@@ -786,7 +786,7 @@ def test_drafts_that_are_none(tiny: Folder, tmp_path: Path, command: Command) ->
 
 
 def generate(model: Path) -> list[int]:
-    generator = Generator.from_pretrained(model, BUDGET)
+    generator = Generator.from_pretrained(model, BUDGET, draft_length=2, draft_dense="none")
     result = generator.generate(PROMPT_IDS, max_new_tokens=8, ignore_eos=True)
     assert result.stats["draft_length_mean"] > 0
     generator.close()
@@ -867,7 +867,7 @@ def test_an_interrupt_while_the_draft_is_kept(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            Generator.from_pretrained(model, BUDGET)
+            Generator.from_pretrained(model, BUDGET, draft_length=2, draft_dense="none")
     assert drafts(tmp_path) == []
     assert generate(model) == wanted
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speq import Generator, SpeqError
 from speq.config import RunConfig
 from speq.devices.device import Processor
+from speq.drafts.dense_draft import DenseDraft
 from speq.governor.holding import Holding
 from speq.kernels import dense_ops, library, ops
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
@@ -265,8 +266,9 @@ def test_forms_that_there_are_none_of_are_refused(small: Subject) -> None:
     assert settle_dense(wide, "auto", room(SCARCE), refused).dense.name == "raw"
     with pytest.raises(SpeqError, match=r"^dense lossless codes bf.* float32; use dense raw$"):
         settle_dense(wide, "lossless", room(ROOMY), refused)
+    bare = replace(small, dense_draft=DenseDraft({}))
     with pytest.raises(SpeqError, match=r"^dense residual .* no such draft; use dense lossless$"):
-        settle_dense(small, "residual", room(ROOMY), refused)
+        settle_dense(bare, "residual", room(ROOMY), refused)
 
 
 def test_a_run_refuses_before_it_loads(tiny: Folder) -> None:

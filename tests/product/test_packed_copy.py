@@ -1,7 +1,10 @@
 """The packed copy that a first run leaves in the cache folder, and that later runs read."""
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,3 +166,25 @@ def test_small_models_leave_no_files(model: Path, monkeypatch: pytest.MonkeyPatc
     generator = loaded(model)
     generator.close()
     assert not kept_at(model).exists()
+
+
+def test_a_process_ends_in_the_midst_of_a_copy(model: Path, tmp_path: Path) -> None:
+    """Without closing what it loaded; the copy goes on the next time."""
+    script = (
+        "import sys\n"
+        "from speq import Generator\n"
+        "from speq.experts import packed_copy\n"
+        "packed_copy.LEAST_BYTES = 1\n"
+        f"generator = Generator.from_pretrained(sys.argv[1], {BUDGET!r}, draft='none')\n"
+        "print(generator.generate([5, 17], max_new_tokens=1, ignore_eos=True).token_ids)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(model)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HOME": str(tmp_path / "home")},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "a packed copy is being made" in ended.stderr
+    assert "terminate" not in ended.stderr

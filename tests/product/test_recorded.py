@@ -106,7 +106,9 @@ class Ready:
 @contextmanager
 def ready(path: Path) -> Iterator[Ready]:
     opened = open_model(path)
-    loaded = load(opened, RunConfig.of("32MiB", 4, dtype="float32", device="cpu"))
+    # INT4 products round their inputs, which makes last bits of attention large differences.
+    config = RunConfig.of("32MiB", 4, dtype="float32", device="cpu", draft_dense="none")
+    loaded = load(opened, config)
     assert loaded.draft_bank is not None
     layers, shapes = opened.shape.num_layers, opened.shape.attention.kv_shapes
     caches = [KVCache(layers, shapes, CAPACITY, torch.float32, CPU) for _ in range(2)]
@@ -413,7 +415,7 @@ def test_recorded_drafts_give_the_exact_tokens(
         planned = generator.runtime.plan.items
         generator.close()
     assert result.token_ids == expected
-    assert result.stats["acceptance_rate"] > 0.3
+    assert result.stats["acceptance_rate"] > 0.1
     assert isinstance(drafter, Int4Drafter)
     assert ("graphs" in planned) == (graphs == "auto")
     if graphs == "auto":
