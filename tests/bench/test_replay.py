@@ -270,7 +270,7 @@ def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
 def test_recorded_routes_are_those_of_the_tokens_alone(tiny: Folder, poor_draft: Folder) -> None:
     """With a draft, good or bad, and without one the same tokens choose the same experts."""
     model = str(tiny("qwen3_moe"))
-    common = {"dtype": "float32"}
+    common = {"dtype": "float32", "draft_dense": "none"}
     prompts = ["one two three"]
     alone, _ = record(model, "64MiB", 0, prompts, 20, **common)
     assert [step.path for step in alone.steps] == [[0]] * 19
