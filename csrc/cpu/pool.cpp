@@ -26,6 +26,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kAwaitWork{50};
 constexpr std::chrono::microseconds kAwaitEnd{20};
 constexpr std::size_t kLine = 64;
+constexpr int kMostSpans = 64;
 
 inline void relax() {
 #ifdef SPEQ_X86
@@ -79,16 +80,22 @@ public:
     }
     grow(threads - 1);
     const std::int64_t chunks = region.chunks();
+    const int spans = std::min(threads, kMostSpans);
     region_.store(&region, memory_order_relaxed);
     chunks_.store(chunks, memory_order_relaxed);
     helpers_.store(threads - 1, memory_order_relaxed);
     unfinished_.store(std::uint32_t(chunks), memory_order_relaxed);
     const std::uint32_t number = number_.load(memory_order_relaxed) + 1;
-    ticket_.store(std::uint64_t(number) << 32 | std::uint64_t(chunks));
+    const int before = spans_.exchange(spans, memory_order_relaxed);
+    for (int span = 0; span < std::max(spans, before); ++span) {
+      const std::int64_t own = first_of(span + 1, chunks, spans) - first_of(span, chunks, spans);
+      tickets_[span].value.store(std::uint64_t(number) << 32 |
+                                 std::uint64_t(span < spans ? own : 0));
+    }
     number_.store(number);
     number_.notify_all();
     within_region = true;
-    take_chunks();
+    take_chunks(0);
     within_region = false;
     await(unfinished_, kAwaitEnd, [](std::uint32_t left) { return left == 0; });
     if (failed_.exchange(false, memory_order_relaxed)) {
@@ -113,28 +120,41 @@ private:
     for (std::uint32_t seen = 0;;) {
       seen = await(number_, kAwaitWork, [seen](std::uint32_t number) { return number != seen; });
       if (place < helpers_.load(memory_order_relaxed)) {
-        take_chunks();
+        take_chunks(place + 1);
       }
     }
   }
 
-  // Takes chunks while there are some. A ticket has a region's number and how many of its chunks
-  // nobody has taken. A thread may read another region here than its ticket's, if it is slow: the
-  // ticket has then changed, and it gets no chunk. The region of a chunk stays until that is run.
-  void take_chunks() {
-    std::uint64_t entered = ~std::uint64_t(0), ticket = ticket_.load();
-    while (const auto left = std::int64_t(ticket & 0xFFFFFFFF)) {
-      const Region *region = region_.load(memory_order_relaxed);
-      const std::int64_t chunks = chunks_.load(memory_order_relaxed);
-      if (!ticket_.compare_exchange_weak(ticket, ticket - 1)) {
-        continue;
+  // The first chunk of a span: each thread begins in one of its own, whose chunks follow one
+  // another. What a kernel fetches ahead of one chunk is then of use to the thread that fetched it.
+  static std::int64_t first_of(int span, std::int64_t chunks, int spans) {
+    return chunks * std::min(span, spans) / spans;
+  }
+
+  // Takes chunks while there are some, of the thread's own span first. A ticket has a region's
+  // number and how many chunks of a span nobody has taken. The region of a chunk that was taken
+  // stays until the chunk is run: a thread that is slow finds its ticket changed, and gets none.
+  void take_chunks(int place) {
+    std::uint64_t entered = ~std::uint64_t(0);
+    const int spans = spans_.load(memory_order_relaxed);
+    for (int turn = 0; turn < spans; ++turn) {
+      const int span = (place + turn) % spans;
+      std::atomic<std::uint64_t> &tickets = tickets_[span].value;
+      std::uint64_t ticket = tickets.load();
+      while (const auto left = std::int64_t(ticket & 0xFFFFFFFF)) {
+        if (!tickets.compare_exchange_weak(ticket, ticket - 1)) {
+          continue;
+        }
+        const Region *region = region_.load(memory_order_relaxed);
+        if (ticket >> 32 != entered) {
+          std::fesetenv(&region->environment);
+          entered = ticket >> 32;
+        }
+        const std::int64_t end = first_of(span + 1, chunks_.load(memory_order_relaxed),
+                                          spans_.load(memory_order_relaxed));
+        run(*region, end - left);
+        ticket = tickets.load();
       }
-      if (ticket >> 32 != entered) {
-        std::fesetenv(&region->environment);
-        entered = ticket >> 32;
-      }
-      run(*region, chunks - left);
-      ticket = ticket_.load();
     }
   }
 
@@ -160,7 +180,11 @@ private:
   std::atomic<const Region *> region_{nullptr};
   std::atomic<std::int64_t> chunks_{0};
   std::atomic<int> helpers_{0}; // threads that may take part
-  alignas(kLine) std::atomic<std::uint64_t> ticket_{0};
+  std::atomic<int> spans_{1};
+  struct alignas(kLine) Ticket {
+    std::atomic<std::uint64_t> value{0};
+  };
+  Ticket tickets_[kMostSpans];
   alignas(kLine) std::atomic<std::uint32_t> unfinished_{0};
   alignas(kLine) std::atomic<std::uint32_t> number_{0}; // of the region
 };

@@ -2,6 +2,8 @@
 // holds back takes fewer chunks, and one that never began delays nobody: on a machine that others
 // use as well, equal shares would all wait for the slowest.
 //
+// Each thread begins with chunks that follow one another, and then takes those of others.
+//
 // The caller works too, beside as many threads as make up torch's number. A region runs in its
 // caller alone where it is one chunk, inside a chunk, or while another caller's region has the
 // threads.
