@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.files.alignment import prefer_huge_pages
 from speq.kernels.ops import Int4Bank, quantize_int4
 
 GROUP_SIZE = 128
@@ -145,6 +146,9 @@ class Int4Arena:
             name: torch.empty(count, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in layout.shapes.items()
         }
+        if device.type == "cpu":
+            for part in self.parts.values():
+                prefer_huge_pages(part)
         self.base_slots = torch.arange(count, device=device).view(num_layers, num_experts)
 
     @property

@@ -32,9 +32,10 @@ def prefer_huge_pages(memory: Tensor) -> None:
     """Ask the system to back memory nobody has written to yet with huge pages, if it has them.
 
     A disk writes into a run of contiguous pages at once: reads into huge ones are up to a fifth
-    faster than into what else is fresh.
+    faster than into what else is fresh. Kernels look up fewer addresses as well.
     """
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    start = aligned(memory.data_ptr())
+    length = memory.data_ptr() + memory.nbytes - start
+    if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
         libc = ctypes.CDLL(None)
-        length = ctypes.c_size_t(aligned(memory.nbytes))
-        libc.madvise(ctypes.c_void_p(memory.data_ptr()), length, mmap.MADV_HUGEPAGE)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.experts.passes import over_all
+from speq.files.alignment import prefer_huge_pages
 from speq.kernels import dense_ops
 from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
@@ -111,7 +112,7 @@ def lossless(words: Tensor, device: torch.device) -> ExactMatrix:
     record = dense_ops.encode_dense_lossless(words)
     if record.nbytes >= words.nbytes:
         return RawMatrix(words.to(device))
-    return LosslessMatrix(record.to(device), *words.shape)
+    return LosslessMatrix(held_on(record, device), *words.shape)
 
 
 def residual(words: Tensor, pair: Int4Pair, device: torch.device) -> ExactMatrix:
@@ -120,4 +121,13 @@ def residual(words: Tensor, pair: Int4Pair, device: torch.device) -> ExactMatrix
     record = dense_ops.encode_dense_residual(words, (codes, scales))
     if record.nbytes >= words.nbytes:
         return RawMatrix(words.to(device))
-    return ResidualMatrix(record.to(device), pair)
+    return ResidualMatrix(held_on(record, device), pair)
+
+
+def held_on(record: Tensor, device: torch.device) -> Tensor:
+    """A record where it stays."""
+    if device.type != "cpu":
+        return record.to(device)
+    held = torch.empty_like(record)
+    prefer_huge_pages(held)
+    return held.copy_(record)

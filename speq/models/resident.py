@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import aligned_bytes, prefer_huge_pages
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
@@ -69,6 +69,7 @@ class MappedWeights:
         region = self._regions[at]
         file, offset = self._files[region.path], region.offset + address - region.start
         made = torch.empty_like(tensor)
+        prefer_huge_pages(made)
         words = made.view(-1).view(torch.uint8)
         file.read_scattered(offset, words, aligned_bytes(1, ENDS_BYTES)[0])
         self._check.compare(file, offset, bytes_of(words))
