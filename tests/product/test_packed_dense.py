@@ -118,7 +118,9 @@ def test_runs_read_records_and_encode_none(
 
 
 def test_a_tied_head_has_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_model(tmp_path / "m", "olmoe", torch.bfloat16, tie_word_embeddings=True)
+    """In a model of several shards."""
+    tied = {"tie_word_embeddings": True, "max_shard_size": "40KB"}
+    source = write_model(tmp_path / "m", "olmoe", torch.bfloat16, **tied)
     pack_to(source, tmp_path / "packed", codec="lossless").close()
     manifest = json.loads((tmp_path / "packed" / "experts.json").read_text())
     assert HEAD not in manifest["dense"]
