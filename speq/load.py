@@ -153,7 +153,7 @@ def load(
             opened.checkpoint,
             subject.dtype,
             device,
-            records_of(subject, codes, device, budget, progress),
+            records_of(subject, opened, codes, device, budget, progress),
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None
@@ -333,20 +333,23 @@ class DraftMatrices:
 
 def records_of(
     subject: Subject,
+    opened: Opened,
     codes: DraftMatrices | None,
     device: Processor | Accelerator,
     budget: Budget,
     progress: Progress | None,
 ) -> Records | None:
-    """What encodes the dense matrices of a model; None where they stay words."""
+    """What encodes the dense matrices of a model, or reads them; None where they stay words."""
     if subject.dense.name == "raw":
         return None
+    doing = "reading" if subject.dense.packed else "encoding"
     return partial(
         encode_dense,
         threads=budget.readers,
         device=device.torch,
-        progress=labelled(progress, "encoding dense layers"),
+        progress=labelled(progress, f"{doing} dense layers"),
         base=codes.base if codes is not None and subject.dense.name == "residual" else None,
+        packed=opened.dense if subject.dense.name == "lossless" else None,
     )
 
 

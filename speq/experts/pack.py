@@ -19,9 +19,11 @@ import torch
 from speq.errors import SpeqError
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.packed_dense import DENSE_FILE, names_in, write_dense
 from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import RECORDS_FILE, Manifest, dtype_name
 from speq.experts.record_writer import Packing, write_records
+from speq.files.alignment import aligned
 from speq.files.atomic_file import remove_abandoned, replacing, writing
 from speq.files.checkpoint import (
     EXPERTS_JOURNAL,
@@ -49,7 +51,7 @@ def pack(
 ) -> Manifest:
     """Write `out`, or finish what an earlier run began there.
 
-    packing   what experts become; None: raw records
+    packing   what experts and other matrices become; None: raw records of experts
     progress  told (experts, of all)
 
     Raises SpeqError where the folder is taken, the disk is full or cannot be written.
@@ -71,10 +73,12 @@ def pack(
         journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
-        check_room(checkpoint, store.names, packing.most_bytes(left), out)
-        records, draft = write_records(
-            store, packing, out, journal, progress, torch.get_num_threads()
-        )
+        dense = names_in(checkpoint, packing.dense)
+        dense_bytes = sum(aligned(checkpoint.tensors[name][1].nbytes) for name in dense)
+        check_room(checkpoint, store.names, packing.most_bytes(left) + dense_bytes, out)
+        threads = torch.get_num_threads()
+        records, draft = write_records(store, packing, out, journal, progress, threads)
+        dense_records = write_dense(checkpoint, dense, out, threads) if dense else {}
         checksums = write_non_experts(checkpoint, store.names, out)
         for name in copied_names(checkpoint.path):
             checksums.files[name] = zlib.crc32((checkpoint.path / name).read_bytes())
@@ -89,6 +93,7 @@ def pack(
             records=tuple(records),
             draft=draft,
             checksums=checksums,
+            dense=dense_records,
         )
         manifest.check(out / EXPERTS_MANIFEST)
         with replacing(out / EXPERTS_MANIFEST) as file:
@@ -97,11 +102,11 @@ def pack(
     return manifest
 
 
-def check_room(checkpoint: Checkpoint, names: ExpertNames, experts_bytes: int, out: Path) -> None:
-    """Raise SpeqError where the disk has no room for experts and all else."""
+def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, out: Path) -> None:
+    """Raise SpeqError where the disk has no room for records and all else."""
     tensors = checkpoint.tensors.items()
     others = sum(info.nbytes for name, (_, info) in tensors if not names.is_expert(name))
-    needed = experts_bytes + others
+    needed = records_bytes + others
     free = shutil.disk_usage(out).free
     if needed > free:
         raise SpeqError(
@@ -112,7 +117,7 @@ def check_room(checkpoint: Checkpoint, names: ExpertNames, experts_bytes: int, o
 
 def written_names(checkpoint: Checkpoint) -> set[str]:
     """Names of the files that packing writes before config.json, which makes the folder a model."""
-    names = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, DRAFT_FILE, INDEX}
+    names = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, DRAFT_FILE, DENSE_FILE, INDEX}
     return (names | set(checkpoint.files) | set(others_in(checkpoint.path))) - {"config.json"}
 
 

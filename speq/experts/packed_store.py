@@ -3,11 +3,13 @@
 experts.json  the manifest: what the records are, and where
 experts.bin   the records, layer by layer, each at a multiple of 4,096 bytes
 draft.bin     of residual records, the draft that they are read over (`packed_draft`)
+dense.bin     of compact codecs, records of matrices outside the experts (`packed_dense`)
 """
 
 import json
 import zlib
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where an expert lies, how many bytes it has, and their CRC-32."""
+    """Where an expert or a matrix lies, how many bytes it has, and their CRC-32."""
 
     offset: int
     nbytes: int
@@ -46,7 +48,9 @@ class Manifest:
 
     source  fingerprint of the checkpoint that was packed
     draft   of a codec that needs one, the draft that the records are read over
-    checksums  of all that is not an expert; None in packs of earlier versions
+    checksums  of all that is not a record; None in packs of earlier versions
+    dense   records in dense.bin, by the names of the tensors; None for a matrix whose record would
+            take no less than its words
     """
 
     codec: str
@@ -59,12 +63,14 @@ class Manifest:
     records: tuple[Record, ...]
     draft: TiedDraft | None = None
     checksums: Checksums | None = None
+    dense: dict[str, Record | None] = field(default_factory=dict)
     format: str = FORMAT
     alignment: int = ALIGNMENT
 
     def to_json(self) -> str:
         entries = {field.name: getattr(self, field.name) for field in fields(self)}
-        entries["records"] = [[r.offset, r.nbytes, r.crc32] for r in self.records]
+        entries["records"] = [astuple(record) for record in self.records]
+        entries["dense"] = {name: each and astuple(each) for name, each in self.dense.items()}
         entries["draft"] = self.draft and self.draft.entry()
         entries["checksums"] = self.checksums and self.checksums.entry()
         return json.dumps(sealed(entries)) + "\n"
@@ -85,7 +91,7 @@ class Manifest:
     @property
     def end(self) -> int:
         """Bytes of experts.bin."""
-        return aligned(self.records[-1].offset + self.records[-1].nbytes)
+        return end_of(self.records)
 
     @classmethod
     def of(cls, path: Path) -> "Manifest":
@@ -107,12 +113,17 @@ class Manifest:
             checksums = entries.get("checksums")
             if checksums is not None:
                 checksums = Checksums.of(checksums)
-        except (KeyError, TypeError, ValueError) as error:
+            dense = {
+                name: None if entry is None else Record(*_sizes(entry, 3))
+                for name, entry in entries.get("dense", {}).items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SpeqError(f"{path} is damaged ({error!r}); pack the model again") from error
         manifest = cls(
             records=records,
             draft=draft,
             checksums=checksums,
+            dense=dense,
             **texts,  # type: ignore[arg-type]
             **sizes,  # type: ignore[arg-type]
         )
@@ -121,14 +132,17 @@ class Manifest:
 
     def check(self, path: Path) -> None:
         """Raise SpeqError unless records follow one another, aligned, and are all there."""
-        end = 0
-        for record in self.records:
-            if record.offset != end or not record.nbytes:
-                raise SpeqError(
-                    f"{path} puts a record of {record.nbytes} bytes at {record.offset}, where the "
-                    f"one before ends at {end}; pack the model again"
-                )
-            end = aligned(record.offset + record.nbytes)
+        for records in (self.records, self.dense.values()):
+            end = 0
+            for record in records:
+                if record is None:
+                    continue
+                if record.offset != end or not record.nbytes:
+                    raise SpeqError(
+                        f"{path} puts a record of {record.nbytes} bytes at {record.offset}, where "
+                        f"the one before ends at {end}; pack the model again"
+                    )
+                end = end_of([record])
         wanted = self.num_layers * self.num_experts
         if len(self.records) != wanted or not wanted or self.alignment != ALIGNMENT:
             raise SpeqError(
@@ -243,6 +257,11 @@ def open_experts(
             "that has"
         )
     return SafetensorsExpertStore(checkpoint, layout)
+
+
+def end_of(records: Iterable[Record]) -> int:
+    """Bytes of a file of records."""
+    return max((aligned(record.offset + record.nbytes) for record in records), default=0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

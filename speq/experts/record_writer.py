@@ -39,10 +39,15 @@ HASHED_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What experts become. draft: what records are read over, of a codec that needs one."""
+    """What experts become, and other matrices.
+
+    draft  what records are read over, of a codec that needs one
+    dense  tensors outside the experts of which there are to be records too, by their names
+    """
 
     codec: ExpertCodec
     draft: DraftSource | None = None
+    dense: tuple[str, ...] = ()
 
     def named(self, source: str) -> dict[str, str | None]:
         """What a journal begins with: only the same packing of the same model goes on with it."""

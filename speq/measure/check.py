@@ -54,6 +54,7 @@ PACK_COLUMNS: dict[str, Column] = {
     "their bytes": ("record_bytes", format_bytes),
     "tensors": ("tensors", "{}"),
     "files": ("files", "{}"),
+    "dense records": ("dense", "{}"),
     "draft": ("draft", lambda there: "as packed" if there else "-"),
 }
 
@@ -132,7 +133,8 @@ def run_on_pack(model: str) -> tuple[Report, Verdict]:
         row = pack_check.compare(opened, opened.store)
     finally:
         opened.close()
-    others = f"{row['tensors']} other tensors and {row['files']} files"
+    dense = f"{row['dense']} dense records, " if row["dense"] else ""
+    others = f"{dense}{row['tensors']} other tensors and {row['files']} files"
     if not row["tensors"]:
         others = "nothing else, which this pack has no checksums of: pack the model again"
     sentence = (

@@ -34,6 +34,7 @@ def compare(opened: Opened, store: PackedExpertStore) -> dict[str, Any]:
         "record_bytes": store.manifest.record_bytes,
         "tensors": len(checksums.tensors) if checksums else 0,
         "files": len(checksums.files) if checksums else 0,
+        "dense": 0 if opened.dense is None else opened.dense.compare(),
         "draft": store.tied_draft is not None,
     }
 

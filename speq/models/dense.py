@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from speq.experts.packed_dense import PackedDense, smaller_record
 from speq.experts.passes import over_all
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels import dense_ops
@@ -12,16 +13,15 @@ from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.offloaded_experts import BankSwitch
+from speq.models.resident import MappedWeights
 from speq.units import Done
 
 Plain = nn.Linear | nn.Embedding
-# A weight of a model that was just loaded to its words, in memory that nobody else holds.
-Words = Callable[[Tensor], Tensor]
 # The codes that a module's matrix may be a residual of, where it is one that drafts run on codes;
 # given its name and its words.
 Base = Callable[[str, Tensor], Int4Pair | None]
 # Makes what holds matrices in the place of their words, by the names of the modules.
-Records = Callable[[nn.Module, Words], Mapping[str, ExactMatrix]]
+Records = Callable[[nn.Module, MappedWeights], Mapping[str, ExactMatrix]]
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, Plain]]:
@@ -74,15 +74,18 @@ def held_bytes(model: nn.Module) -> int:
 
 def encode_dense(
     model: nn.Module,
-    words: Words,
+    mapped: MappedWeights,
     threads: int,
     device: torch.device,
     progress: Done | None = None,
     base: Base | None = None,
+    packed: PackedDense | None = None,
 ) -> dict[str, ExactMatrix]:
     """Records of all matrices, or the words of those that take no less as records.
 
-    base  what records are residuals of, on the device; None, and where it has none: lossless ones
+    mapped  what the weights of a model that was just loaded are mapped from
+    base    what records are residuals of, on the device; None, and where it has none: lossless ones
+    packed  lossless records that a pack holds, which are read instead of being made
 
     A matrix's words are given up when its record is made. The largest come first, as long as little
     else is held: `DenseForm.loading_bytes` counts on it.
@@ -95,8 +98,14 @@ def encode_dense(
     made: dict[str, ExactMatrix] = {}
 
     def encode(key: int) -> None:
-        exact = words(weights[key].data)
-        weights[key].data = exact.new_empty(0)
+        given = weights[key].data
+        weights[key].data = given.new_empty(0)
+        stored = mapped.name(given)
+        if packed is not None and stored is not None and stored in packed:
+            matrix = as_packed(given, stored, packed, mapped, device)
+            made.update(dict.fromkeys(names[key], matrix))
+            return
+        exact = mapped.words(given)
         pairs = [] if base is None else [base(name, exact) for name in names[key]]
         pair = next((pair for pair in pairs if pair is not None), None)
         matrix = lossless(exact, device) if pair is None else residual(exact, pair, device)
@@ -107,10 +116,24 @@ def encode_dense(
     return made
 
 
+def as_packed(
+    given: Tensor, name: str, packed: PackedDense, mapped: MappedWeights, device: torch.device
+) -> ExactMatrix:
+    """A matrix that is mapped from a pack's tensor of that name, as the pack has it, on a device.
+
+    Its words are not read where there is a record.
+    """
+    record = packed.read(name)
+    if record is None:
+        return RawMatrix(mapped.words(given).to(device))
+    mapped.leave(given)
+    return LosslessMatrix(record.to(device), *given.shape)
+
+
 def lossless(words: Tensor, device: torch.device) -> ExactMatrix:
     """A matrix [N, K] bfloat16 of the host, as a record on a device where that is smaller."""
-    record = dense_ops.encode_dense_lossless(words)
-    if record.nbytes >= words.nbytes:
+    record = smaller_record(words)
+    if record is None:
         return RawMatrix(words.to(device))
     return LosslessMatrix(held_on(record, device), *words.shape)
 

@@ -17,11 +17,13 @@ class DenseForm:
     name         raw, lossless or residual
     sizes        bytes that each takes
     words_bytes  of each as words of the compute dtype
+    packed       a pack holds the records: loading reads them, and words only of what stays words
     """
 
     name: str
     sizes: tuple[int, ...]
     words_bytes: tuple[int, ...]
+    packed: bool = False
 
     @classmethod
     def raw(cls, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
@@ -59,6 +61,14 @@ class DenseForm:
         """The same, its records made."""
         return replace(self, sizes=tuple(sizes))
 
+    def in_pack(self, sizes: Sequence[int | None]) -> Self:
+        """The same, with the sizes that a pack tells. None: of a matrix that it does not hold."""
+        known = [
+            nbytes if found is None else found
+            for nbytes, found in zip(self.sizes, sizes, strict=True)
+        ]
+        return replace(self, sizes=tuple(known), packed=None not in sizes)
+
     def loading_bytes(self, threads: int, converted_bytes: int) -> int:
         """What loading takes beside what it leaves, at the most.
 
@@ -69,7 +79,7 @@ class DenseForm:
         Words of a matrix lie beside its record, and the record is copied once out of memory for
         the largest there can be. The largest matrices come first, when few records are there.
         """
-        if self.name == "raw":
+        if self.name == "raw" or self.packed:
             return converted_bytes
         order = sorted(range(len(self.sizes)), key=lambda at: -self.words_bytes[at])
         held = most = 0

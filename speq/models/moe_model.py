@@ -294,7 +294,7 @@ def load(
 ) -> MoEModel:
     """Load all of a model but its experts.
 
-    records  encodes its matrices one after another; None: they stay words
+    records  makes records of its matrices, one after another; None: they stay words
 
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
@@ -338,7 +338,7 @@ def load(
         )
     check = checkpoint.tensor_check()
     mapped = MappedWeights(checkpoint, check)
-    held = {} if records is None else records(model, mapped.words)
+    held = {} if records is None else records(model, mapped)
     if isinstance(device, Processor):
         make_resident(model, mapped)
     check.finish()

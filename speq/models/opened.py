@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from speq.experts.expert_store import ExpertStore
-from speq.experts.packed_store import open_experts
+from speq.experts.packed_dense import PackedDense
+from speq.experts.packed_store import PackedExpertStore, open_experts
 from speq.files.checkpoint import Checkpoint, locate
 from speq.files.json_file import read_json
 from speq.models.bounds import check_weights
@@ -16,12 +17,16 @@ from speq.models.shape import ModelShape, hf_config, shape_of
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint whose files were checked, its family and its sizes."""
+    """A checkpoint whose files were checked, its family and its sizes.
+
+    dense  records of matrices outside the experts; None where no pack holds them
+    """
 
     checkpoint: Checkpoint
     family: Family
     shape: ModelShape
     store: ExpertStore
+    dense: PackedDense | None = None
 
     def converted_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the tensors outside the experts that are stored in another dtype."""
@@ -30,8 +35,22 @@ class Opened:
         stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
         return sum(info.nbytes for info in stored if info.dtype != dtype)
 
+    def packed_dense(self, dtype: torch.dtype) -> tuple[int | None, ...]:
+        """Bytes of each matrix of `shape.dense` that a run in `dtype` finds in the pack as it holds
+        it, None for others; empty where the pack holds none.
+        """
+        if self.dense is None:
+            return ()
+        shapes = zip(self.shape.dense_names, self.shape.dense, strict=True)
+        return tuple(
+            self.dense.nbytes(name, rows * columns * dtype.itemsize)
+            for name, (rows, columns) in shapes
+        )
+
     def close(self) -> None:
         self.store.close()
+        if self.dense is not None:
+            self.dense.close()
         self.checkpoint.close()
 
 
@@ -47,4 +66,11 @@ def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
     check_weights(config, checkpoint)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
     store = open_experts(checkpoint, shape.experts, verify_reads)
-    return Opened(checkpoint, family, shape, store)
+    return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store))
+
+
+def open_dense(checkpoint: Checkpoint, store: ExpertStore) -> PackedDense | None:
+    """The records of matrices outside the experts in a pack; None in one of an earlier version."""
+    if not isinstance(store, PackedExpertStore) or not store.manifest.dense:
+        return None
+    return PackedDense(checkpoint, store.manifest.dense)

@@ -18,6 +18,7 @@ from speq.files.alignment import aligned_bytes, prefer_huge_pages
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
+from speq.files.safetensors_file import SafetensorsFile
 
 MAPS = Path("/proc/self/maps")
 
@@ -58,16 +59,47 @@ class MappedWeights:
         self._regions = [region for region in mapped_regions() if region.path in self._files]
         self._starts = [region.start for region in self._regions]
         self._check = check
+        self._names = {
+            (file.path, info.offset): name
+            for name, (file, info) in checkpoint.tensors.items()
+            if info.nbytes
+        }
 
-    def words(self, tensor: Tensor) -> Tensor:
-        """A tensor in memory of its own: itself where no file is mapped for it."""
+    def _place(self, tensor: Tensor) -> tuple[SafetensorsFile, int] | None:
+        """The file that is mapped for a tensor, and where it lies there; None: none is."""
         address = tensor.data_ptr()
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0 or address + tensor.nbytes > self._regions[at].end:
-            return tensor
+            return None
         assert tensor.is_contiguous()
         region = self._regions[at]
-        file, offset = self._files[region.path], region.offset + address - region.start
+        return self._files[region.path], region.offset + address - region.start
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The tensor of the checkpoint whose words, all of them and as they are stored, a tensor
+        is; None where it is not mapped, or something else.
+        """
+        file, offset = self._place(tensor) or (None, 0)
+        if file is None:
+            return None
+        name = self._names.get((file.path, offset))
+        if name is None:
+            return None
+        stored = file.tensors[name]
+        same = stored.dtype == tensor.dtype and tuple(stored.shape) == tuple(tensor.shape)
+        return name if same else None
+
+    def leave(self, tensor: Tensor) -> None:
+        """Do not read, and do not compare, what is mapped for a tensor: something stands for it."""
+        file, offset = self._place(tensor) or (None, 0)
+        if file is not None:
+            self._check.leave(file, offset)
+
+    def words(self, tensor: Tensor) -> Tensor:
+        """A tensor in memory of its own: itself where no file is mapped for it."""
+        file, offset = self._place(tensor) or (None, 0)
+        if file is None:
+            return tensor
         made = torch.empty_like(tensor)
         prefer_huge_pages(made)
         words = made.view(-1).view(torch.uint8)

@@ -44,6 +44,7 @@ class ModelShape:
     attention         of every layer; one layer's scores exist at a time
     dense             rows and columns of the matrices of the embedding, which is the first, and of
                       dense layers; one that two share comes once
+    dense_names       of the tensors of these on disk
     other_sizes       elements of each other parameter outside the experts; all are held in the
                       compute dtype
     tied              whether the head shares the embedding, of which else a token reads a row
@@ -61,6 +62,7 @@ class ModelShape:
     dense_width: int
     attention: AttentionShape
     dense: tuple[tuple[int, int], ...]
+    dense_names: tuple[str, ...]
     other_sizes: tuple[int, ...]
     tied: bool
     buffer_bytes: int
@@ -199,8 +201,11 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             f"{where} asks for the activation {config.hidden_act!r}; supported are "
             f"{', '.join(ACTIVATIONS)}"
         )
-    matrices = [module.weight for _, module in plain_modules(model)]
-    dense = {id(weight): (weight.shape[0], weight.shape[1]) for weight in matrices}
+    dense: dict[int, tuple[int, int]] = {}
+    dense_names: dict[int, str] = {}
+    for name, module in plain_modules(model):
+        dense[id(module.weight)] = module.weight.shape[0], module.weight.shape[1]
+        dense_names.setdefault(id(module.weight), f"{name}.weight")
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
     return ModelShape(
         experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width, family.names),
@@ -212,6 +217,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         dense_width=max(shared, default=0),
         attention=family.attention(config),
         dense=tuple(dense.values()),
+        dense_names=tuple(dense_names.values()),
         other_sizes=tuple(p.numel() for p in model.parameters() if id(p) not in dense),
         tied=config.tie_word_embeddings,
         buffer_bytes=sum(b.nbytes for b in model.buffers()),

@@ -35,6 +35,8 @@ class Subject:
     converted_bytes  of tensors outside the experts that are stored in another dtype
     dense          how the matrices outside the experts are held
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
+    packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
+                   none of; empty where no pack holds any
     """
 
     name: str
@@ -49,6 +51,7 @@ class Subject:
     converted_bytes: int
     dense: DenseForm
     copying_bytes: int = 0
+    packed_dense: tuple[int | None, ...] = ()
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
@@ -116,6 +119,7 @@ class Subject:
             reading_bytes=store.reading_bytes,
             converted_bytes=opened.converted_bytes(computed),
             dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
+            packed_dense=opened.packed_dense(computed),
         )
 
     @property
@@ -136,14 +140,17 @@ class Subject:
     def with_dense(self, name: str, usual: bool = False) -> "Subject":
         """The same, its dense matrices in another form: as small as they can be there, or as usual.
 
-        Records have sizes that only loading tells. A plan by the smallest refuses no budget that
-        would do.
+        Records have sizes that only loading tells, or a pack that holds them. A plan by the
+        smallest refuses no budget that would do.
         """
         shapes, itemsize = self.shape.dense, self.dtype.itemsize
         if name == "raw":
             return replace(self, dense=DenseForm.raw(shapes, itemsize))
         sized = DenseForm.usual if usual else DenseForm.least
-        return replace(self, dense=sized(name, shapes, itemsize))
+        form = sized(name, shapes, itemsize)
+        if name == "lossless" and self.packed_dense:
+            form = form.in_pack(self.packed_dense)
+        return replace(self, dense=form)
 
     @property
     def base_bytes(self) -> int:

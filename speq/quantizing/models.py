@@ -83,10 +83,11 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
     if not made.needs_draft:
         if draft != "auto":
             raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
-        return Packing(made)
+        return Packing(made, dense=() if made.name == "raw" else opened.shape.dense_names)
     if draft == "none":
         raise SpeqError(f"codec {codec} codes what a draft does not say; give a draft, or auto")
-    return Packing(made, open_draft(draft, opened.checkpoint, opened.store, opened.shape.experts))
+    source = open_draft(draft, opened.checkpoint, opened.store, opened.shape.experts)
+    return Packing(made, source, opened.shape.dense_names)
 
 
 def quantize(

@@ -37,7 +37,8 @@ def packs(rng: random.Random, sound: Sound, room: Path) -> Case:
         first = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         label = damage.scramble(rng, path, first)
     elif way == "records":
-        path = folder / rng.choice(("experts.bin", "experts.json"))
+        dense = () if codec == "raw" else ("dense.bin",)
+        path = folder / rng.choice(("experts.bin", "experts.json", *dense))
         label = apply(rng, path, (json_damage, *TEXT) if path.suffix == ".json" else BYTES)
     else:
         label = damaged(rng, folder)

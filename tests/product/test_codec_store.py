@@ -21,7 +21,7 @@ from speq import Generator, SpeqError
 from speq.cli import app
 from speq.drafts.draft_source import open_draft
 from speq.experts import pack as pack_module
-from speq.experts import record_writer
+from speq.experts import packed_dense, record_writer
 from speq.experts.codec import ExpertShape, codec_of
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
@@ -275,11 +275,15 @@ MOMENTS = (
     (SafetensorsExpertStore, "read"),
     (record_writer, "crc32_of"),
     (record_writer, "record_of"),
+    (packed_dense, "smaller_record"),
     (pack_module, "copy_tensors"),
     (os, "fsync"),
     (os, "replace"),
 )
-FILES = ("experts.bin", "draft.bin", "experts.json", "config.json", "model.safetensors")
+FILES = (
+    *("experts.bin", "draft.bin", "dense.bin", "experts.json"),
+    *("config.json", "model.safetensors"),
+)
 
 
 def test_killed_at_some_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -530,7 +530,7 @@ def test_the_command(tiny: Folder, tmp_path: Path) -> None:
 def test_packs_of_several_threads_are_those_of_one(
     codec: str, tiny_bfloat16: Folder, tmp_path: Path
 ) -> None:
-    before, names = torch.get_num_threads(), ["experts.bin", "experts.json"]
+    before, names = torch.get_num_threads(), ["experts.bin", "dense.bin", "experts.json"]
     packs = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
@@ -578,15 +578,18 @@ def test_check_compares_all_of_a_pack(tiny_bfloat16: Folder, tmp_path: Path) -> 
     manifest = json.loads((packed / "experts.json").read_text())
     counts = {name: len(manifest["checksums"][name]) for name in ("tensors", "files")}
     assert counts["tensors"] > 20
+    records = [entry for entry in manifest["dense"].values() if entry is not None]
+    assert len(records) > 5
     code, out, _ = checked_by_command(packed)
     assert code == 0
     assert (
-        f"passed: 24 experts are what was packed, and {counts['tensors']} other tensors and "
-        f"{counts['files']} files; to compare with transformers, check the model that it was "
-        "packed from"
+        f"passed: 24 experts are what was packed, and {len(records)} dense records, "
+        f"{counts['tensors']} other tensors and {counts['files']} files; to compare with "
+        "transformers, check the model that it was packed from"
     ) in out
     for name, message in (
         ("experts.bin", "the record of expert . in MoE layer"),
+        ("dense.bin", r"dense\.bin: the record of .* is not what was packed"),
         ("draft.bin", r"draft\.bin is not what was packed"),
         ("model.safetensors", r"model\.safetensors: tensor .* is not what was packed"),
         ("config.json", r"config\.json is not (what was packed|valid JSON)"),
