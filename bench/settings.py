@@ -250,6 +250,14 @@ class TpotSettings(Options):
         tuple[int, ...],
         Option("Busy loops that run beside, each number in turn.", numbers(Whole(0, 256), "0,1")),
     ] = (0,)
+    variants: Annotated[
+        tuple[str, ...],
+        Option(
+            "Options of a run that are set beside those of all runs, such as 'codec=raw "
+            "dense=raw'; each in turn.",
+            Several(Text("name=value, separated by spaces"), "options", repeated=True),
+        ),
+    ] = ("",)
     run: RunOptions = field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@ Settings are rotated within a run, so that a machine that slows down or speeds u
 none of them; each figure is the median over its measurements.
 """
 
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -37,14 +38,14 @@ MEDIANS = (
 )
 
 WARM_UP_TOKENS = 8
-# A budget, a draft length, and how many neighbours.
-Cell = tuple[str, str, int]
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
     "k": ("draft_length", "{}"),
     "neighbours": ("neighbours", "{}"),
+    "variant": ("variant", "{}"),
     "codec": ("codec", "{}"),
+    "dense": ("dense", "{}"),
     "slots": ("slots_bytes", format_bytes),
     "TPOT ms": ("tpot_ms", "{:.1f}"),
     "TTFT ms": ("ttft_ms", "{:.0f}"),
@@ -55,6 +56,29 @@ COLUMNS: dict[str, Column] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is measured in turn. variant: options of its own, as users give them."""
+
+    budget: str
+    draft_length: str
+    neighbours: int
+    variant: str
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        """Those of the run. Raises SpeqError for what is no option."""
+        own = {}
+        for part in self.variant.split():
+            name, equals, value = part.partition("=")
+            if not equals or not name:
+                raise SpeqError(
+                    f"variant {self.variant!r} has {part!r}; give options as name=value, separated "
+                    "by spaces"
+                )
+            own[name.replace("-", "_")] = value
+        return settings.run | own
+
+
 @single_shot.offered()
 def run(
     model: str,
@@ -63,22 +87,26 @@ def run(
     force: bool,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure every budget with every draft length and number of neighbours.
+    """Measure every budget with every draft length, number of neighbours and variant.
 
     Raises SpeqError for nonsense settings.
     """
     check_target(json_file, force)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
-    cells = list(product(settings.budgets, settings.draft_lengths, settings.neighbours))
-    for budget, length, _ in cells:
-        RunConfig.of(budget, length, **settings.run)
+    cells = [
+        Cell(*each)
+        for each in product(
+            settings.budgets, settings.draft_lengths, settings.neighbours, settings.variants
+        )
+    ]
+    for cell in cells:
+        RunConfig.of(cell.budget, cell.draft_length, **cell.options(settings))
 
     samples: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
     for cell in tracked("measuring settings", turns, len(turns), progress):
-        budget, length, count = cell
-        with neighbours(count):
-            samples[cell] += measure(model, settings, budget, length, prompts)
+        with neighbours(cell.neighbours):
+            samples[cell] += measure(model, settings, cell, prompts)
     rows = [summarise(cell, samples[cell]) for cell in cells]
     report = Report(
         "tpot",
@@ -91,35 +119,36 @@ def run(
     return report
 
 
-def measure(
-    model: str, settings: Settings, budget: str, length: str, prompts: list[str]
-) -> list[dict[str, Any]]:
+def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> list[dict[str, Any]]:
     """The stats of each prompt, the caches warm from a prompt before that does not count."""
     generator = Generator.from_pretrained(
         model,
-        budget,
-        draft_length=length,
-        **settings.run,
+        cell.budget,
+        draft_length=cell.draft_length,
+        **cell.options(settings),
     )
     try:
         runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
         return [run.summary() for run in runs]
     except SpeqError as error:
-        raise SpeqError(f"budget {budget}, draft length {length}: {error}") from error
+        raise SpeqError(
+            f"budget {cell.budget}, draft length {cell.draft_length}: {error}"
+        ) from error
     finally:
         generator.close()
 
 
 def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """One row: medians over all samples, and what the budget bought."""
-    budget, length, count = cell
     memory = samples[0]["memory"]
     row: dict[str, Any] = {
-        "budget": budget,
-        "budget_bytes": parse_bytes(budget),
-        "draft_length": length,
-        "neighbours": count,
+        "budget": cell.budget,
+        "budget_bytes": parse_bytes(cell.budget),
+        "draft_length": cell.draft_length,
+        "neighbours": cell.neighbours,
+        "variant": cell.variant,
         "codec": samples[0]["codec"],
+        "dense": samples[0]["dense"],
         "draft_bytes": memory["draft"],
         "slots_bytes": memory["slots"],
         "samples": len(samples),

@@ -12,6 +12,7 @@ import torch
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.governor.holding import Holding
+from speq.layers.int4_matrix import Int4Matrix
 from speq.load import load
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
@@ -275,10 +276,14 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
     runtime = Runtime(loaded)
     arena, context = loaded.arena, runtime.plan.context
     assert arena is not None
+    drafts = [layer.draft for layer in loaded.model.dense.values()]
+    codes = [draft for draft in drafts if isinstance(draft, Int4Matrix)]
+    assert len(codes) > 1
     made = [
         *loaded.model.dense_sizes,
         *(weights.nbytes for weights in loaded.model._hf_model.parameters()),
         *(part.nbytes for part in arena.parts.values()),
+        *(part.nbytes for draft in codes for part in draft.pair),
         *(tensor.nbytes for tensor in runtime.engine.cache.tensors()),
     ]
     assert list(kept_bytes(loaded.subject, runtime.holding, context)) == made

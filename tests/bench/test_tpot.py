@@ -1,0 +1,49 @@
+"""`speq bench tpot`: each setting in turn, and what its rows say of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speq.bench.runs.tpot import Settings, run
+from speq.errors import SpeqError
+
+Folder = Callable[[str], Path]
+
+
+def test_variants_and_neighbours_are_measured_in_turn(tiny_bfloat16: Folder) -> None:
+    variants = ("codec=raw dense=raw", "codec=lossless dense=lossless")
+    settings = Settings(
+        budgets=("8MiB",),
+        draft_lengths=("0",),
+        neighbours=(0, 1),
+        variants=variants,
+        num_prompts=1,
+        max_new_tokens=4,
+        rounds=2,
+        run={"dtype": "bfloat16", "profile": "none"},
+    )
+    report = run(str(tiny_bfloat16("qwen3_moe")), settings, None, force=False)
+    assert [(row["neighbours"], row["variant"]) for row in report.rows] == [
+        (count, variant) for count in (0, 1) for variant in variants
+    ]
+    for row in report.rows:
+        form = row["variant"].split("=")[-1]
+        assert (row["codec"], row["dense"]) == (form, form)
+        assert row["samples"] == 2
+        assert row["tpot_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("codec", r"variant 'codec' has 'codec'; give options as name=value"),
+        ("=raw", "variant '=raw' has '=raw'"),
+        ("dense=thin", "dense is 'thin'; it must be one of"),
+        ("no-option=1", "no_option"),
+    ],
+)
+def test_what_is_no_option_is_refused(tiny: Folder, variant: str, message: str) -> None:
+    settings = Settings(budgets=("8MiB",), draft_lengths=("0",), variants=(variant,))
+    with pytest.raises(SpeqError, match=message):
+        run(str(tiny("qwen3_moe")), settings, None, force=False)
