@@ -283,7 +283,7 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
         *loaded.model.dense_sizes,
         *(weights.nbytes for weights in loaded.model._hf_model.parameters()),
         *(part.nbytes for part in arena.parts.values()),
-        *(part.nbytes for draft in codes for part in draft.pair),
+        *(part.nbytes for draft in codes for part in (draft.weight.qweight, draft.weight.scales)),
         *(tensor.nbytes for tensor in runtime.engine.cache.tensors()),
     ]
     assert list(kept_bytes(loaded.subject, runtime.holding, context)) == made
