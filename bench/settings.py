@@ -257,7 +257,7 @@ class TpotSettings(Options):
             "dense=raw'; each in turn.",
             Several(Text("name=value, separated by spaces"), "options", repeated=True),
         ),
-    ] = ("",)
+    ] = ()
     run: RunOptions = field(default_factory=dict)
 
 

@@ -96,7 +96,10 @@ def run(
     cells = [
         Cell(*each)
         for each in product(
-            settings.budgets, settings.draft_lengths, settings.neighbours, settings.variants
+            settings.budgets,
+            settings.draft_lengths,
+            settings.neighbours,
+            settings.variants or ("",),
         )
     ]
     for cell in cells:

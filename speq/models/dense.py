@@ -1,6 +1,7 @@
 """The matrices of a model outside its experts and routers: which there are, how they are held."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -96,24 +97,41 @@ def encode_dense(
         names.setdefault(id(module.weight), []).append(name)
         weights[id(module.weight)] = module.weight
     made: dict[str, ExactMatrix] = {}
+    # One thread talks to a device: others make what is sent there.
+    one_by_one = base is not None and device.type != "cpu"
+    place = device if one_by_one else torch.device("cpu")
 
     def encode(key: int) -> None:
         given = weights[key].data
         weights[key].data = given.new_empty(0)
         stored = mapped.name(given)
         if packed is not None and stored is not None and stored in packed:
-            matrix = as_packed(given, stored, packed, mapped, device)
+            matrix = as_packed(given, stored, packed, mapped, place)
             made.update(dict.fromkeys(names[key], matrix))
             return
         exact = mapped.words(given)
         pairs = [] if base is None else [base(name, exact) for name in names[key]]
         pair = next((pair for pair in pairs if pair is not None), None)
-        matrix = lossless(exact, device) if pair is None else residual(exact, pair, device)
+        matrix = lossless(exact, place) if pair is None else residual(exact, pair, place)
         made.update(dict.fromkeys(names[key], matrix))
 
     largest = sorted(weights, key=lambda key: -weights[key].numel())
-    over_all(encode, [(key,) for key in largest], threads, progress)
-    return made
+    if one_by_one:
+        for key in largest:
+            encode(key)
+    else:
+        over_all(encode, [(key,) for key in largest], threads, progress)
+    if place == device:
+        return made
+    sent = {id(matrix): on_device(matrix, device) for matrix in made.values()}
+    return {name: sent[id(matrix)] for name, matrix in made.items()}
+
+
+def on_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
+    """A matrix of the host on a device."""
+    if isinstance(matrix, LosslessMatrix):
+        return replace(matrix, record=matrix.record.to(device))
+    return RawMatrix(matrix.words().to(device))
 
 
 def as_packed(

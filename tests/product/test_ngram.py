@@ -21,7 +21,7 @@ def sequence(prompt: list[int], eos: frozenset[int] = frozenset()) -> Sequence:
 
 def propose(of: NgramDrafter, text: Sequence, draft_length: int) -> list[int]:
     draft = of.propose(text, draft_length, lambda *_: None, lambda _: True)
-    assert draft == Draft(draft.token_ids, list(range(len(draft.token_ids))))
+    assert draft == Draft.chain(draft.token_ids)
     return draft.token_ids
 
 
