@@ -166,6 +166,7 @@ def arguments(packed: dict[str, Path], tmp_path: Path) -> list[object]:
     ]  # fmt: skip
 
 
+@pytest.mark.wide
 def test_the_command(
     arguments: list[object],
     packed: dict[str, Path],

@@ -82,6 +82,7 @@ def slope(made: Tensor, wanted: Tensor) -> float:
     return float((made * wanted[:, None]).sum() / (2 * wanted.square().sum()))
 
 
+@pytest.mark.wide
 def test_draft_of_the_bundled_model_errs_as_its_own(bundled: Path, tmp_path: Path) -> None:
     path = tmp_path / "wide"
     made = run(str(bundled), path, Settings(512, 128, draft_noise=1.0))

@@ -285,6 +285,7 @@ def test_a_draft_that_equals_the_target_stands_whole(options: dict[str, float]) 
     assert [outcome.path for outcome in outcomes] == [[0, 1, 2, 3]] * 100
 
 
+@pytest.mark.wide
 def test_shared_noise_lets_most_of_what_is_alike_stand() -> None:
     """Of distributions that differ in a share d, from (1 - d) / (1 + d) to 1 - d (arXiv:2408.07978,
     Theorem 1); five standard deviations of luck are granted.

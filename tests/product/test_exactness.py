@@ -125,7 +125,15 @@ def share(cells: list[Cell], family: str, families: int) -> list[Cell]:
     return [cell for turn, cell in enumerate(cells) if (turn + at) % count < families]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Families that are built like another one here run in the wider checks.
+LIKE_OTHERS = ("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite")
+BY_FAMILY = [
+    pytest.param(family, marks=[pytest.mark.wide] if family in LIKE_OTHERS else [])
+    for family in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
     """A good and a poor draft with every family, and every cell with one of the families: what
     options do does not depend on the family.

@@ -47,6 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("budget", "draft_length"), [("256MiB", 0), ("512MiB", 3)])
 def test_peak_stays_within_budget(large: Path, budget: str, draft_length: int) -> None:
     peak = peak_of(large, budget, draft_length)
@@ -59,6 +60,7 @@ def test_peak_stays_within_budget(large: Path, budget: str, draft_length: int) -
     assert peak.resident_bytes <= allowed
 
 
+@pytest.mark.wide
 def test_peak_of_loading_in_another_dtype(tmp_path: Path) -> None:
     """Both copies of the weights outside the experts count while they exist."""
     model = write_model(

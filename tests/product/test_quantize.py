@@ -348,6 +348,7 @@ def test_rounding_is_the_draft_made_without_calibration(tiny: Folder, tmp_path: 
     assert set(report.text) == {"held out", "draft"}
 
 
+@pytest.mark.wide
 def test_gptq_is_better_where_experts_saw_enough(bundled: Path, tmp_path: Path) -> None:
     """On text that the bundled model was made for, in nine of ten experts or more."""
     out = tmp_path / "out"
