@@ -27,6 +27,8 @@ constexpr std::chrono::microseconds kAwaitWork{50};
 constexpr std::chrono::microseconds kAwaitEnd{20};
 constexpr std::size_t kLine = 64;
 constexpr int kMostSpans = 64;
+// Waking a thread takes about as long as so many chunks.
+constexpr std::int64_t kFewChunks = 4;
 
 inline void relax() {
 #ifdef SPEQ_X86
@@ -233,7 +235,7 @@ void run_chunks(std::int64_t begin, std::int64_t end, std::int64_t grain, const 
   if (begin >= end) {
     return;
   }
-  if (end - begin > grain && !within_region) {
+  if (end - begin > kFewChunks * grain && !within_region) {
     const int threads = int(torch::stable::get_num_threads());
     if (threads > 1) {
       Region region{begin, end, grain, body, call, {}};

@@ -79,7 +79,8 @@ bool work_at_once(int threads) {
   wished_threads = threads;
   Meeting meeting(threads);
   std::atomic<bool> met{true};
-  parallel_for(0, threads, 1, [&](std::int64_t, std::int64_t) { met = meeting.join() && met; });
+  // Of few chunks nobody else would be woken.
+  parallel_for(0, 8 * threads, 1, [&](std::int64_t, std::int64_t) { met = meeting.join() && met; });
   return met;
 }
 
@@ -169,7 +170,7 @@ bool environment() {
     std::fesetround(rounding);
     Meeting meeting(2);
     std::atomic<bool> alike{true};
-    parallel_for(0, 2, 1, [&](std::int64_t, std::int64_t) {
+    parallel_for(0, 16, 1, [&](std::int64_t, std::int64_t) {
       alike = meeting.join() && std::fegetround() == rounding && alike;
     });
     if (!alike) {
@@ -185,7 +186,7 @@ bool forked() {
     return false;
   }
   bool sound = true;
-  parallel_for(0, 2, 1, [&](std::int64_t first, std::int64_t) {
+  parallel_for(0, 16, 1, [&](std::int64_t first, std::int64_t) {
     if (first == 0) {
       std::thread([&] {
         const pid_t child = fork();
