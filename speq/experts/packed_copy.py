@@ -1,8 +1,8 @@
 """A packed copy of a published model's experts, in the user's cache folder.
 
 A published checkpoint holds words of 16 bits, the matrices of an expert here and there. The first
-run that is larger than its memory goes by these, and a thread of the lowest priority meanwhile
-writes the experts anew: lossless records, one behind the other. Later runs read the records. What
+run that is larger than its memory goes by these, and a thread that mostly rests meanwhile writes
+the experts anew: lossless records, one behind the other. Later runs read the records. What
 an end of the run interrupts, the next run goes on with.
 """
 
@@ -11,9 +11,9 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +43,9 @@ LOCK = "lock"
 LEAST_BYTES = 1 << 30
 # Of the disk this stays free.
 SPARE_SHARE = 0.05
-LOWEST_PRIORITY = 19
+# The thread rests so many times as long as it works: it takes a fifth of a core at most. (A low
+# priority would cost more: a thread that is kept waiting while it holds Python's lock delays all.)
+REST = 4
 
 
 class Stopped(Exception):
@@ -92,7 +94,7 @@ def copied_codec(store: ExpertStore) -> ExpertCodec | None:
 
 
 class PackedCopy:
-    """A copy in the making, by a thread of its own.
+    """A copy in the making, by a thread of its own, which rests most of the time.
 
     store  the published experts; the copy reads them through files of its own
     """
@@ -104,6 +106,7 @@ class PackedCopy:
         self._checkpoint, self._store = checkpoint, store
         self._packing = Packing(codec_of(CODEC, store.codec.shape))
         self._stopping = threading.Event()
+        self._begun_s = 0.0
         self._thread = threading.Thread(target=self._run, name="speq-packed-copy", daemon=True)
 
     @property
@@ -155,8 +158,6 @@ class PackedCopy:
 
     def _run(self) -> None:
         try:
-            # Linux has a priority for each thread: this one computes when no other does.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             with taken(self.folder):
                 self._write()
         except Stopped:
@@ -165,6 +166,7 @@ class PackedCopy:
             logger.warning("the packed copy of the experts is not finished: %s", error)
 
     def _write(self) -> None:
+        self._begun_s = time.perf_counter()
         if (self.folder / EXPERTS_MANIFEST).exists():  # by another run meanwhile
             return
         source = self._checkpoint.fingerprint()
@@ -192,8 +194,9 @@ class PackedCopy:
 
     def _told(self, done: int, total: int) -> None:
         self.done = done
-        if self._stopping.is_set() and done < total:
+        if done < total and self._stopping.wait(REST * (time.perf_counter() - self._begun_s)):
             raise Stopped
+        self._begun_s = time.perf_counter()
 
 
 @contextmanager
