@@ -8,14 +8,18 @@
 // quads of four; the last of either may be shorter, and every matrix begins a quad. A record has
 // sections at multiples of 64 bytes:
 //
-//   lossless  exponents  8 bytes a matrix: those that classes 0 to 6 stand for, and 0
+//   lossless  high bytes  8 bytes a matrix: those that classes 0 to 6 stand for, and 0
 //             index
-//             classes    3 bits a weight, lowest first, in rows of whole bytes of eight weights
-//             bytes      sign and mantissa of each weight
-//             streams    exponents of class 7, the escapes
+//             classes     3 bits a weight, lowest first, in rows of whole bytes of eight weights
+//             bytes       the low byte of each weight's word
+//             streams     high bytes of class 7, the escapes
 //   residual  index
-//             bytes      the low byte of each weight's word
-//             streams    the high bytes that codes do not tell
+//             bytes       the low byte of each weight's word
+//             streams     the high bytes that codes do not tell
+//
+// The high byte of a word has its sign and all of its exponent but the lowest bit. To divide there
+// costs a tenth of a bit more than to divide between exponent and mantissa, and saves what would
+// put the two together again.
 //
 // The index has a uint32 for each quad, and one for the end: where the quad's streams begin. One
 // stream runs from the front of them, one from the back; both block by block, and row by row within

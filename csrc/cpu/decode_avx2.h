@@ -82,8 +82,8 @@ public:
       : columns_(matrix.columns), stride_(class_stride(columns_)),
         bytes_(matrix.bytes + quad * kQuadRows * columns_),
         classes_(matrix.classes + quad * kQuadRows * stride_), stream_(matrix.streams),
-        streams_(matrix.quad(quad)), exponents_(_mm256_broadcastsi128_si256(_mm_loadl_epi64(
-                                         reinterpret_cast<const __m128i *>(matrix.exponents)))) {
+        streams_(matrix.quad(quad)), high_bytes_(_mm256_broadcastsi128_si256(_mm_loadl_epi64(
+                                         reinterpret_cast<const __m128i *>(matrix.high_bytes)))) {
     fetch_streams(matrix, streams_);
   }
 
@@ -100,7 +100,7 @@ private:
     const std::uint8_t *bytes = bytes_ + n * columns_ + first;
     const std::uint8_t *classes = classes_ + n * stride_ + class_bytes(first);
     const __m256i of[2] = {classes_of_32(classes), classes_of_32(classes + class_bytes(32))};
-    const __m256i seven = _mm256_set1_epi8(kEscape), low_bits = _mm256_set1_epi8(0x7F);
+    const __m256i seven = _mm256_set1_epi8(kEscape);
     const __m256i marks[2] = {_mm256_cmpeq_epi8(of[0], seven), _mm256_cmpeq_epi8(of[1], seven)};
     const std::uint64_t escapes = bits_of(marks[0], marks[1]) & first_bits(present);
     const std::uint8_t *next = stream_ + streams_.take_back(__builtin_popcountll(escapes));
@@ -113,18 +113,10 @@ private:
           _mm256_inserti128_si256(_mm256_castsi128_si256(load16(next)), load16(upper), 1);
       next = upper + __builtin_popcount(bits >> 16);
       const __m256i places = _mm256_sub_epi8(_mm256_set1_epi8(-1), counts_of(marks[half]));
-      const __m256i exponent =
-          _mm256_blendv_epi8(_mm256_shuffle_epi8(exponents_, of[half]),
-                             _mm256_shuffle_epi8(escaped, places), marks[half]);
-      // The exponent's lowest bit above the mantissa, the others below the sign.
-      const __m256i sign_mantissa = load32(bytes + 32 * half);
-      const __m256i low =
-          _mm256_or_si256(_mm256_and_si256(low_bits, sign_mantissa),
-                          _mm256_andnot_si256(low_bits, _mm256_slli_epi16(exponent, 7)));
       const __m256i high =
-          _mm256_or_si256(_mm256_and_si256(low_bits, _mm256_srli_epi16(exponent, 1)),
-                          _mm256_andnot_si256(low_bits, sign_mantissa));
-      store_words(block.words + 32 * half, low, high);
+          _mm256_blendv_epi8(_mm256_shuffle_epi8(high_bytes_, of[half]),
+                             _mm256_shuffle_epi8(escaped, places), marks[half]);
+      store_words(block.words + 32 * half, load32(bytes + 32 * half), high);
     }
     clear_behind(block, present);
   }
@@ -132,7 +124,7 @@ private:
   std::int64_t columns_, stride_;
   const std::uint8_t *bytes_, *classes_, *stream_;
   QuadStreams streams_;
-  __m256i exponents_;
+  __m256i high_bytes_;
 };
 
 class Avx2Residual {

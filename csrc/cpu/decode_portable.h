@@ -51,8 +51,7 @@ private:
     Block block{};
     for (std::int64_t i = 0; i < present; ++i) {
       const int of = class_at(classes, first + i);
-      const int exponent = of == kEscape ? *escaped++ : matrix_.exponents[of];
-      block.words[i] = {std::uint16_t((bytes[i] & 0x80) << 8 | exponent << 7 | (bytes[i] & 0x7F))};
+      block.words[i] = word_of(of == kEscape ? *escaped++ : matrix_.high_bytes[of], bytes[i]);
     }
     return block;
   }

@@ -45,17 +45,11 @@ inline __m512i classes_at(const std::uint8_t *bytes) {
 
 // Low and high bytes as words, in their order; those behind `present` are zeros.
 inline VectorBlock words_of(__m512i low, __m512i high, std::int64_t present) {
-  alignas(64) static constexpr auto order = [] {
-    struct {
-      std::uint8_t bytes[2][64];
-    } of{};
-    for (int i = 0; i < 128; ++i) {
-      of.bytes[i / 64][i % 64] = std::uint8_t(i / 2 + (i % 2) * 64);
-    }
-    return of;
-  }();
-  VectorBlock block{_mm512_permutex2var_epi8(low, load64(order.bytes[0]), high),
-                    _mm512_permutex2var_epi8(low, load64(order.bytes[1]), high)};
+  // Pairs are made within sixteen bytes: the eights of the first half go to their lower halves.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  low = _mm512_permutexvar_epi64(order, low);
+  high = _mm512_permutexvar_epi64(order, high);
+  VectorBlock block{_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
   if (present < kBlockColumns) {
     const __mmask64 mask = first_of_64(present);
     block.halves[0] = _mm512_maskz_mov_epi16(__mmask32(mask), block.halves[0]);
@@ -79,8 +73,8 @@ public:
       : bytes_(matrix.bytes + quad * kQuadRows * matrix.columns),
         classes_(matrix.classes + quad * kQuadRows * class_stride(matrix.columns)),
         stream_(matrix.streams), columns_(matrix.columns), stride_(class_stride(columns_)),
-        streams_(matrix.quad(quad)), exponents_(_mm512_broadcast_i32x4(_mm_loadl_epi64(
-                                         reinterpret_cast<const __m128i *>(matrix.exponents)))) {
+        streams_(matrix.quad(quad)), high_bytes_(_mm512_broadcast_i32x4(_mm_loadl_epi64(
+                                         reinterpret_cast<const __m128i *>(matrix.high_bytes)))) {
     fetch_streams(matrix, streams_);
   }
 
@@ -103,26 +97,17 @@ public:
     streams_.back = back;
     SPEQ_UNROLL
     for (int n = 0; n < rows; ++n) {
-      const __m512i exponents = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(exponents_, of[n]),
-                                                        escapes[n], loaded(stream_ + escaped[n]));
-      // The exponent's lowest bit above the mantissa, the others below the sign.
-      const __m512i sign_mantissa = load64(bytes + n * columns_);
-      const __m512i low_bits = _mm512_set1_epi8(0x7F);
-      const __m512i low = _mm512_ternarylogic_epi32(low_bits, sign_mantissa,
-                                                    _mm512_slli_epi16(exponents, 7), kSelect);
-      const __m512i high = _mm512_ternarylogic_epi32(low_bits, _mm512_srli_epi16(exponents, 1),
-                                                     sign_mantissa, kSelect);
-      blocks[n] = words_of(low, high, present);
+      const __m512i high = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(high_bytes_, of[n]),
+                                                   escapes[n], loaded(stream_ + escaped[n]));
+      blocks[n] = words_of(load64(bytes + n * columns_), high, present);
     }
   }
 
 private:
-  static constexpr int kSelect = 0xCA; // the second where the first is one, else the third
-
   const std::uint8_t *bytes_, *classes_, *stream_;
   std::int64_t columns_, stride_;
   QuadStreams streams_;
-  __m512i exponents_;
+  __m512i high_bytes_;
 };
 
 class VectorResidual {

@@ -8,7 +8,7 @@
 namespace speq::cpu {
 namespace {
 
-int exponent_of(BFloat16 word) { return word.bits >> 7 & 0xFF; }
+std::uint8_t high_byte_of(BFloat16 word) { return std::uint8_t(word.bits >> 8); }
 
 // Bytes in the order of memory, so that a byte of a word is a weight of eight.
 static_assert(std::endian::native == std::endian::little);
@@ -49,11 +49,11 @@ std::uint64_t classes_of(const std::array<std::uint8_t, 256> &classes, const BFl
   std::uint64_t eight = 0;
   if (present >= 8) {
     for (int i = 0; i < 8; ++i) {
-      eight |= std::uint64_t(classes[exponent_of(words[i])]) << 8 * i;
+      eight |= std::uint64_t(classes[high_byte_of(words[i])]) << 8 * i;
     }
   } else {
     for (int i = 0; i < present; ++i) {
-      eight |= std::uint64_t(classes[exponent_of(words[i])]) << 8 * i;
+      eight |= std::uint64_t(classes[high_byte_of(words[i])]) << 8 * i;
     }
   }
   return eight;
@@ -184,6 +184,15 @@ void CompactEncoder::clear_gaps(std::uint8_t *record) const {
   }
 }
 
+void CompactEncoder::write_bytes(const Quad &quad, std::uint8_t *record) const {
+  const std::int64_t columns = layout_.columns[quad.matrix];
+  const BFloat16 *words = row(quad.matrix, quad.row);
+  std::uint8_t *bytes = record + layout_.bytes[quad.matrix] + quad.row * columns;
+  for (std::int64_t k = 0; k < quad.rows * columns; ++k) {
+    bytes[k] = std::uint8_t(words[k].bits);
+  }
+}
+
 void CompactEncoder::write(std::int64_t begin, std::int64_t end, std::uint8_t *record) const {
   std::uint8_t *streams = record + layout_.streams;
   if (begin == 0) {
@@ -197,7 +206,8 @@ void CompactEncoder::write(std::int64_t begin, std::int64_t end, std::uint8_t *r
     std::memset(streams + index_[end], 0, kSlackBytes);
   }
   for (std::int64_t at = begin; at < end; ++at) {
-    write_planes(quad(at), record);
+    write_bytes(quad(at), record);
+    write_classes(quad(at), record);
     std::copy(streams_[at].begin(), streams_[at].end(), streams + (index_[at] & ~kHasExceptions));
   }
 }
@@ -209,7 +219,7 @@ LosslessEncoder::LosslessEncoder(const CompactLayout &layout, const ExactWords &
     std::array<std::array<std::int64_t, 256>, 4> turns{};
     const BFloat16 *words = row(m, 0);
     for (std::int64_t k = 0; k < layout_.rows[m] * layout_.columns[m]; ++k) {
-      ++turns[k % 4][exponent_of(words[k])];
+      ++turns[k % 4][high_byte_of(words[k])];
     }
     std::array<std::int64_t, 256> counts{};
     for (const auto &turn : turns) {
@@ -222,7 +232,7 @@ LosslessEncoder::LosslessEncoder(const CompactLayout &layout, const ExactWords &
                      [&](int a, int b) { return counts[a] > counts[b]; });
     classes_[m].fill(kEscape);
     for (int of = 0; of < kEscape; ++of) {
-      exponents_[m][of] = std::uint8_t(order[of]);
+      high_bytes_[m][of] = std::uint8_t(order[of]);
       classes_[m][order[of]] = std::uint8_t(of);
     }
   }
@@ -239,24 +249,19 @@ void LosslessEncoder::fill(const Quad &quad, Streams &streams) const {
       int count = 0;
       for (std::int64_t k = first; k < last; k += 8) {
         const std::uint64_t eight = classes_of(classes, words + k, last - k);
-        for_each_bit(escapes_in(eight), [&](int bit) {
-          run[count++] = std::uint8_t(exponent_of(words[k + bit / 8]));
-        });
+        for_each_bit(escapes_in(eight),
+                     [&](int bit) { run[count++] = high_byte_of(words[k + bit / 8]); });
       }
       streams.add_escapes(run, count);
     }
   }
 }
 
-void LosslessEncoder::write_planes(const Quad &quad, std::uint8_t *record) const {
+void LosslessEncoder::write_classes(const Quad &quad, std::uint8_t *record) const {
   const std::int64_t columns = layout_.columns[quad.matrix];
   const auto &classes = classes_[quad.matrix];
   for (std::int64_t r = quad.row; r < quad.row + quad.rows; ++r) {
     const BFloat16 *words = row(quad.matrix, r);
-    std::uint8_t *bytes = record + layout_.bytes[quad.matrix] + r * columns;
-    for (std::int64_t k = 0; k < columns; ++k) {
-      bytes[k] = std::uint8_t((words[k].bits >> 8 & 0x80) | (words[k].bits & 0x7F));
-    }
     std::uint8_t *plane = record + layout_.classes[quad.matrix] + r * class_stride(columns);
     for (std::int64_t k = 0; k < columns; k += 8, plane += 3) {
       const std::uint32_t bits = packed(classes_of(classes, words + k, columns - k));
@@ -267,7 +272,7 @@ void LosslessEncoder::write_planes(const Quad &quad, std::uint8_t *record) const
 
 void LosslessEncoder::write_head(std::uint8_t *record) const {
   std::memset(record, 0, layout_.index);
-  std::memcpy(record, exponents_, sizeof exponents_);
+  std::memcpy(record, high_bytes_, sizeof high_bytes_);
 }
 
 ResidualEncoder::ResidualEncoder(const CompactLayout &layout, const ExactWords &words,
@@ -323,17 +328,6 @@ void ResidualEncoder::fill(const Quad &quad, Streams &streams) const {
       streams.add_exceptions(told.others);
     }
     group = one_group ? first / codes.group_size : -1;
-  }
-}
-
-void ResidualEncoder::write_planes(const Quad &quad, std::uint8_t *record) const {
-  const std::int64_t columns = layout_.columns[quad.matrix];
-  for (std::int64_t r = quad.row; r < quad.row + quad.rows; ++r) {
-    const BFloat16 *words = row(quad.matrix, r);
-    std::uint8_t *bytes = record + layout_.bytes[quad.matrix] + r * columns;
-    for (std::int64_t k = 0; k < columns; ++k) {
-      bytes[k] = std::uint8_t(words[k].bits);
-    }
   }
 }
 

@@ -69,11 +69,12 @@ protected:
 
 private:
   virtual void fill(const Quad &quad, Streams &streams) const = 0;
-  virtual void write_planes(const Quad &quad, std::uint8_t *record) const = 0;
+  virtual void write_classes(const Quad &, std::uint8_t *) const {}
   virtual void write_head(std::uint8_t *) const {}
 
   Quad quad(std::int64_t index) const;
   void clear_gaps(std::uint8_t *record) const;
+  void write_bytes(const Quad &quad, std::uint8_t *record) const;
 
   ExactWords words_;
   std::int64_t stream_bytes_ = 0;
@@ -87,10 +88,10 @@ public:
 
 private:
   void fill(const Quad &quad, Streams &streams) const override;
-  void write_planes(const Quad &quad, std::uint8_t *record) const override;
+  void write_classes(const Quad &quad, std::uint8_t *record) const override;
   void write_head(std::uint8_t *record) const override;
 
-  std::uint8_t exponents_[kExpertMatrices][kClasses] = {};
+  std::uint8_t high_bytes_[kExpertMatrices][kClasses] = {};
   std::array<std::uint8_t, 256> classes_[kExpertMatrices];
 };
 
@@ -100,7 +101,6 @@ public:
 
 private:
   void fill(const Quad &quad, Streams &streams) const override;
-  void write_planes(const Quad &quad, std::uint8_t *record) const override;
 
   RecordCodes codes_;
 };

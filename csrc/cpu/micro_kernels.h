@@ -53,7 +53,7 @@ struct CodedRows {
 };
 
 struct LosslessRows : CodedRows {
-  const std::uint8_t *exponents, *classes;
+  const std::uint8_t *high_bytes, *classes;
 };
 
 struct ResidualRows : CodedRows {

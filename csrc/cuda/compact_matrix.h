@@ -231,7 +231,7 @@ template <bool kWhole> struct Segment {
   int row, columns;                  // columns: none where there is no such row
   int column;                        // the segment's first
   int present;                       // how many of the columns there are
-  std::uint32_t bytes[kVectors * 2]; // sign and mantissa, or the low bytes of words
+  std::uint32_t bytes[kVectors * 2]; // the low bytes of words
 
   SPEQ_DEVICE Segment(const CompactMatrix &matrix, int quad)
       : row(quad * kRows + lane.row()), columns(row < matrix.rows ? matrix.columns : 0),

@@ -6,7 +6,7 @@
 namespace speq::cuda {
 
 struct LosslessMatrix : CompactMatrix {
-  const std::uint8_t *exponents, *classes;
+  const std::uint8_t *high_bytes, *classes;
 };
 
 template <bool kWhole> class LosslessDecoder {
@@ -16,7 +16,7 @@ public:
 
   SPEQ_DEVICE LosslessDecoder(const LosslessMatrix &matrix, int quad)
       : matrix(matrix), segment(matrix, quad), ends_(matrix, quad),
-        of_classes_{load_aligned(matrix.exponents), load_aligned(matrix.exponents, 1)},
+        of_classes_{load_aligned(matrix.high_bytes), load_aligned(matrix.high_bytes, 1)},
         classes_(matrix.classes + segment.row * int(class_stride(matrix.columns)) +
                  class_bytes(segment.lane.column())) {}
 
@@ -40,21 +40,16 @@ public:
     escapes.find(segment.lane, ends_);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      exponents_[2 * i] = permute_bytes(of_classes_[0], of_classes_[1], classes[i]);
-      exponents_[2 * i + 1] = permute_bytes(of_classes_[0], of_classes_[1], classes[i] >> 16);
+      high_[2 * i] = permute_bytes(of_classes_[0], of_classes_[1], classes[i]);
+      high_[2 * i + 1] = permute_bytes(of_classes_[0], of_classes_[1], classes[i] >> 16);
     }
-    escapes.patch(matrix.streams, exponents_);
+    escapes.patch(matrix.streams, high_);
   }
 
   SPEQ_DEVICE void words(int vector, std::uint32_t (&pairs)[kLaneColumns / 2]) const {
-    constexpr std::uint32_t kFirstBits = 0x80808080;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const std::uint32_t exponents = exponents_[2 * vector + i];
-      const std::uint32_t bytes = segment.bytes[2 * vector + i];
-      const std::uint32_t high = select_bits(kFirstBits, bytes, exponents >> 1);
-      const std::uint32_t low = select_bits(kFirstBits, exponents << 7, bytes);
-      interleave(high, low, pairs + 2 * i);
+      interleave(high_[2 * vector + i], segment.bytes[2 * vector + i], pairs + 2 * i);
     }
   }
 
@@ -77,9 +72,9 @@ private:
   }
 
   StreamEnds ends_;
-  std::uint32_t of_classes_[2];           // their exponents, a byte each
-  const std::uint8_t *classes_;           // the next step's
-  std::uint32_t exponents_[kVectors * 2]; // of the segment, a byte each
+  std::uint32_t of_classes_[2];      // their high bytes
+  const std::uint8_t *classes_;      // the next step's
+  std::uint32_t high_[kVectors * 2]; // the high bytes of the segment
 };
 
 // The experts of a call.

@@ -216,7 +216,7 @@ class CompactCodec:
 
 @dataclass(frozen=True, slots=True)
 class LosslessCodec(CompactCodec):
-    """Sign and mantissa of each word, and a 3-bit class for its exponent."""
+    """The low byte of each word, and a 3-bit class for its high byte."""
 
     name: ClassVar[str] = "lossless"
     needs_draft: ClassVar[bool] = False

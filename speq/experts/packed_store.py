@@ -29,7 +29,7 @@ from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
 from speq.registries import CODECS
 
 RECORDS_FILE = "experts.bin"
-FORMAT = "speq-experts-1"
+FORMAT = "speq-experts-2"
 SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment")
 
 

@@ -43,17 +43,17 @@ def encode_lossless_matrices(
     head, planes, bytes_, quads = [], [], [], []
     for matrix in matrices:
         words = _words(matrix)
-        exponents = words >> 7 & 0xFF
-        counts = torch.bincount(exponents.flatten(), minlength=256)
+        high = words >> 8
+        counts = torch.bincount(high.flatten(), minlength=256)
         frequent = torch.argsort(counts, descending=True, stable=True)[:ESCAPE]
         of = torch.full((256,), ESCAPE)
         of[frequent] = torch.arange(ESCAPE)
-        classes = of[exponents]
+        classes = of[high]
         head += [F.pad(frequent, (0, 1))]
         planes.append(_pack_classes(F.pad(classes, (0, -classes.shape[1] % 8))))
-        bytes_.append(words >> 8 & 0x80 | words & 0x7F)
+        bytes_.append(words & 0xFF)
         escapes = _blocks(classes, -1) == ESCAPE
-        quads += _streams_of(len(matrix), escapes, _blocks(exponents, 0))
+        quads += _streams_of(len(matrix), escapes, _blocks(high, 0))
     _write(layout, [torch.cat(head)], planes + bytes_, quads, record, nbytes)
 
 
@@ -80,12 +80,9 @@ def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: li
         columns = matrix.shape[1]
         classes = _unpack_classes(plane)[:, :columns]
         escapes = _blocks(classes, -1) == ESCAPE
-        exponents = _blocks(table[classes], 0)
-        exponents[escapes] = _escaped(escapes, entries, streams)
-        _store(
-            matrix,
-            (low.long() & 0x80) << 8 | _unblocked(exponents, matrix.shape) << 7 | low.long() & 0x7F,
-        )
+        high = _blocks(table[classes], 0)
+        high[escapes] = _escaped(escapes, entries, streams)
+        _store(matrix, _unblocked(high, matrix.shape) << 8 | low.long())
 
 
 def encode_residual_out(
