@@ -117,9 +117,14 @@ class Runtime:
 
     @contextmanager
     def watched(self, stats: RunStats) -> Iterator[None]:
-        """Note in `stats` what the driver says of the card during the block."""
-        device = self._loaded.device
-        with watching(None if isinstance(device, Processor) else device.card()) as readings:
+        """Note in `stats` what the driver says of the card during the block, which generates. A
+        copy in the making gives way to it.
+        """
+        device, copy = self._loaded.device, self._loaded.copy
+        with (
+            contextlib.nullcontext() if copy is None else copy.giving_way(),
+            watching(None if isinstance(device, Processor) else device.card()) as readings,
+        ):
             try:
                 yield
             finally:

@@ -1,9 +1,10 @@
 """A packed copy of a published model's experts, in the user's cache folder.
 
 A published checkpoint holds words of 16 bits, the matrices of an expert here and there. The first
-run that is larger than its memory goes by these, and a thread that mostly rests meanwhile writes
-the experts anew: lossless records, one behind the other. Later runs read the records. What
-an end of the run interrupts, the next run goes on with.
+run that is larger than its memory goes by these, and a thread meanwhile writes the experts anew:
+lossless records, one behind the other. It mostly rests while tokens are generated, and never while
+a generator waits to be asked. Later runs read the records. What an end of the run interrupts, the
+next run goes on with.
 """
 
 import atexit
@@ -43,9 +44,10 @@ LOCK = "lock"
 LEAST_BYTES = 1 << 30
 # Of the disk this stays free.
 SPARE_SHARE = 0.05
-# The thread rests so many times as long as it works: it takes a fifth of a core at most. (A low
-# priority would cost more: a thread that is kept waiting while it holds Python's lock delays all.)
-REST = 4
+# While tokens are generated the thread rests so many times as long as it works: it takes a tenth of
+# a core at most. (A low priority would cost more: a thread that is kept waiting while it holds
+# Python's lock delays all.)
+REST = 9
 
 
 class Stopped(Exception):
@@ -94,7 +96,7 @@ def copied_codec(store: ExpertStore) -> ExpertCodec | None:
 
 
 class PackedCopy:
-    """A copy in the making, by a thread of its own, which rests most of the time.
+    """A copy in the making, by a thread of its own.
 
     store  the published experts; the copy reads them through files of its own
     """
@@ -105,7 +107,9 @@ class PackedCopy:
         self.done = 0
         self._checkpoint, self._store = checkpoint, store
         self._packing = Packing(codec_of(CODEC, store.codec.shape))
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._alone = threading.Event()  # or stopping: either way there is nothing to rest for
+        self._alone.set()
         self._begun_s = 0.0
         self._thread = threading.Thread(target=self._run, name="speq-packed-copy", daemon=True)
 
@@ -151,10 +155,20 @@ class PackedCopy:
 
     def stop(self) -> None:
         """Return when nothing is written any more."""
-        self._stopping.set()
+        self._stopping = True
+        self._alone.set()
         if self._thread.ident is not None:
             self._thread.join()
             atexit.unregister(self.stop)
+
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Rest most of the time in this block, which generates tokens."""
+        self._alone.clear()
+        try:
+            yield
+        finally:
+            self._alone.set()
 
     def _run(self) -> None:
         try:
@@ -194,7 +208,8 @@ class PackedCopy:
 
     def _told(self, done: int, total: int) -> None:
         self.done = done
-        if done < total and self._stopping.wait(REST * (time.perf_counter() - self._begun_s)):
+        self._alone.wait(REST * (time.perf_counter() - self._begun_s))
+        if done < total and self._stopping:
             raise Stopped
         self._begun_s = time.perf_counter()
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import pytest
 import speq
 from speq import Generator
 from speq.experts import packed_copy, record_writer
+from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.packed_copy import Stopped, copy_folder, taken
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
@@ -86,7 +88,7 @@ def test_what_a_run_interrupts_the_next_one_ends(
 
     def stop_at_three(self: packed_copy.PackedCopy, done: int, total: int) -> None:
         if done == 3:
-            self._stopping.set()
+            self._stopping = True
         told(self, done, total)
 
     with monkeypatch.context() as patch:
@@ -188,3 +190,34 @@ def test_a_process_ends_in_the_midst_of_a_copy(model: Path, tmp_path: Path) -> N
     assert ended.returncode == 0, ended.stderr
     assert "a packed copy is being made" in ended.stderr
     assert "terminate" not in ended.stderr
+
+
+def test_it_rests_while_tokens_are_generated_and_only_then(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float | None] = []
+
+    class Watched(threading.Event):
+        """Notes how long it is waited for where it is not set, and waits no time."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if not self.is_set():
+                rests.append(timeout)
+            return self.is_set()
+
+    generator = loaded(model, packed_copy="none")
+    checkpoint, store = generator.runtime.opened.checkpoint, generator.runtime.opened.store
+    assert isinstance(store, SafetensorsExpertStore)
+    copy = packed_copy.PackedCopy(checkpoint, store, kept_at(model))
+    copy._alone = Watched()
+    copy._alone.set()
+    clock = iter([1.0, 2.0, 2.5, 5.0, 6.0, 7.0, 8.0, 9.0])  # an expert is done, the next begun
+    monkeypatch.setattr(packed_copy.time, "perf_counter", clock.__next__)
+    copy._told(1, 4)
+    assert rests == []
+    with copy.giving_way():
+        copy._told(2, 4)
+        copy._told(3, 4)
+    copy._told(4, 4)
+    assert rests == [9 * 0.5, 9 * 1.0]
+    generator.close()
