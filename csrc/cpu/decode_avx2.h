@@ -113,9 +113,8 @@ private:
           _mm256_inserti128_si256(_mm256_castsi128_si256(load16(next)), load16(upper), 1);
       next = upper + __builtin_popcount(bits >> 16);
       const __m256i places = _mm256_sub_epi8(_mm256_set1_epi8(-1), counts_of(marks[half]));
-      const __m256i high =
-          _mm256_blendv_epi8(_mm256_shuffle_epi8(high_bytes_, of[half]),
-                             _mm256_shuffle_epi8(escaped, places), marks[half]);
+      const __m256i high = _mm256_blendv_epi8(_mm256_shuffle_epi8(high_bytes_, of[half]),
+                                              _mm256_shuffle_epi8(escaped, places), marks[half]);
       store_words(block.words + 32 * half, load32(bytes + 32 * half), high);
     }
     clear_behind(block, present);
