@@ -12,6 +12,7 @@ struct PairTile {
   float *const *outs;
 
   template <int R> static constexpr int rows_at_once = 4;
+  static constexpr int kMostInputs = most_inputs(Avx512::kRegisters);
   static constexpr std::int64_t kPairColumns = 32;
 
   template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
@@ -71,6 +72,7 @@ void dot_pairs(const void *weights, std::int64_t columns, std::int64_t rows,
 // PairTile's sums over blocks of compact matrices.
 struct PairProduct {
   using Sum = __m512;
+  static constexpr int kMostInputs = PairTile::kMostInputs;
   static Sum zero() { return _mm512_setzero_ps(); }
   static float total(Sum sum) { return _mm512_reduce_add_ps(sum); }
 

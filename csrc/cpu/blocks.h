@@ -189,27 +189,34 @@ static inline void over_rows(const Tile &tile, std::int64_t first, std::int64_t 
 // Weight rows that all inputs pass over before the next: they stay in the cache meanwhile.
 constexpr std::int64_t kTileRows = 32;
 
-// Runs a tile over all rows and inputs, up to four inputs at a time, so that a register file holds
-// the sums, and each weight comes from memory once.
+// Inputs beside four rows whose sums stay in registers: a step verifies up to so many tokens while
+// weights pass once.
+constexpr int most_inputs(int registers) { return registers >= 32 ? 6 : 4; }
+
+// The last `left` inputs, R at most.
+template <int R, typename Tile>
+static inline void over_last(const Tile &tile, std::int64_t first, std::int64_t last,
+                             std::int64_t input, std::int64_t left) {
+  if constexpr (R > 0) {
+    if (left == R) {
+      over_rows<R>(tile, first, last, input);
+    } else {
+      over_last<R - 1>(tile, first, last, input, left);
+    }
+  }
+}
+
+// Runs a tile over all rows and inputs, no more inputs at a time than Tile::kMostInputs, so that a
+// register file holds the sums, and each weight comes from memory once.
 template <typename Tile>
 static inline void in_tiles(std::int64_t rows, std::int64_t count, const Tile &tile) {
   for (std::int64_t first = 0; first < rows; first += kTileRows) {
     const std::int64_t last = first + kTileRows < rows ? first + kTileRows : rows;
     std::int64_t input = 0;
-    for (; input + 4 <= count; input += 4) {
+    for (; count - input > Tile::kMostInputs; input += 4) {
       over_rows<4>(tile, first, last, input);
     }
-    switch (count - input) {
-    case 3:
-      over_rows<3>(tile, first, last, input);
-      break;
-    case 2:
-      over_rows<2>(tile, first, last, input);
-      break;
-    case 1:
-      over_rows<1>(tile, first, last, input);
-      break;
-    }
+    over_last<Tile::kMostInputs>(tile, first, last, input, count - input);
   }
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 template <typename V> struct FloatProduct {
   using Sum = typename V::Floats;
+  static constexpr int kMostInputs = most_inputs(V::kRegisters);
   static Sum zero() { return V::zero(); }
   static float total(Sum sum) { return V::sum(sum); }
 

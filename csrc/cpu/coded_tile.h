@@ -15,7 +15,8 @@ namespace {
 
 // A product has sums of type Sum: zero(), total(sum), at(input, first) for where a row of inputs
 // goes on, and add<whole>(sums, blocks, input, present), which adds the products of a block of each
-// row of a quad by `present` inputs. Whether a block is whole is known where it is compiled.
+// row of a quad by `present` inputs. Whether a block is whole is known where it is compiled. Rows
+// are rebuilt for kMostInputs as they pass; for more, into the cache, once.
 
 // Begin to fetch the streams of the quad behind this one: about as many bytes as those of this one.
 inline void fetch_streams(const CodedRows &matrix, const QuadStreams &streams) {
@@ -105,9 +106,6 @@ void decode_quad(const Rows &matrix, std::int64_t quad, BFloat16 *words) {
   }
 }
 
-// Inputs that rows are rebuilt for as they pass; for more, rows are rebuilt into the cache, once.
-constexpr std::int64_t kPassingInputs = 4;
-
 template <typename Product, typename Decoder, typename Rows, int... kLess>
 constexpr auto passing_dots(std::integer_sequence<int, kLess...>) {
   return std::array{dot_quad<Product, Decoder, kLess + 1, Rows>...};
@@ -118,16 +116,16 @@ template <typename Product, typename Decoder, DotExact kDot, typename Rows>
 void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const void *const *inputs,
                std::int64_t count, float *const *outs) {
   std::vector<BFloat16> words;
-  float *quad_outs[kPassingInputs];
+  float *quad_outs[Product::kMostInputs];
   std::vector<float *> all_outs;
   for (std::int64_t row = begin; row < end; row += kQuadRows) {
     const std::int64_t rows = end - row < kQuadRows ? end - row : kQuadRows;
-    if (rows == kQuadRows && count <= kPassingInputs) {
+    if (rows == kQuadRows && count <= Product::kMostInputs) {
       for (std::int64_t r = 0; r < count; ++r) {
         quad_outs[r] = outs[r] + row - begin;
       }
       constexpr auto dots = passing_dots<Product, Decoder, Rows>(
-          std::make_integer_sequence<int, int(kPassingInputs)>());
+          std::make_integer_sequence<int, Product::kMostInputs>());
       const auto dot = dots[count - 1];
       dot(matrix, row / kQuadRows, inputs, quad_outs);
       continue;

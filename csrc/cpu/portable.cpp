@@ -109,6 +109,7 @@ struct LaneProduct {
   struct Sum {
     float lanes[kLanes];
   };
+  static constexpr int kMostInputs = 4;
   static Sum zero() { return {}; }
   static float total(const Sum &sum) {
     float total = 0.0f;

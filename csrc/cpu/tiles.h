@@ -32,6 +32,7 @@ template <typename V, int kPerStep> struct Int4Tile {
   float *const *outs;
 
   template <int R> static constexpr int rows_at_once = R == 1 ? 4 : 2;
+  static constexpr int kMostInputs = 4;
 
   // Loads of codes that share a scale, where a step has one: a row of one scale never ends.
   std::int64_t loads_per_scale() const {
@@ -130,6 +131,7 @@ template <typename V, typename Word> struct ExactTile {
   float *const *outs;
 
   template <int R> static constexpr int rows_at_once = R == 1 || V::kRegisters >= 32 ? 4 : 2;
+  static constexpr int kMostInputs = most_inputs(V::kRegisters);
 
   template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
     const Word *first = weights + row * columns;
