@@ -314,21 +314,25 @@ def test_tokens_are_the_exact_models(family: str, tiny: Folder, tmp_path: Path) 
     check_weights(load(tmp_path / "draft", opened.shape.experts), written, opened.shape.experts,
                   packing.version)  # fmt: skip
     opened.close()
-    tokens, stats = generated(model, str(tmp_path / "draft"))
-    assert tokens == greedy_tokens(load_plain(model), PROMPT_IDS, 24)
+    wanted = greedy_tokens(load_plain(model), PROMPT_IDS, 24)
+    tokens, stats = generated(model, str(tmp_path / "draft"), draft_dense="none")
+    assert tokens == wanted
     assert 0.2 < stats["acceptance_rate"] <= 1
+    # Random attention suffers most by rounding: in some families hardly a draft is accepted.
+    assert generated(model, str(tmp_path / "draft"), draft_dense="all")[0] == wanted
     assert not [*tmp_path.rglob(".speq")]
 
 
 def test_the_plan_knows_what_the_draft_takes(small: Path, tmp_path: Path) -> None:
     taken = {}
-    for name, packing in {
-        "plain": Packing(1, False, 32),
-        "permuted": Packing(1, True, 32),
-        "one group": Packing(1, True, -1),
-    }.items():
+    for name, packing, dense in (
+        ("plain", Packing(1, False, 32), "none"),
+        ("permuted", Packing(1, True, 32), "none"),
+        ("one group", Packing(1, True, -1), "none"),
+        ("dense", Packing(1, False, 32), "auto"),
+    ):
         write_gptq(tmp_path / name, small, packing)
-        config = RunConfig.of(BUDGET, draft=tmp_path / name)
+        config = RunConfig.of(BUDGET, draft=tmp_path / name, draft_dense=dense)
         runtime = Runtime(loading.load(open_model(small), config))
         assert runtime.draft_bank is not None
         taken[name] = runtime.plan.items["draft"]
@@ -337,6 +341,11 @@ def test_the_plan_knows_what_the_draft_takes(small: Path, tmp_path: Path) -> Non
     assert taken["plain"] == codes + 2 * weights // 32
     assert taken["permuted"] == taken["plain"] + 2 * 4 * 256
     assert taken["one group"] == codes + 2 * 2 * (2 * 128 + 256)
+    # Rounded layers have groups of 128 columns, or of all where there are fewer.
+    attention, gate_up, down, head = 3 * 256 * 256, 2 * 64 * 256, 256 * 64, 264 * 256
+    dense_codes = (attention + gate_up + down) // 2 + head
+    dense_groups = (attention + gate_up) // 128 + down // 64 + 2 * head // 128
+    assert taken["dense"] == taken["plain"] + dense_codes + 2 * dense_groups
 
 
 def test_auto_takes_the_checkpoint_beside_the_model(
@@ -349,7 +358,9 @@ def test_auto_takes_the_checkpoint_beside_the_model(
     told: list[tuple[str, int, int]] = []
     with monkeypatch.context() as patch:
         patch.setattr(Int4Arena, "quantize_into", None)  # nothing is rounded
-        tokens, _ = generated(model, "auto", progress=lambda *report: told.append(report))
+        tokens, _ = generated(
+            model, "auto", draft_dense="none", progress=lambda *report: told.append(report)
+        )
     assert tokens == greedy_tokens(load_plain(model), PROMPT_IDS, 24)
     assert told[:24] == [("loading the GPTQ draft", at, 24) for at in range(1, 25)]
     assert [path.name for path in (model / ".speq").iterdir()] == ["gptq"]
@@ -721,7 +732,7 @@ def test_routers_of_every_family_are_found(tiny: Folder, tmp_path: Path) -> None
         parts(lambda weight: None, "embed_tokens.weight")(draft)
         opened = open_model(tiny(family))
         folder = draft_source.open_gptq(
-            draft, opened.checkpoint, opened.store, opened.shape.experts
+            draft, opened.checkpoint, opened.store, opened.shape.experts, dense=()
         )
         assert isinstance(opened.checkpoint, Checkpoint)
         folder.close()
