@@ -26,6 +26,9 @@ PAYS = 0.65
 # expected to stand. An expert of less than its even share of a token's weight counts for LIGHT: the
 # exact router often prefers another.
 WORTH, LIGHT = 0.6, 0.5
+# A guess costs a router's product, which is lost where all is there already. So a layer that wanted
+# nothing else for so many visits is not guessed for, until it does.
+QUIET_VISITS = 32
 # The part of a draft in which the link rests, where it does.
 PRIMED_SHARE = 1 / 3
 
@@ -124,6 +127,8 @@ class ThreePhase:
         self.lookahead = lookahead
         self._supply = supply
         self._guesses = GuessRecord()
+        # By layer: visits since something was missing, or was guessed to be.
+        self._quiet = [0] * lookahead.num_layers
         self._new: set[ExpertKey] = set()
         self.begin(0)
 
@@ -196,6 +201,8 @@ class ThreePhase:
         # What had come may have gone again.
         self._unsettled = set(range(layer + 1, self.lookahead.num_layers))
         self._guesses.learn(self._guessed, set(experts))
+        quiet = not self._guessed and not self._supply.missing(layer, experts)
+        self._quiet[layer] = self._quiet[layer] + 1 if quiet else 0
         self._guessed = {}
         yield from self._supply.serve(layer, experts, partial(self._look_ahead, layer))
         self._supply.withdraw(layer)
@@ -204,7 +211,8 @@ class ThreePhase:
         """While a layer waits or computes, see to those behind it."""
         if self._route is not None:
             route, self._route = self._route, None
-            self._guess(layer + 1, route)
+            if layer + 1 < len(self._quiet) and self._quiet[layer + 1] < QUIET_VISITS:
+                self._guess(layer + 1, route)
         self._load()
 
     def _guess(self, layer: int, route: Route) -> None:

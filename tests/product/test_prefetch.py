@@ -17,7 +17,7 @@ from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.pace import FEWEST
-from speq.scheduler.prefetch import OnDemand, Prefetcher, Primed, ThreePhase
+from speq.scheduler.prefetch import QUIET_VISITS, OnDemand, Prefetcher, Primed, ThreePhase
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
@@ -355,6 +355,28 @@ def test_single_shots_guess_nothing(mode: type[SingleShot]) -> None:
     rig.prefetcher.begin(0)
     assert rig.verify(0, [[0, 1]], following_of({2: 1.0}, asked)) == []
     assert asked == []
+
+
+def test_layers_that_want_nothing_are_not_guessed_for() -> None:
+    """Nor asked what they want, until something is missing again."""
+    rig = Rig()
+    asked: list[list[int]] = []
+    rig.verify(1, [[4, 5]])  # missing: quiet begins behind it
+
+    def visit(experts: list[int]) -> None:
+        rig.prefetcher.begin(0)
+        rig.verify(0, [[0, 1]], following_of({4: 1.0, 5: 2.0}, asked))
+        rig.verify(1, [experts])
+        rig.arrive()
+
+    for turn in range(QUIET_VISITS):
+        visit([4, 5])
+        assert len(asked) == turn + 1
+    visit([4, 5])
+    visit([4, 6])
+    assert len(asked) == QUIET_VISITS
+    visit([4, 5])
+    assert len(asked) == QUIET_VISITS + 1
 
 
 def test_probable_guesses_stay() -> None:
