@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,11 @@ class EvictionPolicy(Protocol):
 
     A policy is made for so many slots, MoE layers and experts of a layer, with no key resident.
     `speq.registries.CACHE_POLICIES` has the policies by name.
+
+    keeps_all  whether nobody ever makes room, so that it need not be told what is wanted
     """
+
+    keeps_all: ClassVar[bool]
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None: ...
 
@@ -66,6 +70,45 @@ class EvictionPolicy(Protocol):
         """
 
 
+class KeepAllPolicy:
+    """For as many slots as there are experts: nobody makes room."""
+
+    keeps_all: ClassVar[bool] = True
+
+    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
+        assert num_slots >= num_layers * num_experts
+        self._num_experts = num_experts
+
+    def divide(self, num_slots: int) -> None:
+        pass
+
+    def quota(self, layer: int) -> int:
+        return self._num_experts
+
+    def touch(self, key: ExpertKey) -> None:
+        pass
+
+    def forget(self, key: ExpertKey) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def observe(
+        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
+    ) -> None:
+        pass
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        pass
+
+    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+        pass
+
+    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
+        return ()
+
+
 class LruPolicy:
     """An equal share of slots for each layer, least recently used out first.
 
@@ -73,6 +116,8 @@ class LruPolicy:
     useless below the experts of a whole pass: layers are visited in turn, so that each would find
     its experts evicted by the layers since.
     """
+
+    keeps_all: ClassVar[bool] = False
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
         self._num_layers = num_layers
@@ -233,6 +278,8 @@ class LookaheadPolicy:
     that visit of its layer. Any other is expected to let as many of the visits that are not known
     pass as lay between those that wanted it (a running mean).
     """
+
+    keeps_all: ClassVar[bool] = False
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
         self._num_layers = num_layers

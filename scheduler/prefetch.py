@@ -144,6 +144,8 @@ class ThreePhase:
         self._phase = self._phase_of(0) if draft_length else Phase.SATURATION
         # By layer: of the tokens that want each expert, how many are expected to stand.
         self._wanted: list[dict[int, float]] = [{} for _ in range(self.lookahead.num_layers)]
+        # Layers of which anything is.
+        self._named: set[int] = set()
         # Layers still to come of which something may be missing.
         self._unsettled: set[int] = set()
         self._route: Route | None = None
@@ -152,9 +154,12 @@ class ThreePhase:
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        (experts,), (weights,) = route.ids, route.weights
-        self._new |= self._supply.missing(layer, experts)
-        self._want(token, layer, experts, weights)
+        (experts,) = route.ids
+        missing = self._supply.missing(layer, experts)
+        if not missing and not self._unsettled and self._supply.cache.policy.keeps_all:
+            return  # all is there or on its way, and stays
+        self._new |= missing
+        self._want(token, layer, experts, route.weights[0])
         known = (token + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
         if self._phase is not Phase.SATURATION:
@@ -181,12 +186,13 @@ class ThreePhase:
 
     def _saturate(self) -> None:
         self._phase = Phase.SATURATION
-        self._unsettled = set(range(self.lookahead.num_layers))
+        self._unsettled = set(self._named)
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
         """Count a token's experts by the chance that it stands. The pending token does."""
         reach, even = self.lookahead.reach_of(token), sum(weights) / len(experts)
         wanted = self._wanted[layer]
+        self._named.add(layer)
         for expert, weight in zip(experts, weights, strict=True):
             chance = reach if token == 0 or weight >= even else reach * LIGHT
             wanted[expert] = wanted.get(expert, 0.0) + chance
@@ -199,7 +205,7 @@ class ThreePhase:
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         self._phase = Phase.SATURATION
         # What had come may have gone again.
-        self._unsettled = set(range(layer + 1, self.lookahead.num_layers))
+        self._unsettled = {at for at in self._named if at > layer}
         self._guesses.learn(self._guessed, set(experts))
         quiet = not self._guessed and not self._supply.missing(layer, experts)
         self._quiet[layer] = self._quiet[layer] + 1 if quiet else 0
@@ -237,6 +243,8 @@ class ThreePhase:
         for expert in probable:
             if expert in self._guessed:
                 named[expert] = 1.0
+                self._named.add(layer)
+                self._unsettled.add(layer)
 
     def _load(self) -> None:
         """Ask for what is wanted and missing, by layer, what most tokens want first; no more than

@@ -14,6 +14,7 @@ from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
+from speq.scheduler.eviction import KeepAllPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.layer_stream import LayerStream
@@ -69,9 +70,9 @@ def offload_over(
     timed: Timed,
 ) -> Offload:
     """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes] on a device."""
-    policy = CACHE_POLICIES[scheduling.cache_policy](
-        len(slots), sizes.num_layers, sizes.num_experts
-    )
+    all_fit = len(slots) >= sizes.num_layers * sizes.num_experts
+    policy_class = KeepAllPolicy if all_fit else CACHE_POLICIES[scheduling.cache_policy]
+    policy = policy_class(len(slots), sizes.num_layers, sizes.num_experts)
     supply = ExpertSupply(ExpertCache(len(slots), policy), transfer, recorder)
     prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
         supply, LookaheadBuffer(sizes.num_layers)

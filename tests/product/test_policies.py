@@ -20,6 +20,7 @@ from speq.scheduler.eviction import (
     EntropyLookaheadPolicy,
     EntropyPolicy,
     EvictionPolicy,
+    KeepAllPolicy,
     LfuPolicy,
     LookaheadPolicy,
     LruPolicy,
@@ -401,3 +402,15 @@ def test_a_policy_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:
     assert len(policy.residents) == 2
     with pytest.raises(SpeqError, match="cache_policy is 'oldest-first'; it must be one of lru"):
         RunConfig.of("1GiB", cache_policy="oldest-first")
+
+
+def test_where_all_fits_nobody_makes_room() -> None:
+    cache = ExpertCache(7, KeepAllPolicy(7, 2, 3))
+    for layer in range(2):
+        for expert in range(3):
+            slot = cache.claim(layer)
+            assert slot is not None
+            cache.publish(ExpertKey(layer, expert), slot)
+        assert cache.claim(layer) is None
+    assert cache.free_slots == 1
+    assert [cache.lookup(ExpertKey(1, expert)) for expert in range(3)] == [3, 4, 5]

@@ -38,6 +38,12 @@ class Listening(LookaheadPolicy):
         super().foretell(layer, experts, known)
 
 
+class KeepAll(Listening):
+    """Makes no room, and need not be told."""
+
+    keeps_all = True
+
+
 class Rig:
     """A prefetcher over transfers that take place when the test says so."""
 
@@ -46,10 +52,11 @@ class Rig:
         prefetcher: type[ThreePhase | SingleShot] = ThreePhase,
         slots: int = 30,
         rng: random.Random | None = None,
+        policy: type[Listening] = Listening,
     ) -> None:
         self.transfer = FakeTransfer(rng)
         self.recorder = Recorder(Clock())
-        self.policy = Listening(slots, LAYERS, EXPERTS)
+        self.policy = policy(slots, LAYERS, EXPERTS)
         self.supply = ExpertSupply(ExpertCache(slots, self.policy), self.transfer, self.recorder)
         self.prefetcher = prefetcher(self.supply, LookaheadBuffer(LAYERS))
 
@@ -355,6 +362,18 @@ def test_single_shots_guess_nothing(mode: type[SingleShot]) -> None:
     rig.prefetcher.begin(0)
     assert rig.verify(0, [[0, 1]], following_of({2: 1.0}, asked)) == []
     assert asked == []
+
+
+def test_drafts_of_what_is_there_and_stays_tell_nobody() -> None:
+    rig = Rig(slots=LAYERS * EXPERTS, policy=KeepAll)
+    rig.verify(1, [[4, 5]])
+    rig.prefetcher.begin(3)
+    rig.policy.told.clear()
+    assert rig.draft(0, 1, {4: 0.7, 5: 0.3}) == []
+    assert rig.policy.told == []
+    # What is not there is asked for, and what it is asked for with.
+    assert rig.draft(1, 1, {4: 0.4, 6: 0.6}) == keys(1, 6)
+    assert [layer for layer, *_ in rig.policy.told] == [1]
 
 
 def test_layers_that_want_nothing_are_not_guessed_for() -> None:
