@@ -128,13 +128,16 @@ def pack_and_die(
     return killed_at(at, moments, lambda: pack_to(model, out))
 
 
-def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.wide)])
+def test_killed_at_any_moment(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing opens before all is there; what was journalled is not read again."""
     source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
     monkeypatch.setattr(record_writer, "BATCH_BYTES", 100_000)  # some records a batch
-    moments, lived = 0, False
+    moments, lived = 1 - every, False
     while not lived:
-        moments += 1
+        moments += every
         out = tmp_path / f"killed-{moments}"
         lived = pack_and_die(source, out, moments)
         if not lived and (out / "config.json").exists() and not (out / "experts.journal").exists():
