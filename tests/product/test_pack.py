@@ -129,9 +129,7 @@ def pack_and_die(
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.wide)])
-def test_killed_at_any_moment(
-    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_moment(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing opens before all is there; what was journalled is not read again."""
     source = write_model(tmp_path / "source", "mixtral", num_hidden_layers=2)
     monkeypatch.setattr(record_writer, "BATCH_BYTES", 100_000)  # some records a batch
