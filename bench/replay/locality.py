@@ -101,7 +101,8 @@ def in_windows(trace: RouteTrace, window: int) -> RouteTrace:
         steps = plain[at : at + window]
         layers = range(trace.num_layers)
         used = [[step.used[layer][0] for step in steps] for layer in layers]
-        drafted = [[(used[layer][token], even) for layer in layers] for token in range(1, window)]
+        # A draft runs every token but the last that it names.
+        drafted = [[(used[layer][token], even) for layer in layers] for token in range(window - 1)]
         guessed = [[node for step in steps for node in step.guessed[layer]] for layer in layers]
         weights = [[step.weights[layer][0] for step in steps] for layer in layers]
         path = list(range(window))
