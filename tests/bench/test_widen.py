@@ -48,6 +48,7 @@ def doubled(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.wide
 def test_bundled_model_widened_says_the_same(bundled: Path, doubled: Path) -> None:
     """In bfloat16 words, computed in float32: greedy tokens, and through slots and a draft."""
     expected = greedy_tokens(load_plain(bundled, torch.float32), PROMPT, 40)
@@ -60,6 +61,7 @@ def test_bundled_model_widened_says_the_same(bundled: Path, doubled: Path) -> No
     assert result.stats["hit_rate"] < 1
 
 
+@pytest.mark.wide
 def test_what_lies_beside_the_weights_comes_along(bundled: Path, doubled: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (doubled / name).read_bytes() == (bundled / name).read_bytes()
@@ -80,6 +82,7 @@ def tensor(path: Path, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
+@pytest.mark.wide
 def test_same_seed_same_weights(bundled: Path, doubled: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     run(str(bundled), again, Settings(512, 128))

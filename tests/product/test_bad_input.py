@@ -758,7 +758,9 @@ def test_results_of_check_are_not_replaced(tiny: Folder, tmp_path: Path, command
 # Drafts.
 
 
-def test_drafts_that_are_none(tiny: Folder, tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize("budget", [820_000, pytest.param(BUDGET, marks=pytest.mark.wide)])
+def test_drafts_that_are_none(budget: int, tiny: Folder, tmp_path: Path, command: Command) -> None:
+    """With room for a draft and without: nonsense is not passed over."""
     model = tiny("qwen2_moe")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
@@ -767,22 +769,20 @@ def test_drafts_that_are_none(tiny: Folder, tmp_path: Path, command: Command) ->
     packed, damaged = (copied(model, tmp_path / name) for name in ("packed", "damaged"))
     config(quantization_config={"quant_method": "gptq", "bits": 4})(packed)
     cut(100_000)(damaged)
-    # With room for a draft and without: nonsense is not passed over.
-    for budget in (BUDGET, 820_000):
-        for draft, message in (
-            (tmp_path / "nope", "draft folder '.*/nope' does not exist; give auto, none, a folder"),
-            (tmp_path / "file", "draft '.*/file' is a file; give the folder"),
-            ("x" * 5000, "does not exist; give auto, none, a folder, or a hub id"),
-            (tmp_path / "empty", r"config\.json cannot be read"),
-            (other, "does not fit the model: "),
-            (fewer, "does not fit the model: .* lacks gate_proj of expert 4"),
-            (packed, "has group_size None; it must be -1"),
-            (damaged, "is truncated"),
-        ):
-            sentence = refusal(command, model, budget, draft=str(draft))
-            assert re.search(message, sentence), sentence
-            assert str(draft) in sentence
-        assert not [*tmp_path.rglob(".speq")]
+    for draft, message in (
+        (tmp_path / "nope", "draft folder '.*/nope' does not exist; give auto, none, a folder"),
+        (tmp_path / "file", "draft '.*/file' is a file; give the folder"),
+        ("x" * 5000, "does not exist; give auto, none, a folder, or a hub id"),
+        (tmp_path / "empty", r"config\.json cannot be read"),
+        (other, "does not fit the model: "),
+        (fewer, "does not fit the model: .* lacks gate_proj of expert 4"),
+        (packed, "has group_size None; it must be -1"),
+        (damaged, "is truncated"),
+    ):
+        sentence = refusal(command, model, budget, draft=str(draft))
+        assert re.search(message, sentence), sentence
+        assert str(draft) in sentence
+    assert not [*tmp_path.rglob(".speq")]
 
 
 def generate(model: Path) -> list[int]:
