@@ -70,12 +70,19 @@ def pack(
             )
         source = checkpoint.fingerprint()
         ours = written_names(checkpoint)
+        if packing.beside is not None:
+            ours.add(packing.beside.parts[0])
         journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)
         dense_bytes = sum(aligned(checkpoint.tensors[name][1].nbytes) for name in dense)
-        check_room(checkpoint, store.names, packing.most_bytes(left) + dense_bytes, out)
+        beside = None if packing.beside is None else checkpoint.path / packing.beside
+        beside_bytes = (
+            0 if beside is None else sum(each.stat().st_size for each in files_in(beside))
+        )
+        records_bytes = packing.most_bytes(left)
+        check_room(checkpoint, store.names, records_bytes + dense_bytes + beside_bytes, out)
         threads = torch.get_num_threads()
         records, draft = write_records(store, packing, out, journal, progress, threads)
         dense_records = write_dense(checkpoint, dense, out, threads) if dense else {}
@@ -98,6 +105,8 @@ def pack(
         manifest.check(out / EXPERTS_MANIFEST)
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
+        if packing.beside is not None and beside is not None:
+            copy_draft(beside, out / packing.beside)
         copy_rest(checkpoint.path, out)
     return manifest
 
@@ -187,6 +196,21 @@ def others_in(source: Path) -> list[str]:
 def copied_names(source: Path) -> list[str]:
     """Those of them that a run reads, and that checksums are kept of."""
     return [name for name in others_in(source) if any(fnmatch(name, p) for p in HUB_PATTERNS)]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of a model's folder, config.json, which makes it one, last."""
+    files = (each for each in folder.iterdir() if each.is_file())
+    return sorted(files, key=lambda each: (each.name == "config.json", each.name))
+
+
+def copy_draft(source: Path, out: Path) -> None:
+    """A draft's checkpoint, as it is."""
+    out.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(out)
+    for each in files_in(source):
+        with whole(out / each.name) as target, each.open("rb") as file:
+            shutil.copyfileobj(file, target, COPY_BYTES)
 
 
 def copy_rest(source: Path, out: Path) -> None:

@@ -41,13 +41,16 @@ HASHED_BYTES = 16 << 20
 class Packing:
     """What experts become, and other matrices.
 
-    draft  what records are read over, of a codec that needs one
-    dense  tensors outside the experts of which there are to be records too, by their names
+    draft   what records are read over, of a codec that needs one
+    dense   tensors outside the experts of which there are to be records too, by their names
+    beside  a draft's checkpoint that lies beside the model and comes along, by its folder in the
+            model's
     """
 
     codec: ExpertCodec
     draft: DraftSource | None = None
     dense: tuple[str, ...] = ()
+    beside: Path | None = None
 
     def named(self, source: str) -> dict[str, str | None]:
         """What a journal begins with: only the same packing of the same model goes on with it."""

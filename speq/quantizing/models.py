@@ -83,7 +83,13 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
     if not made.needs_draft:
         if draft != "auto":
             raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
-        return Packing(made, dense=() if made.name == "raw" else opened.shape.dense_names)
+        model, dense = opened.checkpoint.path, opened.shape.dense_names
+        beside = gptq_beside(model)
+        return Packing(
+            made,
+            dense=() if made.name == "raw" else dense,
+            beside=beside.relative_to(model) if (beside / "config.json").exists() else None,
+        )
     if draft == "none":
         raise SpeqError(f"codec {codec} codes what a draft does not say; give a draft, or auto")
     source = open_draft(draft, opened.checkpoint, opened.store, opened.shape.experts)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import speq
 from speq import Generator, SpeqError
 from speq import load as loading
 from speq.config import RunConfig
@@ -371,6 +372,42 @@ def test_auto_takes_the_checkpoint_beside_the_model(
     # One that is still being written is none.
     (beside / "config.json").unlink()
     assert generated(model, "auto")[0] == tokens
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_pack_brings_the_checkpoint_along(
+    codec: str, tiny_bfloat16: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is there as a whole, nothing opens the pack."""
+    model, out = (
+        gptq_files.copy_folder(tiny_bfloat16("olmoe"), tmp_path / "model"),
+        tmp_path / "out",
+    )
+    beside = draft_source.gptq_beside(model)
+    write_gptq(beside, model, Packing())
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfileobj", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            speq.pack(model, out, codec=codec)
+    with pytest.raises(SpeqError):
+        open_model(out)
+    speq.pack(model, out, codec=codec)
+    copied = draft_source.gptq_beside(out)
+    assert contents(copied) == contents(beside)
+    tokens, _ = generated(model, "auto")
+    assert generated(out, "auto", packed_copy="none")[0] == tokens
+    # One that is not whole stays behind.
+    (beside / "config.json").unlink()
+    speq.pack(model, tmp_path / "other", codec=codec)
+    assert not draft_source.gptq_beside(tmp_path / "other").exists()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
 
 
 def test_rounding_is_said_once(
