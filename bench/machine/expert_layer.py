@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speq.errors import SpeqError
-from speq.files.alignment import aligned
+from speq.files.alignment import aligned, aligned_bytes, prefer_huge_pages
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import ACTIVATIONS, Int4Bank, quantize_int4
@@ -131,7 +131,7 @@ class Layer:
         if form not in self._records:
             return torch.empty(0, 0, dtype=torch.uint8, device=device)
         record = self._records[form]
-        slots = torch.zeros(held, aligned(len(record)), dtype=torch.uint8, device=device)
+        slots = aligned_bytes(held, aligned(len(record)), device).zero_()
         slots[:, : len(record)] = record.to(device)
         return slots
 
@@ -152,13 +152,18 @@ def pair_of(matrix: Tensor, group_size: int, rounded: bool) -> tuple[Tensor, Ten
 
 
 def copies(part: Tensor, count: int, device: torch.device) -> Tensor:
-    """[count, ...] of the same."""
-    return part.to(device).unsqueeze(0).repeat(count, *(1 for _ in part.shape))
+    """[count, ...] of the same, in such memory as a model's weights have."""
+    made = torch.empty(count, *part.shape, dtype=part.dtype, device=device)
+    if not made.is_cuda:
+        prefer_huge_pages(made)
+    return made.copy_(part)
 
 
 def repeated(block: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A tensor filled with copies of `block`: random numbers for all of it would take minutes."""
     out = torch.empty(shape, dtype=block.dtype, device=device)
+    if not out.is_cuda:
+        prefer_huge_pages(out)
     block = block.to(device)
     for part in out.view(-1).split(len(block)):
         part.copy_(block[: len(part)])
