@@ -193,19 +193,28 @@ public:
       bytes[2 * i + 1] = permute_bytes(bytes[2 * i + 1], first, selectors >> 16);
       before += std::uint32_t(__popc(marks[i])) * kEachNibble;
     }
-    if (count_ > int(sizeof(first))) {
+    if (count_ > kAtOnce) {
       patch_singly(streams, bytes);
     }
   }
 
 private:
+  static constexpr int kAtOnce = 4; // that a word holds
+
+  // Those behind the first ones, which are in their places.
   SPEQ_DEVICE void patch_singly(const std::uint8_t *streams,
                                 std::uint32_t (&bytes)[kVectors * 2]) const {
-    const std::uint8_t *from = streams + at_;
+    const std::uint8_t *from = streams + at_ + kAtOnce;
+    int placed = kAtOnce;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      std::uint32_t left = marks[i];
 #pragma unroll 1
-      for (std::uint32_t left = marks[i]; left != 0; left &= left - 1) {
+      for (; placed > 0 && left != 0; --placed) {
+        left &= left - 1;
+      }
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
         const int bit = 2 * (__ffs(int(left)) - 4); // of the vector's bytes
         const std::uint32_t mask = 0xFFu << bit % 32, byte = std::uint32_t(__ldg(from++))
                                                              << bit % 32;
