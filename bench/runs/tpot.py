@@ -4,6 +4,7 @@ Settings are rotated within a run, so that a machine that slows down or speeds u
 none of them; each figure is the median over its measurements.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -32,12 +33,15 @@ MEDIANS = (
     "coverage",
     "moved_bytes_per_token",
     "prefill_moved_bytes",
+    "hidden_share",
     "stall_s",
     "draft_s",
     "verify_s",
 )
 
 WARM_UP_TOKENS = 8
+# Of the measurements, so many take no longer than `tpot_p90_ms`.
+MOST = 0.9
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -48,10 +52,12 @@ COLUMNS: dict[str, Column] = {
     "dense": ("dense", "{}"),
     "slots": ("slots_bytes", format_bytes),
     "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "p90 ms": ("tpot_p90_ms", "{:.1f}"),
     "TTFT ms": ("ttft_ms", "{:.0f}"),
     "accepted": ("acceptance_rate", "{:.1%}"),
     "hits": ("hit_rate", "{:.1%}"),
     "moved/token": ("moved_bytes_per_token", format_bytes),
+    "hidden": ("hidden_share", "{:.1%}"),
     "stall s": ("stall_s", "{:.2f}"),
 }
 
@@ -159,4 +165,6 @@ def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
     for name in MEDIANS:
         values = [sample[name] for sample in samples if sample[name] is not None]
         row[name] = median(values) if values else None
+    times = sorted(sample["tpot_ms"] for sample in samples)
+    row["tpot_p90_ms"] = times[math.ceil(MOST * len(times)) - 1]
     return row

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from speq.bench.runs.tpot import Settings, run
+from speq.bench.runs.tpot import MEDIANS, Cell, Settings, run, summarise
 from speq.errors import SpeqError
 
 Folder = Callable[[str], Path]
@@ -47,3 +47,20 @@ def test_what_is_no_option_is_refused(tiny: Folder, variant: str, message: str) 
     settings = Settings(budgets=("8MiB",), draft_lengths=("0",), variants=(variant,))
     with pytest.raises(SpeqError, match=message):
         run(str(tiny("qwen3_moe")), settings, None, force=False)
+
+
+def test_rows_hold_medians_and_what_most_stay_within() -> None:
+    of_all = dict.fromkeys(MEDIANS) | {
+        "memory": {"draft": 5, "slots": 7},
+        "codec": "raw",
+        "dense": "raw",
+    }
+    samples = [of_all | {"tpot_ms": float(at), "hidden_share": 0.1 * at} for at in range(10, 0, -1)]
+    samples[0]["hidden_share"] = None  # nothing was moved
+    row = summarise(Cell("1MiB", "0", 0, ""), samples)
+    assert row["tpot_ms"] == 5.5
+    assert row["tpot_p90_ms"] == 9.0
+    assert row["hidden_share"] == 0.5
+    assert row["stall_s"] is None
+    assert (row["samples"], row["draft_bytes"], row["slots_bytes"]) == (10, 5, 7)
+    assert summarise(Cell("1MiB", "0", 0, ""), samples[:3])["tpot_p90_ms"] == 10.0
