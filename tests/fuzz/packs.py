@@ -84,7 +84,8 @@ def drafts(rng: random.Random, sound: Sound, room: Path) -> Case:
     model = copied(sound.drafted, room / "model")
     command = generate("model", *DRAFTED)
     text = sound.text(command, room)
-    (path,) = (model / ".speq").iterdir()
+    # The codes of experts, or those of dense layers.
+    path = rng.choice(sorted((model / ".speq").iterdir()))
     way = rng.choice(("header", "bytes", "bytes", "instead"))
     if way == "header":
         content = path.read_bytes()
