@@ -11,7 +11,6 @@ of a round walk through copies of the matrix. Time to raw is that of `linear` in
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,10 @@ from speq.devices.named import device_named
 from speq.errors import SpeqError, checked_choice
 from speq.files.alignment import aligned
 from speq.files.atomic_file import check_target
-from speq.kernels import dense_ops, ops
-from speq.kernels.ops import Int4Pair, quantize_int4
+from speq.kernels import dense_ops
+from speq.kernels.ops import Int4Weight, quantize_int4
+from speq.layers.dense_matrix import DenseMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
+from speq.layers.int4_matrix import Int4Matrix
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
 from speq.units import Progress, format_bytes, tracked
@@ -99,8 +100,7 @@ class Matrices:
             parts.insert(0, self._recorded(dense_ops.encode_dense_residual(weight, (*pair,))))
         self.calls = min(max(read // self.nbytes, MIN_CALLS), MAX_CALLS)
         held = [copies(part, self.calls, device) for part in parts]
-        self._copies = list(zip(*held, strict=True))
-        self._product = _product_of(kernel, shape)
+        self._copies = [_matrix_of(kernel, shape, each) for each in zip(*held, strict=True)]
 
     def _recorded(self, record: Tensor) -> Tensor:
         self.nbytes += len(record)
@@ -109,27 +109,20 @@ class Matrices:
         return room
 
     def run(self, inputs: Tensor) -> None:
-        for parts in self._copies:
-            self._product(inputs, *parts)
+        for matrix in self._copies:
+            matrix.product(inputs, None)
 
 
-def _product_of(kernel: str, shape: DenseShape) -> Callable[..., Tensor]:
-    """A call over the parts of a matrix, through the wrapper that the engine calls."""
-
-    def residual(inputs: Tensor, record: Tensor, *pair: Tensor) -> Tensor:
-        base: Int4Pair = (pair[0], pair[1])
-        return dense_ops.linear_residual(inputs, record, base)
-
-    def lossless(inputs: Tensor, record: Tensor) -> Tensor:
-        return dense_ops.linear_lossless(inputs, record, shape.outputs)
-
-    products: dict[str, Callable[..., Tensor]] = {
-        "linear": ops.linear,
-        "linear_lossless": lossless,
-        "linear_residual": residual,
-        "linear_int4": ops.linear_int4,
-    }
-    return products[kernel]
+def _matrix_of(kernel: str, shape: DenseShape, parts: tuple[Tensor, ...]) -> DenseMatrix:
+    """A matrix as the engine holds it, over its parts."""
+    if kernel == "linear":
+        return RawMatrix(parts[0])
+    if kernel == "linear_lossless":
+        return LosslessMatrix(parts[0], shape.outputs, shape.columns)
+    if kernel == "linear_residual":
+        record, *pair = parts
+        return ResidualMatrix(record, (pair[0], pair[1]))
+    return Int4Matrix(Int4Weight(*parts))
 
 
 def asked(settings: Settings) -> bool:

@@ -13,7 +13,8 @@ from speq.bench.machine import dense_kernels as dense
 from speq.bench.machine import kernels as bench
 from speq.bench.machine.kernels import Settings
 from speq.errors import SpeqError
-from speq.kernels import dense_ops, library
+from speq.kernels import library
+from speq.layers.dense_matrix import LosslessMatrix
 from tests.helpers.command import Command
 
 SETTINGS = Settings(
@@ -93,15 +94,15 @@ def test_without_raw_there_is_no_time_to_it() -> None:
     assert row["time_to_raw"] is None
 
 
-def test_copies_are_multiplied_by_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_multiplied_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = dense_ops.linear_lossless
+    plain = LosslessMatrix.product
 
-    def watched(inputs: Any, record: Any, outputs: int) -> Any:
-        seen.append((tuple(inputs.shape), record.data_ptr(), outputs))
-        return plain(inputs, record, outputs)
+    def watched(matrix: LosslessMatrix, inputs: Any, bias: Any) -> Any:
+        seen.append((tuple(inputs.shape), matrix.record.data_ptr(), matrix.outputs))
+        return plain(matrix, inputs, bias)
 
-    monkeypatch.setattr(dense_ops, "linear_lossless", watched)
+    monkeypatch.setattr(LosslessMatrix, "product", watched)
     run(replace(SETTINGS, rows=(3,), kernels=("linear_lossless",), rounds=1))
     calls = len(seen) // 2  # once to begin with, once in the round
     assert calls > dense.MIN_CALLS
