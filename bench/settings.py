@@ -58,6 +58,12 @@ Routes = Annotated[
         argument=True,
     ),
 ]
+PackedLossless = Annotated[
+    Path | None, Option("The model packed with codec lossless.", File("a model's folder"))
+]
+PackedResidual = Annotated[
+    Path | None, Option("The model packed with codec residual.", File("a model's folder"))
+]
 # Of all runs of a bench that has budgets and draft lengths of its own.
 RunOptions = Annotated[
     dict[str, Any],
@@ -258,7 +264,54 @@ class TpotSettings(Options):
             Several(Text("name=value, separated by spaces"), "options", repeated=True),
         ),
     ] = ()
+    systems: Annotated[
+        tuple[str, ...],
+        Option(
+            "Measure systems beside each other instead, each in a process of its own with the same "
+            "memory; `?` lists them. Those of speq take options, such as 'speq draft-length=4'.",
+            Several(Text("names"), "names of systems separated by commas"),
+        ),
+    ] = ()
+    lossless: PackedLossless = None
+    residual: PackedResidual = None
+    scratch: Annotated[
+        Path | None,
+        Option(
+            "With systems: where other programs' forms of the model lie, which are as large as it "
+            "is; default: .speq/rivals in the model's folder.",
+            File("a folder"),
+        ),
+    ] = None
+    reserve: Annotated[
+        str,
+        Option(
+            "With systems: memory of a process beside the budget, for its code and libraries.",
+            Size(kept=True),
+        ),
+    ] = "0.45GiB"
+    cap: Annotated[
+        str,
+        Option(
+            "With systems: budget and reserve are held to by a control group (cgroup), or not.",
+            Choice(("cgroup", "none")),
+        ),
+    ] = "cgroup"
+    text_seconds: Annotated[
+        float, Option("With systems: a slow one ends a text after so long.", Number(3600))
+    ] = 20.0
+    process_seconds: Annotated[
+        float, Option("With systems: a process that takes longer has failed.", Number(86_400))
+    ] = 900.0
+    threads: Annotated[
+        int,
+        Option("With systems: threads that other programs compute with; 0: all.", Whole(0, 1024)),
+    ] = 0
     run: RunOptions = field(default_factory=dict)
+
+    def stores(self) -> dict[str, Path]:
+        """The packed models by codec."""
+        packed = {"lossless": self.lossless, "residual": self.residual}
+        return {name: path for name, path in packed.items() if path is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +381,8 @@ class EqualMemorySettings(Options):
             Size(kept=True),
         ),
     ] = None
-    lossless: Annotated[
-        Path | None, Option("The model packed with codec lossless.", File("a model's folder"))
-    ] = None
-    residual: Annotated[
-        Path | None, Option("The model packed with codec residual.", File("a model's folder"))
-    ] = None
+    lossless: PackedLossless = None
+    residual: PackedResidual = None
     engine_fractions: Annotated[
         tuple[float, ...] | None,
         Option("Shares to run the engine at, from the packed models.", shares("0.5,0.7")),

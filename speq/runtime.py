@@ -109,6 +109,11 @@ class Runtime:
         """Return when all that was asked of the device is done."""
         self._loaded.device.synchronize()
 
+    def finish_copy(self) -> None:
+        """Return when the packed copy that this run makes, if it makes one, is whole."""
+        if self._loaded.copy is not None:
+            self._loaded.copy.wait()
+
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory = self._loaded.memory(self.plan)

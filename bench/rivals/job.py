@@ -20,6 +20,7 @@ class Job:
     options       of the run, for those of speq's
     threads       that compute
     continuations the tokens that follow each prompt: of the task `choices` only
+    finish_copy   wait, before the texts, until a published model's packed copy is whole
     text_s        a text ends after so long, once `least_tokens` are out
     """
 
@@ -37,6 +38,7 @@ class Job:
     threads: int = 0
     continuations: list[list[int]] = field(default_factory=list)
     warm_up_tokens: int = 0
+    finish_copy: bool = False
     text_s: float = float("inf")
     least_tokens: int = 8
 

@@ -1,4 +1,4 @@
-"""Time per output token over memory budgets and draft lengths.
+"""Time per output token over memory budgets: of draft lengths, or of systems beside each other.
 
 Settings are rotated within a run, so that a machine that slows down or speeds up meanwhile favours
 none of them; each figure is the median over its measurements.
@@ -13,6 +13,8 @@ from typing import Any
 
 from speq.bench.neighbours import neighbours
 from speq.bench.replay import single_shot
+from speq.bench.rivals.tpot import SystemsReport
+from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
 from speq.config import RunConfig
@@ -93,11 +95,14 @@ def run(
     force: bool,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure every budget with every draft length, number of neighbours and variant.
+    """Measure every budget with every draft length, number of neighbours and variant, or with every
+    system that is named.
 
     Raises SpeqError for nonsense settings.
     """
     check_target(json_file, force)
+    if settings.systems:
+        return written(systems_beside(model, settings, progress), json_file)
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     cells = [
         Cell(*each)
@@ -117,15 +122,21 @@ def run(
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)
     rows = [summarise(cell, samples[cell]) for cell in cells]
-    report = Report(
-        "tpot",
-        model,
-        settings.as_json(),
-        rows,
-    )
+    return written(Report("tpot", model, settings.as_json(), rows), json_file)
+
+
+def written(report: Report, json_file: Path | None) -> Report:
+    """The report, kept in a file where one is asked for."""
     if json_file is not None:
         report.write(json_file)
     return report
+
+
+def show(report: Report) -> None:
+    if isinstance(report, SystemsReport):
+        report.print_all()
+    else:
+        report.print(COLUMNS)
 
 
 def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> list[dict[str, Any]]:

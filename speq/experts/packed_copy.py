@@ -161,6 +161,11 @@ class PackedCopy:
             self._thread.join()
             atexit.unregister(self.stop)
 
+    def wait(self) -> None:
+        """Return when the copy is whole, or was given up."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
     @contextmanager
     def giving_way(self) -> Iterator[None]:
         """Rest most of the time in this block, which generates tokens."""

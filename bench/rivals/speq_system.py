@@ -1,0 +1,25 @@
+"""speq itself as a contestant, with whatever options its entry gives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from speq.bench.rivals.contestant import Contestant
+from speq.bench.rivals.generator_contestant import GeneratorContestant
+from speq.bench.rivals.job import Job
+from speq.generator import Generator
+
+
+def load(job: Job) -> Contestant:
+    """Raises SpeqError where options, files or the memory do not allow it."""
+    generator = Generator.from_pretrained(
+        job.model, job.memory_bytes, **run_options(job, job.options)
+    )
+    generator.reserve(job.context)
+    if job.finish_copy:
+        generator.runtime.finish_copy()
+    return GeneratorContestant(generator)
+
+
+def run_options(job: Job, options: Mapping[str, Any]) -> Any:
+    """Options of a run under this job."""
+    return {**options, "device": job.device, "dtype": job.dtype}

@@ -1,0 +1,123 @@
+"""What a table says of systems beside each other."""
+
+import math
+from statistics import median
+from typing import Any
+
+from speq.bench.rivals.contest import Cell, Terms
+from speq.bench.rivals.worker import TextRun
+from speq.measure.report import Column
+from speq.stats import ratio
+from speq.units import format_bytes
+
+# Of the measurements, so many take no longer than `tpot_p90_ms`.
+MOST = 0.9
+# What speq's own systems count.
+COUNTED = (
+    "acceptance_rate",
+    "hit_rate",
+    "moved_bytes_per_token",
+    "hidden_share",
+    "stall_s",
+)
+Row = dict[str, Any]
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "system": ("system", "{}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "p90 ms": ("tpot_p90_ms", "{:.1f}"),
+    "spread": ("tpot_spread", "{:.0%}"),
+    "of best": ("of_best", "{:.2f}"),
+    "TTFT ms": ("ttft_ms", "{:.0f}"),
+    "tokens/s": ("tokens_per_s", "{:.1f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "hits": ("hit_rate", "{:.1%}"),
+    "moved/token": ("moved_bytes_per_token", format_bytes),
+    "hidden": ("hidden_share", "{:.1%}"),
+    "peak": ("peak_bytes", format_bytes),
+    "load s": ("load_s", "{:.1f}"),
+    "tokens": ("tokens", "{}"),
+    "agrees": ("agreement", "{:.1%}"),
+}
+
+
+def rows_of(cells: list[Cell], terms: Terms) -> list[Row]:
+    """A row for each cell. `of_best` is the time of a token as a multiple of the fastest system's
+    under the same budget.
+    """
+    rows = [row_of(cell, terms) for cell in cells]
+    for row in rows:
+        beside = [each["tpot_ms"] for each in rows if each["budget"] == row["budget"]]
+        best = min((tpot_ms for tpot_ms in beside if tpot_ms is not None), default=None)
+        row["of_best"] = None if row["tpot_ms"] is None else ratio(row["tpot_ms"], best or 0.0)
+    return rows
+
+
+def row_of(cell: Cell, terms: Terms) -> Row:
+    """Medians over prompts and rounds; figures are None of a system that failed."""
+    row: Row = {
+        "budget": cell.budget,
+        "budget_bytes": cell.budget_bytes,
+        "cap_bytes": cell.budget_bytes + terms.reserve_bytes if terms.capped else None,
+        "neighbours": terms.neighbours,
+        "system": cell.entry.label,
+        "ours": cell.entry.system.ours,
+        "failure": cell.failure,
+        "settled": next((each.settled for each in cell.rounds if each.settled), {}),
+        "samples": 0,
+        "agreement": cell.agreement,
+    } | dict.fromkeys(FIGURES)
+    runs = [text for heard in cell.rounds for text in heard.texts]
+    if cell.failure or not runs:
+        return row
+    times = sorted(run.tpot_s * 1e3 for run in runs)
+    of_rounds = [median(run.tpot_s * 1e3 for run in heard.texts) for heard in cell.rounds]
+    tpot_ms = median(times)
+    row |= {
+        "samples": len(runs),
+        "tpot_ms": tpot_ms,
+        "tpot_p90_ms": times[math.ceil(MOST * len(times)) - 1],
+        "tpot_spread": (max(of_rounds) - min(of_rounds)) / tpot_ms,
+        "round_tpot_ms": of_rounds,
+        "ttft_ms": median(run.ttft_s * 1e3 for run in runs),
+        "tokens_per_s": 1e3 / tpot_ms,
+        "tokens": min(len(run.token_ids) for run in runs),
+        "cut": any(run.cut for run in runs),
+        "load_s": median(heard.done["load_s"] for heard in cell.rounds),
+        "peak_bytes": max(peak_of(heard.done) for heard in cell.rounds),
+        "cap_peak_bytes": max(
+            (heard.done["cap_peak_bytes"] or 0 for heard in cell.rounds if terms.capped), default=0
+        ),
+    }
+    return row | {name: median_of(name, runs) for name in COUNTED}
+
+
+FIGURES = (
+    *("tpot_ms", "tpot_p90_ms", "tpot_spread", "round_tpot_ms", "of_best", "ttft_ms"),
+    *("tokens_per_s", "tokens", "cut", "load_s", "peak_bytes", "cap_peak_bytes"),
+    *COUNTED,
+)
+
+
+def peak_of(done: dict[str, Any]) -> int:
+    """The most memory a process took: of the device it computed on."""
+    peak: int = done["device_peak_bytes"] or done["peak_rss_bytes"]
+    return peak
+
+
+def median_of(name: str, runs: list[TextRun]) -> float | None:
+    values = [value for run in runs if (value := run.figures.get(name)) is not None]
+    return float(median(values)) if values else None
+
+
+def notes_of(rows: list[Row]) -> list[str]:
+    """What the table has no room for: failures, and texts that were cut short."""
+    lines = [
+        f"{row['budget']}, {row['system']}: {row['failure']}" for row in rows if row["failure"]
+    ]
+    return lines + [
+        f"{row['budget']}, {row['system']}: texts were ended after {row['tokens']} tokens"
+        for row in rows
+        if row["cut"]
+    ]

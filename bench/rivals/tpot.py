@@ -1,0 +1,124 @@
+"""`speq bench tpot --systems`: from settings to a table of systems beside each other."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speq.bench.rivals.contest import Cell, Contest, Terms
+from speq.bench.rivals.memory_cap import how_capped
+from speq.bench.rivals.standings import COLUMNS, notes_of, rows_of
+from speq.bench.rivals.systems import SYSTEMS, entry
+from speq.bench.settings import TpotSettings as Settings
+from speq.errors import SpeqError
+from speq.files.checkpoint import locate
+from speq.measure.report import Report, print_table, read_prompts
+from speq.text.tokenizer import load_tokenizer, tokens_of
+from speq.units import Progress, format_bytes, parse_bytes
+
+# Tokens that warm the caches of a process before its texts are measured.
+WARM_UP_TOKENS = 8
+
+
+@dataclass(slots=True)
+class SystemsReport(Report):
+    """capped_by: what held processes to their memory; compared_tokens: on which systems of ours
+    agreed, computing in float32, before any time was taken.
+    """
+
+    capped_by: str = ""
+    compared_tokens: list[int] = field(default_factory=list)
+
+    def print_all(self) -> None:
+        print_table(f"systems: {self.model}", COLUMNS, self.rows)
+        for line in self.notes():
+            print(line)
+
+    def notes(self) -> list[str]:
+        """The terms of the contest, and what went wrong."""
+        reserve = format_bytes(parse_bytes(self.settings["reserve"]))
+        lines = [
+            f"each process had its budget and {reserve} beside, {self.capped_by}; files were cold",
+            f"systems of speq gave the same {len(self.compared_tokens)} tokens in float32",
+        ]
+        return lines + notes_of(self.rows)
+
+
+def run(model: str, settings: Settings, progress: Progress | None = None) -> SystemsReport:
+    """Compare, measure, and ask other programs for their agreement.
+
+    Raises SpeqError for nonsense settings, where no cap can be had, and where two systems of ours
+    differ.
+    """
+    contest, cells = arranged(model, settings)
+    tokens = contest.compare(cells, progress)
+    contest.measure(cells, settings.rounds, progress)
+    contest.agree(cells, tokens, progress)
+    terms = contest.terms
+    return SystemsReport(
+        "tpot-systems",
+        model,
+        settings.as_json(),
+        rows_of(cells, terms),
+        capped_by=f"held to by {how_capped()}" if terms.capped else "which nothing held it to",
+        compared_tokens=tokens,
+    )
+
+
+def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
+    """What is run, all of it checked. Raises SpeqError for what cannot be."""
+    if settings.systems == ("?",):
+        lines = [f"{each.name}: {each.summary}" for each in SYSTEMS.values()]
+        raise SpeqError("systems are\n  " + "\n  ".join(lines))
+    if settings.variants:
+        raise SpeqError(
+            "variants and systems are given; give options with a system, such as "
+            "'speq draft-length=4'"
+        )
+    if len(settings.neighbours) > 1:
+        raise SpeqError("neighbours are several numbers; with systems give one")
+    shared: dict[str, Any] = dict(settings.run)
+    device = shared.pop("device", "cpu")
+    device = "cpu" if device == "auto" else device
+    budgets = [(text, parse_bytes(text)) for text in settings.budgets]
+    cells = [
+        Cell(entry(label, shared, budget_bytes), text, budget_bytes)
+        for text, budget_bytes in budgets
+        for label in settings.systems
+    ]
+    labels = [cell.entry.label for cell in cells if cell.budget == settings.budgets[0]]
+    if len(set(labels)) < len(labels):
+        raise SpeqError("systems name one twice; name each once")
+    stores = settings.stores()
+    for cell in cells:
+        wanted = cell.entry.system.store
+        if wanted is not None and wanted not in stores:
+            raise SpeqError(
+                f"system {cell.entry.label!r} reads the model packed as {wanted}; give --{wanted} "
+                f"FOLDER, as `speq pack --codec {wanted}` wrote it"
+            )
+    folder = locate(model)
+    stores = {codec: locate(str(path)) for codec, path in stores.items()}
+    tokenizer = load_tokenizer(folder)
+    prompts = [
+        list(tokens_of(tokenizer, text))
+        for text in read_prompts(settings.prompts, settings.num_prompts)
+    ]
+    capped = settings.cap == "cgroup" and device == "cpu"
+    if capped:
+        how_capped()  # refuses before anything takes minutes
+    terms = Terms(
+        folder,
+        stores,
+        settings.scratch or Path(folder) / ".speq" / "rivals",
+        prompts,
+        settings.max_new_tokens,
+        WARM_UP_TOKENS,
+        settings.text_seconds,
+        parse_bytes(settings.reserve),
+        capped,
+        device,
+        settings.threads,
+        settings.neighbours[0],
+        settings.process_seconds,
+    )
+    return Contest(terms), cells
