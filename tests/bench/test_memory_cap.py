@@ -77,7 +77,7 @@ def test_a_group_above_ours_does_where_ours_takes_none(tmp_path: Path) -> None:
 def test_no_groups_are_an_error_and_no_silence(tmp_path: Path) -> None:
     nowhere = (tmp_path / "a", tmp_path / "b")
     with (
-        pytest.raises(SpeqError, match="cannot be capped here: .* or give cap=none"),
+        pytest.raises(SpeqError, match=r"cannot be capped here: .* or give cap=none"),
         memory_cap(LIMIT, nowhere, tmp_path / "c"),
     ):
         pass
