@@ -75,9 +75,14 @@ setup(
         *find_packages(include=["speq", "speq.*"]),
         *(f"speq.{name}" for name in find_packages(include=[*OUTSIDE, *WITHIN])),
         "speq.measure.prompts",
+        "speq.bench.prompts",
     ],
     package_dir={f"speq.{name}": name for name in OUTSIDE},
-    package_data={"speq": ["VERSION", "py.typed"], "speq.measure.prompts": ["*"]},
+    package_data={
+        "speq": ["VERSION", "py.typed"],
+        "speq.measure.prompts": ["*"],
+        "speq.bench.prompts": ["*"],
+    },
     ext_modules=[CMakeLibrary("speq.speq_cpu")],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -50,6 +50,14 @@ FixedLengths = Annotated[
 Neighbours = Annotated[
     int, Option("Busy loops that run beside, each a process of its own.", Whole(0, 256))
 ]
+PromptKinds = Annotated[
+    tuple[Path, ...],
+    Option(
+        "Kinds of prompts, each code, maths, prose, questions, dialogue or a JSON Lines file with "
+        "a `prompt` in each row.",
+        Several(File("a kind or a file of prompts"), "a kind, a file or several", repeated=True),
+    ),
+]
 Routes = Annotated[
     Path,
     Option(
@@ -63,6 +71,14 @@ PackedLossless = Annotated[
 ]
 PackedResidual = Annotated[
     Path | None, Option("The model packed with codec residual.", File("a model's folder"))
+]
+SyntheticAcceptance = Annotated[
+    float | None,
+    Option(
+        "What if: make each drafted token right with this probability, if those before it are, "
+        "and else wrong. The output stays exact, and every row says so.",
+        Number(1.0),
+    ),
 ]
 # Of all runs of a bench that has budgets and draft lengths of its own.
 RunOptions = Annotated[
@@ -248,7 +264,7 @@ class TpotSettings(Options):
         tuple[str, ...],
         Option("Draft lengths, auto among them; 0 is without a draft.", Several(Text("0 or more"))),
     ] = ("0", "4")
-    prompts: Prompts = None
+    prompts: PromptKinds = ()
     num_prompts: NumPrompts = 4
     max_new_tokens: MaxNewTokens = 64
     rounds: Rounds = 3
@@ -264,6 +280,7 @@ class TpotSettings(Options):
             Several(Text("name=value, separated by spaces"), "options", repeated=True),
         ),
     ] = ()
+    synthetic_acceptance: SyntheticAcceptance = None
     systems: Annotated[
         tuple[str, ...],
         Option(
@@ -330,20 +347,14 @@ class SoakSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class GovernorSettings(Options):
-    """prompts: files, each a kind; run: what all runs share."""
+    """run: what all runs share."""
 
     budgets: Budgets
     draft_lengths: Annotated[
         tuple[int, ...],
         Option("Fixed draft lengths beside auto.", numbers(Whole(0, MAX_DRAFT_LENGTH), "0,4")),
     ] = (0, 1, 2, 4, 6, 8, 12)
-    prompts: Annotated[
-        tuple[Path, ...],
-        Option(
-            "JSON Lines with a `prompt` in each row; one file for each kind.",
-            Several(File("a file of prompts"), "a file or several", repeated=True),
-        ),
-    ] = ()
+    prompts: PromptKinds = ()
     num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 2
     max_new_tokens: MaxNewTokens = 128
     rounds: Rounds = 3

@@ -30,6 +30,7 @@ WIDER = 1.25
 class Terms:
     """What is the same for every system.
 
+    kinds          of the prompts, one each
     reserve_bytes  beside a budget: for a process's code, interpreter and libraries
     capped         whether processes are held to budget and reserve by the system
     limit_s        a process that takes longer is ended
@@ -39,6 +40,7 @@ class Terms:
     stores: dict[str, Path]
     scratch: Path
     prompts: list[list[int]]
+    kinds: list[str]
     max_new_tokens: int
     warm_up_tokens: int
     text_s: float

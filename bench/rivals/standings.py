@@ -67,6 +67,7 @@ def row_of(cell: Cell, terms: Terms) -> Row:
         "settled": next((each.settled for each in cell.rounds if each.settled), {}),
         "samples": 0,
         "agreement": cell.agreement,
+        "by_kind": {},
     } | dict.fromkeys(FIGURES)
     runs = [text for heard in cell.rounds for text in heard.texts]
     if cell.failure or not runs:
@@ -90,6 +91,13 @@ def row_of(cell: Cell, terms: Terms) -> Row:
             (heard.done["cap_peak_bytes"] or 0 for heard in cell.rounds if terms.capped), default=0
         ),
     }
+    kinds = {
+        kind: [at for at, each in enumerate(terms.kinds) if each == kind] for kind in terms.kinds
+    }
+    row["by_kind"] = {
+        kind: median(heard.texts[at].tpot_s * 1e3 for heard in cell.rounds for at in places)
+        for kind, places in kinds.items()
+    }
     return row | {name: median_of(name, runs) for name in COUNTED}
 
 
@@ -98,6 +106,21 @@ FIGURES = (
     *("tokens_per_s", "tokens", "cut", "load_s", "peak_bytes", "cap_peak_bytes"),
     *COUNTED,
 )
+
+
+def kind_columns(kinds: list[str]) -> dict[str, Column]:
+    """Columns of `by_kind`'s rows."""
+    first: dict[str, Column] = {"budget": ("budget", "{}"), "system": ("system", "{}")}
+    return first | {kind: (kind, "{:.1f}") for kind in kinds}
+
+
+def by_kind(rows: list[Row]) -> list[Row]:
+    """Times of a token by kind of prompt, a row for each system that ran."""
+    return [
+        {"budget": row["budget"], "system": row["system"]} | row["by_kind"]
+        for row in rows
+        if row["by_kind"]
+    ]
 
 
 def peak_of(done: dict[str, Any]) -> int:

@@ -4,14 +4,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speq.bench.kinds import texts_of
 from speq.bench.rivals.contest import Cell, Contest, Terms
 from speq.bench.rivals.memory_cap import how_capped
-from speq.bench.rivals.standings import COLUMNS, notes_of, rows_of
+from speq.bench.rivals.standings import COLUMNS, by_kind, kind_columns, notes_of, rows_of
 from speq.bench.rivals.systems import SYSTEMS, entry
 from speq.bench.settings import TpotSettings as Settings
 from speq.errors import SpeqError
 from speq.files.checkpoint import locate
-from speq.measure.report import Report, print_table, read_prompts
+from speq.measure.report import Report, print_table
 from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress, format_bytes, parse_bytes
 
@@ -28,8 +29,16 @@ class SystemsReport(Report):
     capped_by: str = ""
     compared_tokens: list[int] = field(default_factory=list)
 
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of prompts, where there are several."""
+        found = list(dict.fromkeys(kind for row in self.rows for kind in row["by_kind"]))
+        return found if len(found) > 1 else []
+
     def print_all(self) -> None:
         print_table(f"systems: {self.model}", COLUMNS, self.rows)
+        if kinds := self.kinds:
+            print_table("TPOT in ms by kind of prompt", kind_columns(kinds), by_kind(self.rows))
         for line in self.notes():
             print(line)
 
@@ -74,6 +83,10 @@ def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
             "variants and systems are given; give options with a system, such as "
             "'speq draft-length=4'"
         )
+    if settings.synthetic_acceptance is not None:
+        raise SpeqError(
+            "synthetic_acceptance and systems are given; systems run as they are: leave one out"
+        )
     if len(settings.neighbours) > 1:
         raise SpeqError("neighbours are several numbers; with systems give one")
     shared: dict[str, Any] = dict(settings.run)
@@ -99,10 +112,7 @@ def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
     folder = locate(model)
     stores = {codec: locate(str(path)) for codec, path in stores.items()}
     tokenizer = load_tokenizer(folder)
-    prompts = [
-        list(tokens_of(tokenizer, text))
-        for text in read_prompts(settings.prompts, settings.num_prompts)
-    ]
+    texts = texts_of(settings.prompts, settings.num_prompts)
     capped = settings.cap == "cgroup" and device == "cpu"
     if capped:
         how_capped()  # refuses before anything takes minutes
@@ -110,7 +120,8 @@ def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
         folder,
         stores,
         settings.scratch or Path(folder) / ".speq" / "rivals",
-        prompts,
+        [list(tokens_of(tokenizer, text)) for _, text in texts],
+        [kind for kind, _ in texts],
         settings.max_new_tokens,
         WARM_UP_TOKENS,
         settings.text_seconds,

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.kinds import prompts_by_kind
 from speq.bench.neighbours import disturbed
 from speq.bench.replay import single_shot
 from speq.bench.rotation import rotated
@@ -62,7 +63,7 @@ def run(
     fixed = [*map(str, settings.draft_lengths), HELD]
     kinds = {"mixed": read_prompts(None, settings.num_prompts)}
     if settings.prompts:
-        kinds = {path.stem: read_prompts(path, settings.num_prompts) for path in settings.prompts}
+        kinds = prompts_by_kind(settings.prompts, settings.num_prompts)
     tuned = tuned_budgets(model, settings)
     cells = [(budget, kind) for budget in settings.budgets for kind in kinds]
     samples: dict[tuple[str, str, str], list[dict[str, Any]]] = {}

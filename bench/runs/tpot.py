@@ -5,23 +5,26 @@ none of them; each figure is the median over its measurements.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from speq.bench.kinds import texts_of
 from speq.bench.neighbours import neighbours
 from speq.bench.replay import single_shot
 from speq.bench.rivals.tpot import SystemsReport
 from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
+from speq.bench.synthetic import synthetic_acceptance
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
-from speq.measure.report import Column, Report, read_prompts
+from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
 from speq.units import Progress, format_bytes, parse_bytes, tracked
 
@@ -103,7 +106,7 @@ def run(
     check_target(json_file, force)
     if settings.systems:
         return written(systems_beside(model, settings, progress), json_file)
-    prompts = read_prompts(settings.prompts, settings.num_prompts)
+    prompts = [text for _, text in texts_of(settings.prompts, settings.num_prompts)]
     cells = [
         Cell(*each)
         for each in product(
@@ -121,7 +124,7 @@ def run(
     for cell in tracked("measuring settings", turns, len(turns), progress):
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)
-    rows = [summarise(cell, samples[cell]) for cell in cells]
+    rows = [summarise(cell, samples[cell], settings.synthetic_acceptance) for cell in cells]
     return written(Report("tpot", model, settings.as_json(), rows), json_file)
 
 
@@ -130,13 +133,6 @@ def written(report: Report, json_file: Path | None) -> Report:
     if json_file is not None:
         report.write(json_file)
     return report
-
-
-def show(report: Report) -> None:
-    if isinstance(report, SystemsReport):
-        report.print_all()
-    else:
-        report.print(COLUMNS)
 
 
 def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> list[dict[str, Any]]:
@@ -148,7 +144,8 @@ def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> l
         **cell.options(settings),
     )
     try:
-        runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
+        with what_if(generator, settings, prompts):
+            runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
         return [run.summary() for run in runs]
     except SpeqError as error:
         raise SpeqError(
@@ -158,8 +155,23 @@ def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> l
         generator.close()
 
 
-def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row: medians over all samples, and what the budget bought."""
+def what_if(
+    generator: Generator, settings: Settings, prompts: list[str]
+) -> AbstractContextManager[None]:
+    """The block in which drafts stand as often as the settings say, if they say so."""
+    acceptance = settings.synthetic_acceptance
+    if acceptance is None:
+        return nullcontext()
+    return synthetic_acceptance(generator, prompts, settings.max_new_tokens, acceptance)
+
+
+def summarise(
+    cell: Cell, samples: list[dict[str, Any]], acceptance: float | None = None
+) -> dict[str, Any]:
+    """One row: medians over all samples, and what the budget bought.
+
+    acceptance  that drafts were given; rows of runs that drafted nothing say None
+    """
     memory = samples[0]["memory"]
     row: dict[str, Any] = {
         "budget": cell.budget,
@@ -178,4 +190,20 @@ def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
         row[name] = median(values) if values else None
     times = sorted(sample["tpot_ms"] for sample in samples)
     row["tpot_p90_ms"] = times[math.ceil(MOST * len(times)) - 1]
+    row["synthetic_acceptance"] = None if row["acceptance_rate"] is None else acceptance
     return row
+
+
+def show(report: Report) -> None:
+    """The table, which says so where acceptance was not the draft's own."""
+    if isinstance(report, SystemsReport):
+        report.print_all()
+        return
+    acceptance = report.settings["synthetic_acceptance"]
+    if acceptance is None:
+        report.print(COLUMNS)
+        return
+    said = f"WHAT-IF: acceptance set to {acceptance:g}"
+    columns = COLUMNS | {"set to": ("synthetic_acceptance", "{:g}")}
+    print_table(f"{report.bench}: {report.model}\n{said}", columns, report.rows)
+    print(f"{said}: each drafted token is right with that probability, if those before it are")

@@ -22,6 +22,7 @@ TERMS = Terms(
     stores={},
     scratch=Path("scratch"),
     prompts=[[1, 2], [3]],
+    kinds=["code", "prose"],
     max_new_tokens=4,
     warm_up_tokens=1,
     text_s=20.0,
@@ -127,6 +128,7 @@ def test_a_row_holds_medians_and_their_spread_over_rounds() -> None:
     one = cell("lru-raw")
     one.rounds = [texts(0.1, 0.2, hit_rate=0.5), texts(0.3, 0.4, hit_rate=0.7)]
     row = row_of(one, TERMS)
+    assert row["by_kind"] == {"code": pytest.approx(200), "prose": pytest.approx(300)}
     assert row["tpot_ms"] == pytest.approx(250)
     assert row["tpot_p90_ms"] == pytest.approx(400)
     assert row["tpot_spread"] == pytest.approx((350 - 150) / 250)
@@ -140,7 +142,7 @@ def test_a_row_holds_medians_and_their_spread_over_rounds() -> None:
 def test_rows_stand_beside_the_fastest_of_their_budget() -> None:
     cells = [cell("lru-raw"), cell("moe-speq"), cell("llama.cpp"), cell("lru-raw", 2000)]
     for each, time in zip(cells, (0.3, 0.2, None, 0.5), strict=True):
-        each.rounds = [Heard(failure="crashed") if time is None else texts(time)]
+        each.rounds = [Heard(failure="crashed") if time is None else texts(time, time)]
     rows = rows_of(cells, TERMS)
     assert [row["of_best"] for row in rows] == [pytest.approx(1.5), 1.0, None, 1.0]
     assert notes_of(rows) == ["1000, llama.cpp: crashed"]
@@ -180,6 +182,7 @@ def test_every_system_of_ours_has_options_that_a_run_takes() -> None:
         ({"systems": ("speq",)}, "'speq' reads the model packed as lossless; give --lossless"),
         ({"systems": ("lru-raw", "lru-raw")}, "systems name one twice"),
         ({"systems": ("lru-raw",), "variants": ("codec=raw",)}, "variants and systems are given"),
+        ({"systems": ("lru-raw",), "synthetic_acceptance": 0.5}, "systems run as they are"),
         ({"systems": ("lru-raw",), "neighbours": (0, 1)}, "neighbours are several numbers"),
     ],
 )
