@@ -415,6 +415,46 @@ class PaperSystemsSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
+class AllSettings(Options):
+    """budgets, systems: those of `speq bench tpot --systems`; empty: as the suite chooses."""
+
+    out: Annotated[
+        Path, Option("Folder for models, results and the report.", File("a folder to write"))
+    ]
+    full: Annotated[
+        bool,
+        Option("All systems, beside a busy neighbour as well: it takes hours.", Switch()),
+    ] = False
+    budgets: Annotated[
+        tuple[str, ...],
+        Option(
+            "Memory budgets; default: what caps of 0.475, 0.665 and 1.2 of the model leave.",
+            Several(Size(kept=True)),
+        ),
+    ] = ()
+    systems: Annotated[
+        tuple[str, ...],
+        Option("Systems; default: seven of them.", Several(Text("names"), "names of systems")),
+    ] = ()
+    kinds: Annotated[
+        tuple[str, ...],
+        Option("Kinds of prompts, or files of them.", Several(Text("kinds"), "kinds of prompts")),
+    ] = ("code", "prose")
+    num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 1
+    max_new_tokens: MaxNewTokens = 32
+    rounds: Rounds = 3
+    reserve: Annotated[str, Option("Memory of a process beside the budget.", Size(kept=True))] = (
+        "0.45GiB"
+    )
+    cap: Annotated[
+        str,
+        Option(
+            "Whether control groups hold processes to their memory.", Choice(("cgroup", "none"))
+        ),
+    ] = "cgroup"
+
+
+@dataclass(frozen=True, slots=True)
 class WidenSettings(Options):
     """hidden_size and expert_width are multiples of the source's."""
 

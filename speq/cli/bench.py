@@ -151,6 +151,12 @@ BENCHES = (
         "The systems of MoE-SpeQ's Figure 13 as plans expect them, beside the paper's order.",
         subject=("folders", Folders),
     ),
+    Bench(
+        "all",
+        "suite",
+        declared.AllSettings,
+        "Everything, from making the models to one report; interrupted, it goes on from there.",
+    ),
 )
 
 bench_app = typer.Typer(

@@ -51,7 +51,7 @@ class Report:
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
     """Rows on stdout, by column title; figures that do not exist are dashes."""
-    cells = [[_cell(row[name], show) for name, show in columns.values()] for row in rows]
+    cells = [[cell_text(row[name], show) for name, show in columns.values()] for row in rows]
     console = Console(markup=False, emoji=False)
     table = _table(title, [*columns], cells)
     if _too_wide(table, console):
@@ -140,7 +140,8 @@ def current_commit() -> str | None:
         return None
 
 
-def _cell(value: Any, show: Show) -> str:
+def cell_text(value: Any, show: Show) -> str:
+    """A figure as a column shows it; one that does not exist is a dash."""
     if value is None:
         return "-"
     return show.format(value) if isinstance(show, str) else show(value)
