@@ -90,6 +90,16 @@ RunOptions = Annotated[
 ]
 
 
+# Packs hold no plain words of experts.
+Published = Annotated[
+    str | None,
+    Option(
+        "Where the model is packed: the same as published, for what runs on plain words.",
+        Text("a folder or a hub id", path=True),
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSettings(Options):
     shapes: Annotated[tuple[str, ...], Option("Layers of models, or all.", Several(Text()))] = (
@@ -452,6 +462,60 @@ class AllSettings(Options):
             "Whether control groups hold processes to their memory.", Choice(("cgroup", "none"))
         ),
     ] = "cgroup"
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings(Options):
+    context: Annotated[int, Option("Tokens of KV cache.", Whole(1))] = 12288
+    experts: Annotated[
+        tuple[str, ...],
+        Option(
+            "How experts are counted: token (of one token, in draft and target), resident (all in "
+            "the draft) or all (in both).",
+            Several(Choice(("token", "resident", "all"))),
+        ),
+    ] = ("token", "resident", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class BreakdownSettings(Options):
+    """run: of `auto`, and as far as they say nothing of slots and drafts, of the other as well."""
+
+    budgets: Budgets
+    published: Published = None
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 64
+    rounds: Rounds = 3
+    neighbours: Neighbours = 0
+    run: RunOptions = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AblationSettings(Options):
+    """run: what all runs share."""
+
+    memory_budget: BudgetText
+    published: Published = None
+    draft_length: DraftLength = None
+    fixed_length: Annotated[
+        int, Option("Tokens drafted per step without the governor.", Whole(0, MAX_DRAFT_LENGTH))
+    ] = 4
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 64
+    rounds: Rounds = 3
+    neighbours: Neighbours = 0
+    run: Annotated[
+        dict[str, Any],
+        Some(
+            RunConfig,
+            without=(
+                *("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
+                *("cache_policy", "prefetch"),
+            ),
+        ),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,10 +128,10 @@ def perform(step: Step, code: str, folder: Path) -> Done:
         text.write(f"$ speq {shlex.join(step.command)}\n\n")
         text.flush()
         # Standard error is ours: progress bars are seen.
-        code_s = subprocess.run(
+        status = subprocess.run(
             [sys.executable, "-m", "speq", *command], stdin=subprocess.DEVNULL, stdout=text
         ).returncode
-    failure = "" if code_s == 0 else f"ended with exit status {code_s}; it said why above"
+    failure = "" if status == 0 else f"ended with exit status {code_s}; it said why above"
     return Done(
         step.command,
         code,

@@ -110,6 +110,7 @@ def measurements(
     kinds = [part for kind in settings.kinds for part in ("--prompts", kind)]
     systems = settings.systems or (FULL_SYSTEMS if settings.full else SYSTEMS)
     rounds, middle, roomy = str(settings.rounds), budgets[len(budgets) // 2], budgets[-1]
+    tight = ",".join(budgets[:2])
     processes = len(systems) * len(budgets) * settings.rounds
     contest = ["bench", "tpot", source, "--budgets", ",".join(budgets)]
     contest += ["--systems", ",".join(systems), *stores, *kinds]
@@ -120,13 +121,13 @@ def measurements(
         Step("tpot", contest, 35 * processes * scale, "tpot"),
         Step(
             "breakdown",
-            ["bench", "breakdown", lossless, "--budgets", ",".join(budgets[:2])],
+            ["bench", "breakdown", lossless, "--published", source, "--budgets", tight],
             120 * scale,
             "breakdown",
         ),
         Step(
             "ablation",
-            ["bench", "ablation", lossless, "--memory-budget", middle],
+            ["bench", "ablation", lossless, "--published", source, "--memory-budget", middle],
             300 * scale,
             "ablation",
         ),

@@ -157,6 +157,25 @@ BENCHES = (
         declared.AllSettings,
         "Everything, from making the models to one report; interrupted, it goes on from there.",
     ),
+    Bench(
+        "breakdown",
+        "paper.breakdown",
+        declared.BreakdownSettings,
+        "Shares of decoding: waiting for experts, drafting, verifying; on demand and as users run.",
+    ),
+    Bench(
+        "memory",
+        "paper.memory",
+        declared.MemorySettings,
+        "Memory of a draft and its target as they share more, after MoE-SpeQ's Table 2.",
+        subject=("folders", Folders),
+    ),
+    Bench(
+        "ablation",
+        "paper.ablation",
+        declared.AblationSettings,
+        "What each part of speq is worth: time per output token without it, settings in rotation.",
+    ),
 )
 
 bench_app = typer.Typer(

@@ -32,7 +32,7 @@ class ExactExperts:
     """Runs rows grouped by expert, with experts out of a slot arena (MoE-SpeQ 3.4.4).
 
     server      brings experts into slots
-    experts     the experts in the arena
+    experts     those in the arena; measurements may put others in their place
     slot_table  their slots, filled anew for each wave
     routes      brings routes to the host
     timed       times a layer's experts
@@ -52,7 +52,7 @@ class ExactExperts:
         on_route: Callable[[int, Route], None],
     ) -> None:
         self._server = server
-        self._experts = experts
+        self.experts = experts
         self._slot_table = slot_table
         self._routes = routes
         self._activation = activation
@@ -68,7 +68,7 @@ class ExactExperts:
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._timed("layer", layer):
             for slots in waves:
-                self._experts.run(
+                self.experts.run(
                     layer,
                     hidden_states,
                     grouping,

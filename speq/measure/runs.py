@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from speq.config import SamplingParams
 from speq.decode.sequence import Sequence
-from speq.generator import Generator
+from speq.generator import Generation, Generator
 from speq.stats import RunStats, StepStats
 from speq.units import Progress, tracked
 
@@ -34,14 +34,15 @@ def steps_of(
             yield engine.recorder.step
 
 
-def runs_of(
+def texts_of(
     generator: Generator,
     prompts: list[str],
     max_new_tokens: int,
     warm_up: int = 0,
     progress: Progress | None = None,
-) -> list[RunStats]:
-    """What was measured of each text, all of them under one layout of memory.
+) -> Iterator[Generation]:
+    """Generate each text to its full length, all of them under one layout of memory. What was
+    measured of a text is `Generator.last_run` until the next one is asked for.
 
     warm_up  so many tokens of the last text come first, to fill the slots, and do not count
     """
@@ -49,9 +50,20 @@ def runs_of(
     generator.reserve(longest + max_new_tokens)
     if warm_up:
         generator.generate(prompts[-1], max_new_tokens=min(warm_up, max_new_tokens))
-    runs = []
     for prompt in tracked("running texts", prompts, len(prompts), progress):
-        generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+        yield generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+def runs_of(
+    generator: Generator,
+    prompts: list[str],
+    max_new_tokens: int,
+    warm_up: int = 0,
+    progress: Progress | None = None,
+) -> list[RunStats]:
+    """What was measured of each of `texts_of`."""
+    runs = []
+    for _ in texts_of(generator, prompts, max_new_tokens, warm_up, progress):
         assert generator.last_run is not None, "a run has ended"
         runs.append(generator.last_run)
     return runs

@@ -1,0 +1,311 @@
+"""What a draft and its target take of memory, as they share more and more: MoE-SpeQ's Table 2.
+
+Scenarios of the paper, each with what the one before has:
+
+    independent         a 16-bit target, and a draft that is the same with INT4 routed experts
+    + shared experts    both use the target's shared experts
+    + other parameters  and its attention, routers, norms, embedding and head
+    + KV cache          and its keys and values
+
+Ours, of the last of these:
+
+    lossless           the exact experts and the dense matrices are lossless records
+    residual           the exact experts are residual records over the draft's codes, which then
+                       belong to both; the dense matrices are lossless records
+    INT4 dense layers  the draft runs dense layers on codes of their own; with residual records the
+                       exact ones are read over these codes
+
+Experts can be counted in three ways. The paper does not say how it counts. Its figures are those of
+`token`: 96 exact experts of Qwen1.5-MoE take its 1.55 GB, and its GB are GiB.
+
+    token     draft and target hold as many experts of each layer as one token uses
+    resident  the draft holds all of its experts, the target as many as one token uses
+    all       both hold all experts
+
+A folder with weights is measured: every record that the pack does not hold is made, to tell its
+size. A folder with a config.json alone is computed: records are of the size that they usually have.
+Words, codes and the KV cache follow from shapes in both.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from speq.bench.settings import MemorySettings as Settings
+from speq.drafts.dense_draft import DenseCodes, DenseDraft
+from speq.drafts.draft_source import dense_draft, open_draft
+from speq.errors import SpeqError
+from speq.experts.codec import codec_of, codecs_for
+from speq.experts.draft_codes import DraftSource
+from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
+from speq.files.alignment import aligned_bytes
+from speq.files.atomic_file import check_target
+from speq.kernels import dense_ops
+from speq.measure.report import Column, Report
+from speq.models.dense_form import DenseForm
+from speq.models.opened import Opened, open_model
+from speq.planning.subject import Subject
+from speq.units import Progress, format_bytes, tracked
+
+# Tensors of shared experts; what gates them is not theirs.
+SHARED_EXPERT = re.compile(r"\.shared_experts?\.")
+
+COLUMNS: dict[str, Column] = {
+    "model": ("model", "{}"),
+    "sizes": ("sizes", "{}"),
+    "experts": ("experts", "{}"),
+    "scenario": ("scenario", "{}"),
+    "draft": ("draft_bytes", format_bytes),
+    "target": ("target_bytes", format_bytes),
+    "shared": ("shared_bytes", format_bytes),
+    "total": ("total_bytes", format_bytes),
+    "of independent": ("of_independent", "{:.0%}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many experts draft and target hold, all layers together."""
+
+    draft: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a model's parts.
+
+    expert          an exact expert, by the form it is held in; forms that cannot be had are absent
+    draft_expert    an INT4 expert
+    shared_experts  of all layers, by form; others: every other parameter outside the routed experts
+    dense_draft     codes of the dense layers that a draft runs on codes
+    kv_cache        for the context
+    """
+
+    expert: Mapping[str, float]
+    draft_expert: int
+    shared_experts: Mapping[str, int]
+    others: Mapping[str, int]
+    dense_draft: int
+    kv_cache: int
+
+
+def run(
+    folders: Sequence[Path],
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> Report:
+    """Rows of every scenario for each model and way to count its experts.
+
+    Raises SpeqError for a folder that holds no supported model, or one without a draft.
+    """
+    check_target(json_file, force)
+    rows = []
+    for folder in folders:
+        has_weights = any(folder.glob("*.safetensors"))
+        name = folder.resolve().name
+        if has_weights:
+            with closing(open_model(folder)) as opened:
+                subject, sizes = measured(opened, settings.context, progress)
+        else:
+            subject = Subject.of_config(name, folder, "auto")
+            sizes = computed(subject, settings.context)
+        for counted in settings.experts:
+            about = {
+                "model": name,
+                "sizes": "measured" if has_weights else "computed",
+                "experts": counted,
+            }
+            rows += [about | row for row in scenarios(sizes, held(subject, counted))]
+    report = Report("memory", " ".join(f.name for f in folders), settings.as_json(), rows)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def held(subject: Subject, counted: str) -> Held:
+    """The experts that are counted, by the name of the way."""
+    token = subject.num_layers * subject.shape.top_k
+    return {
+        "token": Held(token, token),
+        "resident": Held(subject.count, token),
+        "all": Held(subject.count, subject.count),
+    }[counted]
+
+
+def scenarios(sizes: Sizes, held: Held) -> list[dict[str, Any]]:
+    """A row for each, in order; of ours, those whose forms can be had."""
+    draft = held.draft * sizes.draft_expert
+    target = {form: int(held.target * nbytes) for form, nbytes in sizes.expert.items()}
+    dense = {form: sizes.shared_experts[form] + others for form, others in sizes.others.items()}
+    kv = sizes.kv_cache
+    own = dense["raw"] + kv
+    split = {"independent": (draft + own, target["raw"] + own, 0)}
+    shared = 0
+    steps = {
+        "+ shared experts": sizes.shared_experts["raw"],
+        "+ other parameters": sizes.others["raw"],
+        "+ KV cache": kv,
+    }
+    for name, nbytes in steps.items():
+        own, shared = own - nbytes, shared + nbytes
+        split[name] = draft + own, target["raw"] + own, shared
+    if "lossless" in target and "lossless" in dense:
+        split["lossless"] = draft, target["lossless"], dense["lossless"] + kv
+        with_codes = draft + sizes.dense_draft
+        ours = target["lossless"], dense["lossless"] + kv
+        split["lossless, INT4 dense layers"] = with_codes, *ours
+    if "residual" in target and "lossless" in dense:
+        split["residual"] = 0, target["residual"], draft + dense["lossless"] + kv
+    if "residual" in target and "residual" in dense:
+        codes = draft + sizes.dense_draft
+        split["residual, INT4 dense layers"] = 0, target["residual"], codes + dense["residual"] + kv
+    whole = sum(split["independent"])
+    return [
+        {
+            "scenario": name,
+            "draft_bytes": parts[0],
+            "target_bytes": parts[1],
+            "shared_bytes": parts[2],
+            "total_bytes": sum(parts),
+            "of_independent": sum(parts) / whole,
+        }
+        for name, parts in split.items()
+    ]
+
+
+def computed(subject: Subject, context: int) -> Sizes:
+    """From a config.json: records are of the size that they usually have."""
+    codecs = {form: codec_of(form, subject.codec.shape) for form in codecs_for(subject.words)}
+    weights = subject.codec.shape.weights
+    expert = {
+        form: weights * codec.usual_bits / 8 if codec.usual_bits else codec.shape.nbytes
+        for form, codec in codecs.items()
+    }
+    matrices = {form: matrix_sizes(subject, form) for form in codecs}
+    return sizes_of(subject, expert, matrices, context)
+
+
+def matrix_sizes(subject: Subject, form: str) -> tuple[int, ...]:
+    """Usual bytes of each dense matrix: residual where the draft has codes of it."""
+    shapes, itemsize = subject.shape.dense, subject.words.itemsize
+    if form == "raw":
+        return DenseForm.raw(shapes, itemsize).sizes
+    lossless = DenseForm.usual("lossless", shapes, itemsize).sizes
+    if form == "lossless":
+        return lossless
+    bases = names_of_bases(subject.dense_draft)
+    return tuple(
+        over_codes if name in bases else alone
+        for name, over_codes, alone in zip(
+            subject.shape.dense_names,
+            DenseForm.usual("residual", shapes, itemsize).sizes,
+            lossless,
+            strict=True,
+        )
+    )
+
+
+def names_of_bases(draft: DenseDraft) -> set[str]:
+    """Tensors whose exact words may be residuals of a draft's codes."""
+    return {f"{layout.name}.weight" for layout in draft.bases}
+
+
+def sizes_of(
+    subject: Subject,
+    expert: Mapping[str, float],
+    matrices: Mapping[str, Sequence[int]],
+    context: int,
+) -> Sizes:
+    """matrices: bytes of each dense matrix, by form, in the order of `ModelShape.dense`."""
+    shape, itemsize = subject.shape, subject.words.itemsize
+    if subject.draft is None:
+        raise SpeqError(
+            f"{subject.name} has experts of {shape.experts.hidden_size} x "
+            f"{shape.experts.expert_width}, and INT4 codes need even sizes; give another model"
+        )
+    shared = [bool(SHARED_EXPERT.search(name)) for name in shape.dense_names]
+    small = sum(shape.other_sizes) * itemsize + shape.buffer_bytes
+
+    def of_shared(sizes: Sequence[int]) -> int:
+        return sum(nbytes for nbytes, is_shared in zip(sizes, shared, strict=True) if is_shared)
+
+    return Sizes(
+        expert=expert,
+        draft_expert=subject.draft.nbytes,
+        shared_experts={form: of_shared(sizes) for form, sizes in matrices.items()},
+        others={form: sum(sizes) - of_shared(sizes) + small for form, sizes in matrices.items()},
+        dense_draft=subject.dense_draft.nbytes,
+        kv_cache=context * shape.kv_elements_per_token * itemsize,
+    )
+
+
+def measured(opened: Opened, context: int, progress: Progress | None) -> tuple[Subject, Sizes]:
+    """From a model with its weights, whose draft is the one that a run would find."""
+    store, shape = opened.store, opened.shape
+    with closing(
+        open_draft("auto", opened.checkpoint, store, shape.experts, shape.draft_layers)
+    ) as source:
+        dense = dense_draft("auto", shape.draft_layers, source)
+        name = opened.checkpoint.path.name
+        subject = Subject.of_draft(name, opened, "auto", source.layout, dense)
+        expert = expert_sizes(store, source, progress)
+        matrices = measured_matrices(opened, dense, progress)
+    return subject, sizes_of(subject, expert, matrices, context)
+
+
+def expert_sizes(
+    store: ExpertStore, source: DraftSource, progress: Progress | None
+) -> dict[str, float]:
+    """Mean bytes of an exact expert: as words, as in the pack, and as what its words encode to."""
+    shape, own = store.codec.shape, store.codec.name
+    count = store.num_layers * store.num_experts
+    sizes: dict[str, float] = {"raw": shape.nbytes}
+    if own != "raw":
+        records = (store.record_bytes(*divmod(at, store.num_experts)) for at in range(count))
+        sizes[own] = sum(records) / count
+    if store.codec.needs_draft:
+        return sizes  # its words would have to be rebuilt first
+    slot = expert_slot(store)
+    codecs = [codec_of(form, shape) for form in codecs_for(shape.dtype) if form not in sizes]
+    rooms = [aligned_bytes(1, codec.slot_bytes)[0] for codec in codecs]
+    totals = [0] * len(codecs)
+    for at in tracked("encoding experts", range(count), count, progress):
+        exact = read_matrices(store, *divmod(at, store.num_experts), slot)
+        base = source.expert(at)
+        for each, (codec, room) in enumerate(zip(codecs, rooms, strict=True)):
+            totals[each] += codec.encode(exact, base, room)
+    return sizes | {codec.name: total / count for codec, total in zip(codecs, totals, strict=True)}
+
+
+def measured_matrices(
+    opened: Opened, draft: DenseDraft, progress: Progress | None
+) -> dict[str, tuple[int, ...]]:
+    """Bytes of each dense matrix, by form; only words where they are not of bfloat16."""
+    shape, words = opened.shape, opened.store.codec.shape.dtype
+    sizes: dict[str, list[int]] = {form: [] for form in codecs_for(words)}
+    codes, names = DenseCodes(draft, opened.checkpoint), shape.dense_names
+    bases = names_of_bases(draft)
+    for name in tracked("encoding dense matrices", names, len(names), progress):
+        matrix = opened.checkpoint.tensors[name][0].tensor(name)
+        sizes["raw"].append(matrix.numel() * words.itemsize)
+        if "lossless" in sizes:
+            lossless = min(len(dense_ops.encode_dense_lossless(matrix)), matrix.nbytes)
+            sizes["lossless"].append(lossless)
+            residual = residual_bytes(matrix, name, codes) if name in bases else lossless
+            sizes["residual"].append(residual)
+    return {form: tuple(found) for form, found in sizes.items()}
+
+
+def residual_bytes(matrix: Tensor, name: str, codes: DenseCodes) -> int:
+    """Of a matrix' residual record, or of its words where they are fewer."""
+    weight = codes.weight(name.removesuffix(".weight"), lambda: matrix)
+    record = dense_ops.encode_dense_residual(matrix, (weight.qweight, weight.scales))
+    return min(len(record), matrix.nbytes)

@@ -1,0 +1,181 @@
+"""`speq bench all`: its steps, going on where it was interrupted, and the page it writes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from speq.bench import suite
+from speq.bench.settings import AllSettings
+from speq.bench.suite_report import table
+from speq.bench.suite_steps import WIDENED_BYTES, Step, budgets_of, steps_of
+from speq.cli import app
+from speq.errors import SpeqError
+from speq.files.checkpoint import EXPERTS_MANIFEST
+from tests.helpers.paths import BUNDLED
+
+Folder = Callable[[str], Path]
+
+
+class Machine:
+    """Runs no process: writes what each would, and remembers the commands."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.ran: list[str] = []
+        self.failing = failing
+
+    def __call__(self, command: list[str], **_: Any) -> SimpleNamespace:
+        arguments = command[3:]
+        name = arguments[1] if arguments[0] == "bench" else arguments[0]
+        self.ran.append(name)
+        if "--json" in arguments:
+            path = Path(arguments[arguments.index("--json") + 1])
+            path.write_text(json.dumps({"rows": [ROWS[path.stem]]}))
+        elif name != self.failing:
+            made = arguments[3] if name == "widen" else arguments[arguments.index("--out") + 1]
+            Path(made).mkdir()
+        return SimpleNamespace(returncode=int(name == self.failing))
+
+
+ROWS = {
+    "tpot": {"budget": "1GiB", "tpot_ms": 12.25},
+    "codec": {"codec": "raw", "bits": 16.0},
+}
+COLUMNS = {"budget": ("budget", "{}"), "TPOT ms": ("tpot_ms", "{:.1f}")}
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> list[Step]:
+    return [
+        Step(
+            "widen",
+            ["bench", "widen", "model", str(tmp_path / "out" / "m")],
+            60,
+            makes=tmp_path / "out" / "m",
+        ),
+        Step("tpot", ["bench", "tpot", "model"], 120, "tpot"),
+        Step("codec", ["bench", "codec", "model"], 60, "codec"),
+    ]
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, steps: list[Step], out: Path, failing: str = ""
+) -> tuple[list[str], Any]:
+    machine = Machine(failing)
+    monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=machine, DEVNULL=None))
+    monkeypatch.setattr(suite, "steps_of", lambda model, settings: steps)
+    monkeypatch.setattr(suite, "current_commit", lambda: "abc")
+    monkeypatch.setattr(suite.suite_report, "sections", lambda bench, found: [str(found["rows"])])
+    report = suite.run("model", AllSettings(out=out), None, False)
+    return machine.ran, report
+
+
+def test_what_is_done_is_not_done_again(
+    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run(monkeypatch, steps, out)[0] == ["widen", "tpot", "codec"]
+    assert run(monkeypatch, steps, out)[0] == []
+    (out / "codec.json").unlink()
+    assert run(monkeypatch, steps, out)[0] == ["codec"]
+    steps[1] = Step("tpot", ["bench", "tpot", "model", "--rounds", "1"], 120, "tpot")
+    assert run(monkeypatch, steps, out)[0] == ["tpot"]
+    ran, report = run(monkeypatch, steps, out)
+    assert ran == []
+    assert [row["step"] for row in report.rows] == ["widen", "tpot", "codec"]
+    page = (out / "report.md").read_text()
+    assert "    speq bench tpot model --rounds 1\n" in page
+    assert "[{'budget': '1GiB', 'tpot_ms': 12.25}]" in page
+    assert (out / "tpot.txt").read_text().startswith("$ speq bench tpot model --rounds 1\n")
+
+
+def test_other_code_measures_again_and_makes_no_models_again(
+    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run(monkeypatch, steps, out)
+    journal = json.loads((out / "steps.json").read_text())
+    for step in journal.values():
+        step["code"] = "0.0 older"
+    (out / "steps.json").write_text(json.dumps(journal))
+    assert run(monkeypatch, steps, out)[0] == ["tpot", "codec"]
+
+
+def test_a_step_that_fails_is_told_of_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[Step],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    ran, report = run(monkeypatch, steps, out, failing="widen")
+    assert ran == ["widen", "tpot", "codec"]
+    assert report.rows[0]["failure"] == "ended with exit status 1; it said why above"
+    said = capsys.readouterr().err
+    assert "3 of 3 steps are left: about 1 min to make models, and 3 min to measure" in said
+    assert "step 2 of 3: tpot; about 3 min left in all" in said
+    assert "widen failed: ended with exit status 1" in said
+    assert run(monkeypatch, steps, out)[0] == ["widen"]
+
+
+def test_a_folder_that_is_none_of_ours_is_refused(
+    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+) -> None:
+    (tmp_path / "steps.json").write_text('{"tpot": {"minutes": 3}}')
+    with pytest.raises(SpeqError, match=r"steps.json is no list of steps that were done"):
+        run(monkeypatch, steps, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpeqError, match=r"cannot be made: .*; give another --out"):
+        run(monkeypatch, steps, tmp_path / "file")
+
+
+def test_a_small_model_is_widened_first_and_a_large_one_is_not(
+    tiny_bfloat16: Folder, tmp_path: Path
+) -> None:
+    settings = AllSettings(out=tmp_path / "out")
+    small = steps_of(str(tiny_bfloat16("qwen3_moe")), settings)
+    assert [step.name for step in small][:4] == ["widen", "quantize", "pack-lossless", "tpot"]
+    tpot = small[3].command
+    assert tpot[2] == str(tmp_path / "out" / "model")
+    assert tpot[tpot.index("--budgets") + 1] == "1926MiB,2881MiB,5570MiB"
+    full = steps_of(str(tiny_bfloat16("qwen3_moe")), AllSettings(out=tmp_path, full=True))
+    assert [step.name for step in full][3] == "pack-residual"
+    assert full[-1].command[-2:] == ["--neighbours", "1"]
+
+
+def test_every_step_is_a_command_that_speq_takes(tmp_path: Path) -> None:
+    """Parsed to its end: `--help` behind the arguments would hide a wrong option before it."""
+    commands = typer.main.get_command(app)
+    for step in steps_of(str(BUNDLED), AllSettings(out=tmp_path / "out", full=True)):
+        command, arguments = commands, list(step.command)
+        while hasattr(command, "commands"):
+            command = command.commands[arguments.pop(0)]
+        context = command.make_context("speq", arguments)
+        assert not context.args
+
+
+def test_budgets_of_a_model_that_a_process_would_outweigh() -> None:
+    settings = AllSettings(out=Path("out"))
+    assert len(budgets_of(settings, WIDENED_BYTES)) == 3
+    with pytest.raises(SpeqError, match=r"leaves next to nothing .*; give --budgets"):
+        budgets_of(settings, 1 << 30)
+    given = AllSettings(out=Path("out"), budgets=("1GiB",))
+    assert budgets_of(given, 1 << 20) == ["1GiB"]
+
+
+def test_a_packed_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / EXPERTS_MANIFEST).write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SpeqError, match="is packed; give the folder as it was published"):
+        steps_of(str(tmp_path), AllSettings(out=tmp_path / "out"))
+
+
+def test_tables_are_markdown() -> None:
+    rows = [{"budget": "1GiB", "tpot_ms": 12.25}, {"budget": "2GiB", "tpot_ms": None}]
+    assert table(COLUMNS, rows) == (
+        "| budget | TPOT ms |\n| --- | --- |\n| 1GiB | 12.2 |\n| 2GiB | - |\n"
+    )
