@@ -7,6 +7,7 @@ interrupted. A step that fails is told of, and the others go on.
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,9 @@ from speq.measure.report import Column, Report, current_commit
 from speq.version import __version__
 
 JOURNAL, REPORT = "steps.json", "report.md"
+
+# What is said of a step until it ends.
+INTERRUPTED = "was interrupted"
 
 COLUMNS: dict[str, Column] = {
     "step": ("step", "{}"),
@@ -67,10 +71,11 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     for at, step in enumerate(left, start=1):
         rest_s = sum(each.expected_s for each in left[at - 1 :])
         say(f"step {at} of {len(left)}: {step.name}; about {minutes(rest_s)} left in all")
+        clear(step, done)
+        done[step.name] = Done(step.command, code, 0.0, "", INTERRUPTED)
+        keep(done, journal)
         done[step.name] = perform(step, code, folder)
-        write_whole(
-            journal, (json.dumps({k: asdict(v) for k, v in done.items()}, indent=1)).encode()
-        )
+        keep(done, journal)
         if done[step.name].failure:
             say(f"{step.name} failed: {done[step.name].failure}")
     rows = [row_of(step, done[step.name], folder) for step in steps]
@@ -131,7 +136,7 @@ def perform(step: Step, code: str, folder: Path) -> Done:
         status = subprocess.run(
             [sys.executable, "-m", "speq", *command], stdin=subprocess.DEVNULL, stdout=text
         ).returncode
-    failure = "" if status == 0 else f"ended with exit status {code_s}; it said why above"
+    failure = "" if status == 0 else f"ended with exit status {status}; it said why above"
     return Done(
         step.command,
         code,
@@ -139,6 +144,26 @@ def perform(step: Step, code: str, folder: Path) -> Done:
         datetime.now(UTC).isoformat(timespec="seconds"),
         failure,
     )
+
+
+def clear(step: Step, done: dict[str, Done]) -> None:
+    """Remove what widening left when it was interrupted: it cannot go on from there.
+
+    Raises SpeqError where the folder is not one that we began.
+    """
+    if step.name != "widen" or step.makes is None or not step.makes.exists():
+        return
+    before = done.get(step.name)
+    if before is None or before.failure not in ("", INTERRUPTED):
+        raise SpeqError(
+            f"{step.makes} is there, and this command did not make it; give another --out"
+        )
+    shutil.rmtree(step.makes)
+
+
+def keep(done: dict[str, Done], journal: Path) -> None:
+    text = json.dumps({name: asdict(each) for name, each in done.items()}, indent=1)
+    write_whole(journal, text.encode())
 
 
 def read_journal(path: Path) -> dict[str, Done]:

@@ -122,6 +122,28 @@ def test_a_step_that_fails_is_told_of_and_tried_again(
     assert run(monkeypatch, steps, out)[0] == ["widen"]
 
 
+def test_an_interrupted_widening_begins_anew_and_a_users_folder_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    made = out / "m"
+    made.mkdir(parents=True)
+    (made / "file").write_text("a user's")
+    for _ in range(2):
+        with pytest.raises(SpeqError, match="is there, and this command did not make it"):
+            run(monkeypatch, steps, out)
+    assert (made / "file").exists()
+    (made / "file").unlink()
+    made.rmdir()
+    run(monkeypatch, steps, out)
+    journal = json.loads((out / "steps.json").read_text())
+    journal["widen"]["failure"] = "was interrupted"
+    (out / "steps.json").write_text(json.dumps(journal))
+    (made / "half").write_text("")
+    assert run(monkeypatch, steps, out)[0] == ["widen"]
+    assert [*made.iterdir()] == []
+
+
 def test_a_folder_that_is_none_of_ours_is_refused(
     monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
 ) -> None:
