@@ -1,0 +1,16 @@
+"""Packages of other systems, which speq itself does without."""
+
+import importlib
+from typing import Any
+
+from speq.errors import SpeqError
+
+
+def rival_package(name: str) -> Any:
+    """The module of that name. Raises SpeqError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SpeqError(
+            f"{name} is not installed or cannot be loaded ({error}); pip install 'speq[rivals]'"
+        ) from error
