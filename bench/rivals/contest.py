@@ -113,6 +113,21 @@ class Contest:
                 if path.is_file():
                     page_cache.drop(path)
 
+    def prepare(self, cells: list[Cell], progress: Progress | None) -> None:
+        """Have each system's form of the model written; one without it is a row that says so."""
+        failures: dict[str, str] = {}
+        for cell in cells:
+            label = cell.entry.label
+            if label not in failures:
+                failures[label] = ""
+                try:
+                    job = self.terms.job(cell.entry, cell.budget_bytes, "time")
+                    cell.entry.system.prepare(job, progress)
+                except SpeqError as error:
+                    failures[label] = str(error)
+            if failures[label]:
+                cell.rounds.append(Heard(failure=failures[label]))
+
     def compare(self, cells: list[Cell], progress: Progress | None) -> list[int]:
         """Have systems of ours agree on the first tokens, and tell these.
 
@@ -121,6 +136,8 @@ class Contest:
         largest: dict[str, Cell] = {}
         for cell in cells:
             before = largest.get(cell.entry.label)
+            if cell.failure:
+                continue
             if cell.entry.system.ours and (not before or before.budget_bytes < cell.budget_bytes):
                 largest[cell.entry.label] = cell
         found: dict[str, list[int]] = {}

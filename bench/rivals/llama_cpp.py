@@ -64,6 +64,12 @@ class LlamaCpp:
         return int(as_array(logits, shape=(self._model.n_vocab(),)).argmax())
 
 
+def prepare(job: Job, progress: Progress | None) -> None:
+    """Write the job's model as GGUF, unless it is there. Raises SpeqError where that cannot be."""
+    rival_package("llama_cpp")
+    gguf_of(job.model, job.scratch_path, progress)
+
+
 def load(job: Job) -> LlamaCpp:
     """Load the job's model, its GGUF file written first where there is none.
 

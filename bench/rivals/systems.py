@@ -3,11 +3,14 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from speq.bench.rivals.contestant import Maker
+from speq.bench.rivals.job import Job
 from speq.config import RunConfig
 from speq.errors import SpeqError
+from speq.units import Progress
 
 # Words in slots, none of them there but on demand: Mixtral-Offloading's policy.
 ON_DEMAND = {
@@ -37,6 +40,8 @@ class System:
     """A name of `--systems`.
 
     module   whose `load(job)` makes the contestant
+    form     whether that module's `prepare(job, progress)` writes the model in a form of its own,
+             once, before any process is timed
     ours     its tokens, computed in float32, must be the exact model's
     store    the codec of the packed model it reads; None: the model as published
     options  of its run, where it is one of speq's
@@ -45,14 +50,24 @@ class System:
     name: str
     summary: str
     module: str = "speq_system"
+    form: bool = False
     ours: bool = True
     store: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def maker(self) -> Maker:
-        made: Maker = importlib.import_module(f"speq.bench.rivals.{self.module}").load
+        made: Maker = self._module.load
         return made
+
+    def prepare(self, job: Job, progress: Progress | None) -> None:
+        """Write the form that the system reads, unless it is there. Raises SpeqError."""
+        if self.form:
+            self._module.prepare(job, progress)
+
+    @property
+    def _module(self) -> ModuleType:
+        return importlib.import_module(f"speq.bench.rivals.{self.module}")
 
 
 SYSTEMS = {
@@ -87,6 +102,7 @@ SYSTEMS = {
             "zipmoe",
             "ZipMoE's way to hold experts: exponents under ZSTD, pools of words and of planes",
             module="zip_moe",
+            form=True,
         ),
         System(
             "transformers",
@@ -94,7 +110,13 @@ SYSTEMS = {
             module="transformers_offload",
             ours=False,
         ),
-        System("llama.cpp", "llama.cpp on a BF16 GGUF, mapped", module="llama_cpp", ours=False),
+        System(
+            "llama.cpp",
+            "llama.cpp on a BF16 GGUF, mapped",
+            module="llama_cpp",
+            form=True,
+            ours=False,
+        ),
     )
 }
 

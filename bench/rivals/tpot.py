@@ -59,6 +59,7 @@ def run(model: str, settings: Settings, progress: Progress | None = None) -> Sys
     differ.
     """
     contest, cells = arranged(model, settings)
+    contest.prepare(cells, progress)
     tokens = contest.compare(cells, progress)
     contest.measure(cells, settings.rounds, progress)
     contest.agree(cells, tokens, progress)

@@ -79,6 +79,25 @@ def test_systems_rotate_and_one_that_failed_is_not_tried_again() -> None:
     assert cells[1].failure == "is not installed"
 
 
+def test_a_system_whose_form_cannot_be_written_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def prepare(job: Job, progress: None) -> None:
+        made.append(job.system)
+        raise SpeqError("llama.cpp is not installed")
+
+    monkeypatch.setattr("speq.bench.rivals.llama_cpp.prepare", prepare)
+    cells = [cell("llama.cpp", 1000), cell("lru-raw"), cell("llama.cpp", 2000)]
+    contest = Played({"lru-raw": lambda job: texts(0.1)})
+    contest.prepare(cells, None)
+    contest.measure(cells, 2, None)
+    assert made == ["llama.cpp"]
+    assert [each.failure for each in cells] == [
+        *("llama.cpp is not installed", "", "llama.cpp is not installed")
+    ]
+    assert [name for name, _, _ in contest.ran] == ["lru-raw", "lru-raw"]
+
+
 def test_tokens_of_ours_are_compared_in_float32_under_the_largest_budget() -> None:
     jobs: list[Job] = []
 
