@@ -116,16 +116,8 @@ def limit_device(job: Job) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_bytes / total))
 
 
-def main() -> int:
-    """Do the job on standard input. 0: done, or refused in one sentence that is told."""
-    # What libraries print must not get between our lines.
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def tell(line: dict[str, Any]) -> None:
-        lines.write(json.dumps(line) + "\n")
-
-    job = Job(**json.loads(sys.stdin.readline()))
+def perform(job: Job, tell: Tell) -> None:
+    """Load the job's system and do the job; what it is refused for is told in a sentence."""
     from speq.bench.rivals.systems import system
 
     try:
@@ -145,6 +137,18 @@ def main() -> int:
             )
     except SpeqError as error:
         tell({"error": str(error)})
+
+
+def main() -> int:
+    """Do the job on standard input. 0: done, or refused in one sentence that is told."""
+    # What libraries print must not get between our lines.
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def tell(line: dict[str, Any]) -> None:
+        lines.write(json.dumps(line) + "\n")
+
+    perform(Job(**json.loads(sys.stdin.readline())), tell)
     return 0
 
 

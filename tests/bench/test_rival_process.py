@@ -3,16 +3,19 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from speq.bench.rivals import process
 from speq.bench.rivals.job import Job
-from speq.bench.rivals.worker import timed
+from speq.bench.rivals.worker import perform, timed
 from speq.bench.runs.tpot import run
 from speq.bench.settings import TpotSettings
 from speq.generator import Generator
+from speq.measure.report import read_prompts
+from tests.helpers.host_device import host_device
 
 Folder = Callable[[str], Path]
 JOB = Job("time", "lru-raw", "model", 1000, [[1]], 4)
@@ -96,6 +99,47 @@ def test_what_a_library_prints_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> 
     assert process.heard(JOB, None, 60).failure == "ended with exit status 3: loading"
 
 
+def test_a_gpu_is_rehearsed_on_a_device_of_the_tests(
+    tiny: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is held to the budget, and the peak is the device's."""
+    shares: list[float] = []
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        get_device_properties=lambda index: SimpleNamespace(total_memory=64 << 20),
+        set_per_process_memory_fraction=shares.append,
+        max_memory_reserved=lambda: 12345,
+    )
+    prompts, options = [[1, 2, 3]], {"draft_length": 0, "host_budget": "8MiB", "codec": "raw"}
+    job = Job(
+        *("time", "lru-raw", str(tiny("olmoe")), 8 << 20, prompts, 4),
+        device="cuda",
+        dtype="float32",
+        options=options,
+    )
+    told: list[dict[str, Any]] = []
+    with host_device():
+        for name, value in vars(cuda).items():
+            monkeypatch.setattr(f"torch.cuda.{name}", value)
+        perform(job, told.append)
+        monkeypatch.undo()
+    plain = Generator.from_pretrained(tiny("olmoe"), "8MiB", dtype="float32", draft_length=0)
+    expected = plain.generate(prompts[0], max_new_tokens=4, ignore_eos=True).token_ids
+    plain.close()
+    loaded, text, done = told
+    assert loaded["loaded"]["codec"] == "raw"
+    assert text["text"]["token_ids"] == expected
+    assert done["done"]["device_peak_bytes"] == 12345
+    assert shares == [0.125]
+
+
+def test_no_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    told: list[dict[str, Any]] = []
+    perform(Job("time", "lru-raw", "model", 1000, [[1]], 4, device="cuda"), told.append)
+    assert told == [{"error": "device is cuda and torch finds no CUDA device; give cpu"}]
+
+
 def test_systems_of_ours_from_settings_to_rows(tiny_bfloat16: Folder) -> None:
     """Real processes, uncapped, on a small model: the tokens are those of a plain run."""
     folder = tiny_bfloat16("qwen3_moe")
@@ -126,8 +170,6 @@ def test_systems_of_ours_from_settings_to_rows(tiny_bfloat16: Folder) -> None:
     assert "budget" in small["failure"]
     assert small["tpot_ms"] is None
     generator = Generator.from_pretrained(folder, "64MiB", dtype="float32", draft="none")
-    from speq.measure.report import read_prompts
-
     (prompt,) = read_prompts(None, 1)
     made = generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
     generator.close()
