@@ -1,0 +1,75 @@
+"""Speq itself as a contestant: a generator, however its options have it hold the model."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from speq.config import SamplingParams
+from speq.decode.sequence import Draft, Sequence
+from speq.devices.failures import in_a_sentence
+from speq.generator import Generator
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorContestant:
+    """A Contestant over a generator, which it closes."""
+
+    generator: Generator
+
+    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+        with closing(
+            self.generator.stream(prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True)
+        ) as tokens:
+            for token in tokens:
+                yield token.id
+
+    def figures(self) -> dict[str, Any]:
+        """Those of docs/statistics.md; none before the first stream."""
+        run = self.generator.last_run
+        return {} if run is None else run.summary()
+
+    def choices(self, prompt_ids: list[int], continuation: list[int]) -> list[int]:
+        """In passes as long as the longest verification that memory is planned for."""
+        if not continuation:
+            return []
+        self.generator.reserve(len(prompt_ids) + len(continuation))
+        runtime = self.generator.runtime
+        engine = runtime.engine
+        rows = 1 + (runtime.longest_draft if runtime.holding.drafts else 0)
+        request = Sequence(prompt_ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
+        engine.recorder.begin_run(runtime.begin_stats(0.0))  # not the last stream's
+        with in_a_sentence():
+            chosen = engine.start(request)
+            # Nothing is asked behind the last token.
+            for start in range(0, len(continuation) - 1, rows):
+                tokens = continuation[start : start + rows][: len(continuation) - 1 - start]
+                engine.recorder.begin("forced")
+                engine.lookahead.clear()  # of a draft's routes, which name other tokens
+                scored = engine.verify(tokens[0], Draft.chain(tokens[1:]))
+                chosen += scored.logits.argmax(-1).tolist()
+                engine.cache.advance(len(tokens))
+        return chosen
+
+    def settled(self) -> dict[str, Any]:
+        """How experts and other weights are held, who drafts, and memory item by item.
+
+        draft_length  tokens of each draft; "auto": the governor chooses them; 0: nobody drafts
+        """
+        runtime = self.generator.runtime
+        holding, fixed = runtime.holding, runtime.config.draft_length
+        asked = "auto" if fixed is None else fixed
+        begun = runtime.begin_stats(0.0)
+        return {
+            "codec": begun.codec,
+            "encoded": holding.encoded,
+            "dense": begun.dense,
+            "drafter": holding.drafter,
+            "draft_length": asked if holding.drafts else 0,
+            "slots": runtime.plan.slots,
+            "memory": begun.memory,
+            "planned": begun.planned,
+        }
+
+    def close(self) -> None:
+        self.generator.close()
