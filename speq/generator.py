@@ -18,7 +18,7 @@ from speq.decode.sequence import Sequence as Request
 from speq.devices.failures import in_a_sentence
 from speq.errors import SpeqError, checked_int
 from speq.load import check_context, load
-from speq.models.opened import open_model
+from speq.models.opened import Opened, open_model
 from speq.options.declared import build
 from speq.options.typed import RunOptions, SamplingOptions
 from speq.runtime import Runtime
@@ -106,6 +106,21 @@ class Generator:
     ) -> "Generator":
         """As `from_pretrained`, with the options in one object."""
         opened = open_model(model, config.verify_reads)
+        return cls.of_opened(opened, config, progress=progress, first_request=first_request)
+
+    @classmethod
+    def of_opened(
+        cls,
+        opened: Opened,
+        config: RunConfig,
+        *,
+        progress: Progress | None = None,
+        first_request: tuple[Prompt, int] | None = None,
+    ) -> "Generator":
+        """As `load`, of a model that is open already, perhaps with another store of its experts.
+
+        The generator closes it. It is closed at once where loading fails.
+        """
         with contextlib.ExitStack() as undo, in_a_sentence():
             undo.callback(opened.close)
             tokenizer = load_tokenizer(opened.checkpoint.path)

@@ -1,8 +1,8 @@
 """Speq itself as a contestant: a generator, however its options have it hold the model."""
 
-from collections.abc import Iterator
+from collections.abc import Generator as Coroutine
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from speq.config import SamplingParams
@@ -13,11 +13,15 @@ from speq.generator import Generator
 
 @dataclass(frozen=True, slots=True)
 class GeneratorContestant:
-    """A Contestant over a generator, which it closes."""
+    """A Contestant over a generator, which it closes.
+
+    details  what `settled` tells besides
+    """
 
     generator: Generator
+    details: dict[str, Any] = field(default_factory=dict)
 
-    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Coroutine[int, None, None]:
         with closing(
             self.generator.stream(prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True)
         ) as tokens:
@@ -69,6 +73,7 @@ class GeneratorContestant:
             "slots": runtime.plan.slots,
             "memory": begun.memory,
             "planned": begun.planned,
+            **self.details,
         }
 
     def close(self) -> None:

@@ -1,0 +1,161 @@
+"""ZipMoE's representation (arXiv:2601.21198) in speq's engine: a baseline of our own making.
+
+Experts are exact BF16, their exponents compressed. One part of memory holds whole experts, in
+slots, and the other compressed ones, which cost less memory and have to be inflated. What is in
+neither is read compressed. Nothing is drafted or prefetched, and slots are given up by least
+recent use. How memory is divided is tried, once for each budget.
+"""
+
+import json
+import time
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speq.bench.rivals.contestant import Contestant
+from speq.bench.rivals.generator_contestant import GeneratorContestant
+from speq.bench.rivals.job import Job
+from speq.bench.rivals.zip_file import ensure_file
+from speq.bench.rivals.zip_store import ZipStore
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.files.alignment import ALIGNMENT
+from speq.files.atomic_file import write_whole
+from speq.files.json_file import read_json
+from speq.generator import Generator
+from speq.models.opened import Opened, open_model
+from speq.models.shape import DTYPES
+from speq.planning.memory import BudgetTooSmall
+from speq.units import Done, Progress
+
+# Of the memory beside the dense weights, what compressed experts get, by the names that are kept.
+SHARES = {"0": 0.0, "1/3": 1 / 3, "2/3": 2 / 3}
+# Where nothing is timed: both parts of memory have their work.
+UNTRIED_SHARE = 1 / 3
+TRIAL_TOKENS, LEAST_TRIAL_TOKENS, TRIAL_S = 16, 4, 5.0
+SPLITS_FILE = "splits.json"
+# What makes the system what it is.
+OPTIONS: dict[str, Any] = {
+    "draft": "none",
+    "codec": "raw",
+    "dense": "raw",
+    "cache_policy": "lru",
+    "prefetch": "none",
+    "packed_copy": "none",
+    "profile": "none",
+}
+
+
+def load(job: Job) -> Contestant:
+    """The system, memory divided as was fastest. Raises SpeqError on a GPU, without the package
+    zstandard, and for a model that is packed or not in BF16.
+    """
+    prepare(job)
+    if job.task != "time":
+        return with_share(job, UNTRIED_SHARE)
+    path = folder_of(job) / SPLITS_FILE
+    kept = read_json(path, f"remove {path}", f"remove {path}") if path.exists() else {}
+    name = f"{job.memory_bytes} bytes, context {job.context}, {job.dtype}, {job.threads} threads"
+    if name not in kept:
+        kept[name] = tried(job)
+        write_whole(path, (json.dumps(kept, indent=1) + "\n").encode())
+    return with_share(job, fastest(kept[name]), kept[name])
+
+
+def check(job: Job) -> None:
+    """Raise SpeqError where the job asks for what is no longer this system."""
+    if job.device != "cpu":
+        raise SpeqError(
+            f"the system zipmoe runs on the cpu and device is {job.device}; leave zipmoe out"
+        )
+    for name in OPTIONS.keys() & job.options.keys():
+        raise SpeqError(
+            f"{name} is {job.options[name]!r} and the system zipmoe has {OPTIONS[name]!r}; leave "
+            "the option or zipmoe out"
+        )
+
+
+def prepare(job: Job, progress: Progress | None = None) -> None:
+    """Write the compressed experts, unless they are there. Raises as `load` does."""
+    check(job)
+    with closing(open_model(job.model)) as opened:
+        fingerprint = opened.checkpoint.fingerprint()
+        ensure_file(opened.store, fingerprint, folder_of(job), threads_of(job), told(progress))
+
+
+def told(progress: Progress | None) -> Done | None:
+    if progress is None:
+        return None
+    return lambda done, total: progress("compressing experts as ZipMoE", done, total)
+
+
+def tried(job: Job) -> dict[str, float | None]:
+    """Milliseconds per token with each share, by its name; None where it leaves too few slots."""
+    trials_ms: dict[str, float | None] = {}
+    for name, share in SHARES.items():
+        try:
+            made = with_share(job, share)
+        except BudgetTooSmall:
+            trials_ms[name] = None
+            continue
+        with closing(made):
+            trials_ms[name] = trial_ms(made, job.prompts[-1])
+    return trials_ms
+
+
+def fastest(trials_ms: dict[str, float | None]) -> float:
+    """The share of the least time per token; none, where no share was fast enough to be timed."""
+    times_ms = {SHARES[name]: each for name, each in trials_ms.items() if each is not None}
+    return min(times_ms, key=times_ms.__getitem__, default=0.0)
+
+
+def trial_ms(made: GeneratorContestant, prompt_ids: list[int]) -> float:
+    """Milliseconds per token behind a prompt."""
+    until_s = time.perf_counter() + TRIAL_S
+    with closing(made.stream(prompt_ids, TRIAL_TOKENS)) as tokens:
+        for at, _ in enumerate(tokens, start=1):
+            if at >= LEAST_TRIAL_TOKENS and time.perf_counter() > until_s:
+                break
+    return float(made.figures()["tpot_ms"])
+
+
+def with_share(
+    job: Job, share: float, trials_ms: dict[str, float | None] | None = None
+) -> GeneratorContestant:
+    """The system with that share of memory for compressed experts."""
+    opened = open_model(job.model)
+    with ExitStack() as undo:
+        undo.callback(opened.close)
+        store = store_of(job, opened, share)
+        undo.callback(store.close)
+        budget = job.memory_bytes - store.pool_bytes
+        own = {"device": "cpu", "dtype": job.dtype, "context_length": job.context}
+        config = RunConfig.of(budget, 0, **own, **OPTIONS, **job.options)
+        undo.pop_all()
+    generator = Generator.of_opened(replace(opened, store=store), config)
+    weights = store.num_layers * store.num_experts * store.codec.shape.weights
+    details = {
+        "pool_bytes": store.pool_bytes,
+        "pool_trials_ms": trials_ms,
+        "bits_per_weight": 8 * store.file.record_bytes / weights,
+    }
+    return GeneratorContestant(generator, details)
+
+
+def store_of(job: Job, opened: Opened, share: float) -> ZipStore:
+    """Compressed experts, a pool of them in that share of the memory beside the dense weights."""
+    words = opened.store.codec.shape.dtype
+    resident_bytes = opened.shape.resident_bytes(DTYPES.get(job.dtype, words))
+    room_bytes = max(int(share * (job.memory_bytes - resident_bytes)) - ALIGNMENT, 0)
+    return ZipStore(opened.store, folder_of(job), room_bytes, threads_of(job))
+
+
+def folder_of(job: Job) -> Path:
+    return job.scratch_path / "zipmoe"
+
+
+def threads_of(job: Job) -> int:
+    return job.threads or torch.get_num_threads()
