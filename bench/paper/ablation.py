@@ -44,6 +44,7 @@ from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import texts_of
 from speq.registries import PREFETCHERS
 from speq.runtime import Runtime
+from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.prefetch import ThreePhase
 from speq.stats import RunStats, ratio
 from speq.units import Progress, format_bytes, tracked
@@ -99,10 +100,18 @@ class InOneWave(ThreePhase):
     """Has all experts of a layer in slots before any of them is handed on."""
 
     def serve(self, layer: int, experts: list[int]) -> Coroutine[dict[int, int], None, None]:
-        if len(experts) <= self._supply.cache.num_slots:
-            for _ in self._supply.serve(layer, experts):
+        cache, waves = self._supply.cache, super().serve(layer, experts)
+        if len(experts) > cache.policy.quota(layer):
+            yield from waves  # they are never there together
+            return
+        keys = [ExpertKey(layer, expert) for expert in experts]
+        cache.pin(keys)
+        try:
+            for _ in waves:
                 pass  # what is there waits for what is not
-        yield from super().serve(layer, experts)
+            yield from self._supply.serve(layer, experts)
+        finally:
+            cache.unpin(keys)
 
 
 @dataclass(frozen=True, slots=True)
