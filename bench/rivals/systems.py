@@ -103,6 +103,7 @@ SYSTEMS = {
             "ZipMoE's way to hold experts: exponents under ZSTD, pools of words and of planes",
             module="zip_moe",
             form=True,
+            options=ON_DEMAND | NO_DRAFT,
         ),
         System(
             "transformers",

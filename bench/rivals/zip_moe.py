@@ -11,13 +11,13 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.generator_contestant import GeneratorContestant
 from speq.bench.rivals.job import Job
+from speq.bench.rivals.systems import NO_DRAFT, ON_DEMAND
 from speq.bench.rivals.zip_file import ensure_file
 from speq.bench.rivals.zip_store import ZipStore
 from speq.config import RunConfig
@@ -38,15 +38,7 @@ UNTRIED_SHARE = 1 / 3
 TRIAL_TOKENS, LEAST_TRIAL_TOKENS, TRIAL_S = 16, 4, 5.0
 SPLITS_FILE = "splits.json"
 # What makes the system what it is.
-OPTIONS: dict[str, Any] = {
-    "draft": "none",
-    "codec": "raw",
-    "dense": "raw",
-    "cache_policy": "lru",
-    "prefetch": "none",
-    "packed_copy": "none",
-    "profile": "none",
-}
+OPTIONS = ON_DEMAND | NO_DRAFT
 
 
 def load(job: Job) -> Contestant:
@@ -71,11 +63,12 @@ def check(job: Job) -> None:
         raise SpeqError(
             f"the system zipmoe runs on the cpu and device is {job.device}; leave zipmoe out"
         )
-    for name in OPTIONS.keys() & job.options.keys():
-        raise SpeqError(
-            f"{name} is {job.options[name]!r} and the system zipmoe has {OPTIONS[name]!r}; leave "
-            "the option or zipmoe out"
-        )
+    for name, value in OPTIONS.items():
+        if job.options.get(name, value) != value:
+            raise SpeqError(
+                f"{name} is {job.options[name]!r} and the system zipmoe has {value!r}; leave the "
+                "option or zipmoe out"
+            )
 
 
 def prepare(job: Job, progress: Progress | None = None) -> None:
@@ -133,7 +126,7 @@ def with_share(
         undo.callback(store.close)
         budget = job.memory_bytes - store.pool_bytes
         own = {"device": "cpu", "dtype": job.dtype, "context_length": job.context}
-        config = RunConfig.of(budget, 0, **own, **OPTIONS, **job.options)
+        config = RunConfig.of(budget, **{**job.options, **OPTIONS, **own})
         undo.pop_all()
     generator = Generator.of_opened(replace(opened, store=store), config)
     weights = store.num_layers * store.num_experts * store.codec.shape.weights

@@ -316,7 +316,7 @@ def test_bundled_model_on_twenty_prompts(bundled: Path) -> None:
 
 @pytest.mark.full
 def test_bundled_model_on_twenty_prompts_full(bundled: Path) -> None:
-    budgets = ("42MiB", "46MiB", "80MiB")
+    budgets = ("44MiB", "48MiB", "80MiB")
     compare_bundled(bundled, list(product(DRAFT_LENGTHS, budgets)), 20)
 
 
