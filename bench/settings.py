@@ -296,7 +296,7 @@ class TpotSettings(Options):
         Option(
             "Measure systems beside each other instead, each in a process of its own with the same "
             "memory; `?` lists them. Those of speq take options, such as 'speq draft-length=4'.",
-            Several(Text("names"), "names of systems separated by commas"),
+            Several(Text("names"), "names of systems separated by commas", optional=True),
         ),
     ] = ()
     lossless: PackedLossless = None
@@ -439,12 +439,15 @@ class AllSettings(Options):
         tuple[str, ...],
         Option(
             "Memory budgets; default: what caps of 0.475, 0.665 and 1.2 of the model leave.",
-            Several(Size(kept=True)),
+            Several(Size(kept=True), optional=True),
         ),
     ] = ()
     systems: Annotated[
         tuple[str, ...],
-        Option("Systems; default: seven of them.", Several(Text("names"), "names of systems")),
+        Option(
+            "Systems; default: seven of them.",
+            Several(Text("names"), "names of systems separated by commas", optional=True),
+        ),
     ] = ()
     kinds: Annotated[
         tuple[str, ...],

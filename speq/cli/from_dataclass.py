@@ -113,7 +113,7 @@ def _parameters(option: Declared) -> list[inspect.Parameter]:
             _parameter(MODEL, str | None, place, None),
             _parameter(f"{MODEL}_by_name", str | None, by_name, None),
         ]
-    if default is None or default == []:
+    if default is None or default in ([], ""):
         typed = typed | None
         default = None
     made = typer.Option(flag, help=help_text, metavar=metavar)

@@ -298,11 +298,13 @@ class Several(Kind):
     wanted    what to give, in the error
     repeated  typed one at a time, the option (or argument) as often as there are values; a single
               value then stands for itself, commas and all
+    optional  none at all will do
     """
 
     each: Kind
     wanted: str = "values separated by commas"
     repeated: bool = False
+    optional: bool = False
 
     @property
     def metavar(self) -> str:
@@ -311,14 +313,14 @@ class Several(Kind):
     @property
     def accepts(self) -> str:
         many = f"str | Sequence[{self.each.accepts}]"
-        return f"{many} | None" if self.repeated else many
+        return f"{many} | None" if self.repeated or self.optional else many
 
     @property
     def limits(self) -> str:
         return "May be given several times." if self.repeated else ""
 
     def check(self, name: str, value: Any) -> tuple[Any, ...]:
-        if value is None and self.repeated:
+        if (value is None and (self.repeated or self.optional)) or (value == "" and self.optional):
             values: Iterable[Any] = ()
         elif isinstance(value, str):
             values = [value] if self.repeated else map(str.strip, value.split(","))

@@ -14,6 +14,8 @@ from speq.bench.settings import AllSettings
 from speq.bench.suite_report import table
 from speq.bench.suite_steps import WIDENED_BYTES, Step, budgets_of, steps_of
 from speq.cli import app
+from speq.cli.bench import BENCHES, function_of
+from speq.cli.from_dataclass import command
 from speq.errors import SpeqError
 from speq.files.checkpoint import EXPERTS_MANIFEST
 from tests.helpers.paths import BUNDLED
@@ -170,14 +172,19 @@ def test_a_small_model_is_widened_first_and_a_large_one_is_not(
 
 
 def test_every_step_is_a_command_that_speq_takes(tmp_path: Path) -> None:
-    """Parsed to its end: `--help` behind the arguments would hide a wrong option before it."""
-    commands = typer.main.get_command(app)
+    """Parsed and checked as the command line does, and not run."""
     for step in steps_of(str(BUNDLED), AllSettings(out=tmp_path / "out", full=True)):
-        command, arguments = commands, list(step.command)
-        while hasattr(command, "commands"):
-            command = command.commands[arguments.pop(0)]
-        context = command.make_context("speq", arguments)
+        of_command, arguments = typer.main.get_command(app), list(step.command)
+        while hasattr(of_command, "commands"):
+            of_command = of_command.commands[arguments.pop(0)]
+        context = of_command.make_context("speq", arguments)
         assert not context.args
+        for bench in BENCHES:
+            if bench.name == step.bench:
+                (settings,) = (
+                    part for part in command(function_of(bench)).parts if part.name == "settings"
+                )
+                assert isinstance(settings.value(context.params), bench.settings)
 
 
 def test_budgets_of_a_model_that_a_process_would_outweigh() -> None:
