@@ -20,6 +20,7 @@ from speq.bench.rivals.packages import rival_package
 from speq.errors import SpeqError
 from speq.files.atomic_file import replacing, writing
 from speq.files.checkpoint import Checkpoint
+from speq.models.bounds import check_sizes, check_weights
 from speq.units import Progress, format_bytes, tracked
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -65,6 +66,8 @@ def write(checkpoint: Checkpoint, path: Path, progress: Progress | None = None) 
     """
     gguf = rival_package("gguf")
     config, where = checkpoint.config, checkpoint.path / "config.json"
+    check_sizes(config, where)
+    check_weights(config, checkpoint)
     writer = gguf.GGUFWriter(None, architecture_of(config, where).name)
     writer.add_name(checkpoint.path.resolve().name)
     write_config(writer, config, where)
@@ -109,7 +112,7 @@ def tensors_of(checkpoint: Checkpoint) -> list[GgufTensor]:
         if place is None or place[0] not in gguf.MODEL_TENSORS[architecture]:
             raise SpeqError(
                 f"{checkpoint.path} has tensor {name}, for which llama.cpp's {named} has no place: "
-                "compare without llama_cpp"
+                "compare without llama.cpp"
             )
         dtype, shape = _form(checkpoint, sources)
         if len(shape) == 1 or place[0] in routers:
@@ -170,7 +173,7 @@ def _form(checkpoint: Checkpoint, sources: tuple[str, ...]) -> tuple[torch.dtype
     if first.dtype == torch.float64:
         raise SpeqError(
             f"{checkpoint.path} has {sources[0]} in float64, which llama.cpp does not compute; "
-            "compare without llama_cpp"
+            "compare without llama.cpp"
         )
     return first.dtype, first.shape
 

@@ -13,6 +13,7 @@ from speq.errors import SpeqError, checked_int, checked_number
 from speq.files.json_file import read_json
 from speq.text.tokenizer import TOKENIZER_AGAIN, load_tokenizer
 
+MOST = 2**32 - 1  # that a size in the file can be
 # The texts of a comparison are token ids, so that no file's pre-tokeniser is ever run.
 PRE_TOKENIZER = "gpt-2"
 
@@ -48,7 +49,7 @@ def check_qwen2_moe(config: dict[str, Any], where: object) -> None:
         if given != wanted:
             raise SpeqError(
                 f"{where} has {name} {given!r}; llama.cpp computes this family with {wanted!r} "
-                "only: compare without llama_cpp"
+                "only: compare without llama.cpp"
             )
 
 
@@ -69,7 +70,7 @@ def architecture_of(config: dict[str, Any], where: object) -> Architecture:
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise SpeqError(
             f"{where} is of family {family!r}, of which no GGUF file is written here; supported "
-            f"are {', '.join(sorted(ARCHITECTURES))}: compare without llama_cpp"
+            f"are {', '.join(sorted(ARCHITECTURES))}: compare without llama.cpp"
         )
     return ARCHITECTURES[family]
 
@@ -99,7 +100,7 @@ def rope_theta(config: dict[str, Any], where: object) -> float:
     if kind != "default":
         raise SpeqError(
             f"{where} has rotary embeddings of type {kind!r}, which no GGUF file is written with "
-            "here: compare without llama_cpp"
+            "here: compare without llama.cpp"
         )
     theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
     return checked_number(f"{where}: rope_theta", theta, 1, 1e12)
@@ -113,7 +114,7 @@ def write_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     if kind != "BPE":
         raise SpeqError(
             f"{folder / 'tokenizer.json'} has a model of type {kind!r:.40}; only BPE goes into a "
-            "GGUF file here: compare without llama_cpp"
+            "GGUF file here: compare without llama.cpp"
         )
     tokenizer = load_tokenizer(folder)
     token_of = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
@@ -138,7 +139,7 @@ def write_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     if not special_tokens.merges:
         raise SpeqError(
             f"{folder / 'tokenizer.json'} has no merges, without which llama.cpp loads no model: "
-            "compare without llama_cpp"
+            "compare without llama.cpp"
         )
     special_tokens.chat_template = None  # nobody chats with it
     writer.add_tokenizer_model("gpt2")
@@ -150,4 +151,4 @@ def write_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
 
 def _sizes(config: dict[str, Any], where: object) -> Callable[[str], int]:
     """Looks up a field that is a positive whole number, or raises SpeqError."""
-    return lambda name: checked_int(f"{where}: {name}", config.get(name), 1)
+    return lambda name: checked_int(f"{where}: {name}", config.get(name), 1, MOST)

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speq.bench.rivals.gguf_file import GgufTensor
@@ -185,7 +186,7 @@ def test_tokenizer_of_the_bundled_model(bundled_file: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"model_type": "mixtral"}, "of family 'mixtral'.*supported are qwen2_moe"),
+        ({"model_type": "mixtral"}, r"'mixtral'.* are qwen2_moe: compare without llama\.cpp"),
         ({"model_type": None}, "of family None"),
         ({"norm_topk_prob": True}, "norm_topk_prob True"),
         ({"mlp_only_layers": [2]}, r"mlp_only_layers \[2\]"),
@@ -198,9 +199,12 @@ def test_tokenizer_of_the_bundled_model(bundled_file: Path) -> None:
         ({"rope_parameters": 5}, "embeddings of type 5"),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a whole number"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be from 1 to"),
         ({"num_experts": 33}, "has 32 experts of .* and promises 33"),
-        ({"num_hidden_layers": 9}, r"lacks the tensor that llama.cpp calls blk\.8\."),
+        ({"num_hidden_layers": 9}, "num_hidden_layers 9 and .* holds weights of 8 layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000; it must be at most"),
+        ({"max_position_embeddings": 2**33}, "it must be from 1 to 4294967295"),
+        ({"vocab_size": 4000}, r"config.json makes it \[4000, 256\]"),
         ({"num_hidden_layers": 7}, "has tensor model.layers.7.* no place"),
         ({"tie_word_embeddings": False}, r"llama.cpp calls output\.weight"),
     ],
@@ -272,3 +276,38 @@ def test_file_is_written_once_for_each_version(copied: Callable[..., Path], tmp_
     second = gguf_of(str(path), tmp_path / "out")
     assert second != first
     assert {file.name for file in (tmp_path / "out").iterdir()} == {first.name, second.name}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda held: held.pop("model.layers.2.mlp.gate.weight"), r"calls blk\.2\.ffn_gate_inp"),
+        (lambda held: held.pop("model.norm.weight"), r"calls output_norm\.weight"),
+        (
+            lambda held: held.pop("model.layers.1.mlp.experts.7.up_proj.weight"),
+            "has 31 experts of model.layers.1.mlp.experts.up_proj.weight and promises 32",
+        ),
+        (
+            lambda held: held.update(
+                {"model.layers.1.mlp.experts.7.up_proj.weight": torch.zeros(64, 256)}
+            ),
+            "experts must be alike",
+        ),
+        (lambda held: held.update({"model.odd.weight": torch.zeros(4)}), "has tensor model.odd"),
+        (lambda held: held.update({"model.norm.weight": torch.zeros(256).double()}), "in float64"),
+    ],
+)
+def test_refused_weights(
+    copied: Callable[..., Path],
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor]], Any],
+    sentence: str,
+) -> None:
+    path = copied()
+    held = load_file(path / "model.safetensors")
+    change(held)
+    (path / "model.safetensors").unlink()
+    save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpeqError, match=sentence):
+        gguf_of(str(path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
