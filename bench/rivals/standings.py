@@ -124,8 +124,8 @@ def by_kind(rows: list[Row]) -> list[Row]:
 
 
 def peak_of(done: dict[str, Any]) -> int:
-    """The most memory a process took: of the device it computed on."""
-    peak: int = done["device_peak_bytes"] or done["peak_rss_bytes"]
+    """The most memory a process took: of a GPU, or with its page cache, or what it had mapped."""
+    peak: int = done["device_peak_bytes"] or done.get("cap_peak_bytes") or done["peak_rss_bytes"]
     return peak
 
 
