@@ -153,7 +153,7 @@ BENCHES = (
     ),
     Bench(
         "all",
-        "suite",
+        "suite.suite",
         declared.AllSettings,
         "Everything, from making the models to one report; interrupted, it goes on from there.",
     ),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from speq.bench import suite
 from speq.bench.settings import AllSettings
-from speq.bench.suite_report import table
-from speq.bench.suite_steps import WIDENED_BYTES, Step, budgets_of, steps_of
+from speq.bench.suite import suite
+from speq.bench.suite.page import table
+from speq.bench.suite.steps import WIDENED_BYTES, Step, budgets_of, steps_of
 from speq.cli import app
 from speq.cli.bench import BENCHES, function_of
 from speq.cli.from_dataclass import command
@@ -71,7 +71,7 @@ def run(
     monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=machine, DEVNULL=None))
     monkeypatch.setattr(suite, "steps_of", lambda model, settings: steps)
     monkeypatch.setattr(suite, "current_commit", lambda: "abc")
-    monkeypatch.setattr(suite.suite_report, "sections", lambda bench, found: [str(found["rows"])])
+    monkeypatch.setattr(suite.page, "sections", lambda bench, found: [str(found["rows"])])
     report = suite.run("model", AllSettings(out=out), None, False)
     return machine.ran, report
 

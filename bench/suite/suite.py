@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from speq.bench import suite_report
 from speq.bench.settings import AllSettings as Settings
-from speq.bench.suite_steps import Step, steps_of
+from speq.bench.suite import page
+from speq.bench.suite.steps import Step, steps_of
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target, write_whole
 from speq.files.json_file import parse_json
@@ -80,7 +80,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
             say(f"{step.name} failed: {done[step.name].failure}")
     rows = [row_of(step, done[step.name], folder) for step in steps]
     report = Report("all", model, settings.as_json(), rows)
-    text = suite_report.written(report, steps, {k: v.seconds for k, v in done.items()}, folder)
+    text = page.written(report, steps, {k: v.seconds for k, v in done.items()}, folder)
     write_whole(folder / REPORT, text.encode())
     if json_file is not None:
         report.write(json_file)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.bench.rivals import standings
-from speq.bench.suite_steps import Step
+from speq.bench.suite.steps import Step
 from speq.files.json_file import parse_json
 from speq.measure.report import Column, Report, cell_text
 
