@@ -47,6 +47,7 @@ class Terms:
     reserve_bytes: int
     capped: bool
     device: str
+    dtype: str
     threads: int
     neighbours: int
     limit_s: float
@@ -63,6 +64,7 @@ class Terms:
             stores={codec: str(folder) for codec, folder in self.stores.items()},
             scratch=str(self.scratch),
             device=self.device,
+            dtype=self.dtype,
             options=dict(entry.options),
             threads=self.threads,
             warm_up_tokens=self.warm_up_tokens,

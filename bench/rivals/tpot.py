@@ -93,6 +93,7 @@ def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
     shared: dict[str, Any] = dict(settings.run)
     device = shared.pop("device", "cpu")
     device = "cpu" if device == "auto" else device
+    dtype = shared.pop("dtype", "auto")
     budgets = [(text, parse_bytes(text)) for text in settings.budgets]
     cells = [
         Cell(entry(label, shared, budget_bytes), text, budget_bytes)
@@ -129,6 +130,7 @@ def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
         parse_bytes(settings.reserve),
         capped,
         device,
+        dtype,
         settings.threads,
         settings.neighbours[0],
         settings.process_seconds,

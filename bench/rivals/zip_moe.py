@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +20,10 @@ from speq.bench.rivals.generator_contestant import GeneratorContestant
 from speq.bench.rivals.job import Job
 from speq.bench.rivals.systems import NO_DRAFT, ON_DEMAND
 from speq.bench.rivals.zip_file import ensure_file
+from speq.bench.rivals.zip_planes import zstandard
 from speq.bench.rivals.zip_store import ZipStore
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.files.alignment import ALIGNMENT
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 from speq.generator import Generator
@@ -38,7 +39,7 @@ UNTRIED_SHARE = 1 / 3
 TRIAL_TOKENS, LEAST_TRIAL_TOKENS, TRIAL_S = 16, 4, 5.0
 SPLITS_FILE = "splits.json"
 # What makes the system what it is.
-OPTIONS = ON_DEMAND | NO_DRAFT
+OPTIONS: dict[str, Any] = ON_DEMAND | NO_DRAFT
 
 
 def load(job: Job) -> Contestant:
@@ -47,11 +48,14 @@ def load(job: Job) -> Contestant:
     """
     prepare(job)
     if job.task != "time":
-        return with_share(job, UNTRIED_SHARE)
+        try:
+            return with_share(job, UNTRIED_SHARE)
+        except BudgetTooSmall:
+            return with_share(job, 0.0)
     path = folder_of(job) / SPLITS_FILE
     kept = read_json(path, f"remove {path}", f"remove {path}") if path.exists() else {}
     name = f"{job.memory_bytes} bytes, context {job.context}, {job.dtype}, {job.threads} threads"
-    if name not in kept:
+    if kept.get(name, {}).keys() != SHARES.keys():
         kept[name] = tried(job)
         write_whole(path, (json.dumps(kept, indent=1) + "\n").encode())
     return with_share(job, fastest(kept[name]), kept[name])
@@ -59,6 +63,7 @@ def load(job: Job) -> Contestant:
 
 def check(job: Job) -> None:
     """Raise SpeqError where the job asks for what is no longer this system."""
+    zstandard()
     if job.device != "cpu":
         raise SpeqError(
             f"the system zipmoe runs on the cpu and device is {job.device}; leave zipmoe out"
@@ -69,6 +74,12 @@ def check(job: Job) -> None:
                 f"{name} is {job.options[name]!r} and the system zipmoe has {value!r}; leave the "
                 "option or zipmoe out"
             )
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """Options of the run that are not for users to choose."""
+    named = {"memory_budget": job.memory_bytes, "context_length": job.context, "dtype": job.dtype}
+    return OPTIONS | {"device": "cpu"} | named
 
 
 def prepare(job: Job, progress: Progress | None = None) -> None:
@@ -124,9 +135,8 @@ def with_share(
         undo.callback(opened.close)
         store = store_of(job, opened, share)
         undo.callback(store.close)
-        budget = job.memory_bytes - store.pool_bytes
-        own = {"device": "cpu", "dtype": job.dtype, "context_length": job.context}
-        config = RunConfig.of(budget, **{**job.options, **OPTIONS, **own})
+        beside = {"memory_budget": job.memory_bytes - store.pool_bytes}
+        config = RunConfig.of(**job.options | options_of(job) | beside)
         undo.pop_all()
     generator = Generator.of_opened(replace(opened, store=store), config)
     weights = store.num_layers * store.num_experts * store.codec.shape.weights
@@ -142,8 +152,8 @@ def store_of(job: Job, opened: Opened, share: float) -> ZipStore:
     """Compressed experts, a pool of them in that share of the memory beside the dense weights."""
     words = opened.store.codec.shape.dtype
     resident_bytes = opened.shape.resident_bytes(DTYPES.get(job.dtype, words))
-    room_bytes = max(int(share * (job.memory_bytes - resident_bytes)) - ALIGNMENT, 0)
-    return ZipStore(opened.store, folder_of(job), room_bytes, threads_of(job))
+    pool_bytes = int(share * max(job.memory_bytes - resident_bytes, 0))
+    return ZipStore(opened.store, folder_of(job), pool_bytes, threads_of(job))
 
 
 def folder_of(job: Job) -> Path:

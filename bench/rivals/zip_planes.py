@@ -18,8 +18,8 @@ CHUNK_WORDS = 1 << 18
 # Words joined at a time: both planes, the words and what is between lie in a core's cache.
 BLOCK_WORDS = 1 << 16
 # ZSTD finds short matches in what has none, and they cost more bits and more time than their bytes
-# one by one. Level 1 without them wrote 3.7 % less here than with them, and inflated in half the
-# time; level 3, its default, wrote 22 % more.
+# one by one. Exponents of the widened bundled model took 2.60 bits so, inflated in half the time
+# that those of level 1 as it is took (2.86 bits), or of level 3, the default (3.17 bits).
 LEVEL, MIN_MATCH, HASH_LOG = 1, 7, 6
 # What a thread that inflates holds: a chunk's exponents, a block of words, and ZSTD's own.
 INFLATING_BYTES = CHUNK_WORDS + 2 * BLOCK_WORDS + (1 << 18)

@@ -43,8 +43,9 @@ class ZipStore:
         self._cell_bytes = self.file.cell_bytes
         # A cell to read into; and what inflates, as if each reader had threads of its own.
         self.reading_bytes = self._cell_bytes + ALIGNMENT + threads * INFLATING_BYTES
-        count = min(pool_bytes // self._cell_bytes, len(self.file.records))
-        self.pool_bytes = count * self._cell_bytes
+        count = max(pool_bytes - ALIGNMENT, 0) // self._cell_bytes
+        count = min(count, len(self.file.records))
+        self.pool_bytes = count and count * self._cell_bytes + ALIGNMENT
         cells = aligned_bytes(count, self._cell_bytes)
         cells.zero_()  # takes the memory now
         self.pool = RecordPool(list(cells))

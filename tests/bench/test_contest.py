@@ -29,6 +29,7 @@ TERMS = Terms(
     reserve_bytes=100,
     capped=True,
     device="cpu",
+    dtype="auto",
     threads=0,
     neighbours=0,
     limit_s=60.0,

@@ -147,12 +147,20 @@ def test_shares_that_leave_no_slots_are_not_tried(bundled: Path, scratch: Path) 
     assert zip_moe.fastest({"0": 3.0, "1/3": None, "2/3": 2.0}) == 2 / 3
 
 
+def test_untimed_tasks_have_a_pool_where_there_is_room(bundled: Path, scratch: Path) -> None:
+    for slots, wanted in ((4, False), (60, True)):
+        with closing(zip_moe.load(job_of(bundled, scratch, "bfloat16", slots))) as made:
+            assert (made.settled()["pool_bytes"] > 0) == wanted
+            assert made.settled()["pool_trials_ms"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"device": "cuda"}, "zipmoe runs on the cpu and device is cuda; leave zipmoe out"),
         ({"options": {"codec": "lossless"}}, "codec is 'lossless' and the system zipmoe has 'raw'"),
         ({"options": {"speed": 3}}, "speed"),
+        ({"options": {"draft_length": "2"}}, "draft_length is '2' and the system zipmoe has '0'"),
         ({"memory_bytes": 1 << 20}, "too small"),
     ],
     ids=lambda each: str(each)[:30],
