@@ -66,6 +66,14 @@ Routes = Annotated[
         argument=True,
     ),
 ]
+SyntheticAcceptance = Annotated[
+    float | None,
+    Option(
+        "What if: make each drafted token right with this probability, if those before it are, "
+        "and else wrong. The output stays exact, and every row says so.",
+        Number(1.0),
+    ),
+]
 # Of all runs of a bench that has budgets and draft lengths of its own.
 RunOptions = Annotated[
     dict[str, Any],
@@ -266,6 +274,7 @@ class TpotSettings(Options):
             Several(Text("name=value, separated by spaces"), "options", repeated=True),
         ),
     ] = ()
+    synthetic_acceptance: SyntheticAcceptance = None
     run: RunOptions = field(default_factory=dict)
 
 

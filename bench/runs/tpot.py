@@ -5,6 +5,7 @@ none of them; each figure is the median over its measurements.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,11 +16,12 @@ from speq.bench.neighbours import neighbours
 from speq.bench.replay import single_shot
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
+from speq.bench.synthetic import synthetic_acceptance
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
-from speq.measure.report import Column, Report, read_prompts
+from speq.measure.report import Column, Report, print_table, read_prompts
 from speq.measure.runs import runs_of
 from speq.units import Progress, format_bytes, parse_bytes, tracked
 
@@ -116,7 +118,7 @@ def run(
     for cell in tracked("measuring settings", turns, len(turns), progress):
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)
-    rows = [summarise(cell, samples[cell]) for cell in cells]
+    rows = [summarise(cell, samples[cell], settings.synthetic_acceptance) for cell in cells]
     report = Report(
         "tpot",
         model,
@@ -137,7 +139,8 @@ def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> l
         **cell.options(settings),
     )
     try:
-        runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
+        with what_if(generator, settings, prompts):
+            runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
         return [run.summary() for run in runs]
     except SpeqError as error:
         raise SpeqError(
@@ -147,8 +150,23 @@ def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> l
         generator.close()
 
 
-def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row: medians over all samples, and what the budget bought."""
+def what_if(
+    generator: Generator, settings: Settings, prompts: list[str]
+) -> AbstractContextManager[None]:
+    """The block in which drafts stand as often as the settings say, if they say so."""
+    acceptance = settings.synthetic_acceptance
+    if acceptance is None:
+        return nullcontext()
+    return synthetic_acceptance(generator, prompts, settings.max_new_tokens, acceptance)
+
+
+def summarise(
+    cell: Cell, samples: list[dict[str, Any]], acceptance: float | None = None
+) -> dict[str, Any]:
+    """One row: medians over all samples, and what the budget bought.
+
+    acceptance  that drafts were given; rows of runs that drafted nothing say None
+    """
     memory = samples[0]["memory"]
     row: dict[str, Any] = {
         "budget": cell.budget,
@@ -167,4 +185,17 @@ def summarise(cell: Cell, samples: list[dict[str, Any]]) -> dict[str, Any]:
         row[name] = median(values) if values else None
     times = sorted(sample["tpot_ms"] for sample in samples)
     row["tpot_p90_ms"] = times[math.ceil(MOST * len(times)) - 1]
+    row["synthetic_acceptance"] = None if row["acceptance_rate"] is None else acceptance
     return row
+
+
+def show(report: Report) -> None:
+    """The table, which says so where acceptance was not the draft's own."""
+    acceptance = report.settings["synthetic_acceptance"]
+    if acceptance is None:
+        report.print(COLUMNS)
+        return
+    said = f"WHAT-IF: acceptance set to {acceptance:g}"
+    columns = COLUMNS | {"set to": ("synthetic_acceptance", "{:g}")}
+    print_table(f"{report.bench}: {report.model}\n{said}", columns, report.rows)
+    print(f"{said}: each drafted token is right with that probability, if those before it are")

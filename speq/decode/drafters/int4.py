@@ -5,13 +5,16 @@ from typing import ClassVar
 
 from speq.decode.draft_pass import draft_pass_over
 from speq.decode.drafter import DraftBase, GoOn
-from speq.decode.drafters.next_token import next_token_on
+from speq.decode.drafters.next_token import NextToken, next_token_on
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 
 
 class Int4Drafter:
-    """Drafts a chain, one pass over the INT4 experts for each token."""
+    """Drafts a chain, one pass over the INT4 experts for each token.
+
+    next_token  chooses each; measurements may put another one in its place
+    """
 
     needs_int4: ClassVar[bool] = True
 
@@ -19,7 +22,7 @@ class Int4Drafter:
         assert base.int4 is not None, "planned for"
         self._cache = base.cache
         self.draft_pass = draft_pass_over(base.model, base.cache, base.int4, base.graphs_on)
-        self._next_token = next_token_on(base.sampler)
+        self.next_token: NextToken = next_token_on(base.sampler)
 
     def propose(
         self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
@@ -38,7 +41,7 @@ class Int4Drafter:
                     break
                 last = tokens[-1] if tokens else sequence.pending_id
                 run, on_layer = partial(self.draft_pass.run, last), partial(on_route, len(tokens))
-                chosen = self._next_token(run, sequence, tokens, on_layer)
+                chosen = self.next_token(run, sequence, tokens, on_layer)
                 self._cache.advance(1)
                 written += 1
                 if chosen is None:  # damaged codes must not end what needs no draft

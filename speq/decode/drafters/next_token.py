@@ -21,10 +21,10 @@ Run = Callable[[OnLayer], Tensor]
 
 
 class Chosen(NamedTuple):
-    """lead: by how much, in logits, the token leads the next one."""
+    """lead: by how much, in logits, the token leads the next one; None: not known."""
 
     token_id: int
-    lead: float
+    lead: float | None
 
 
 class NextToken(Protocol):
