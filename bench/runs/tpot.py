@@ -44,6 +44,7 @@ MEDIANS = (
 WARM_UP_TOKENS = 8
 # Of the measurements, so many take no longer than `tpot_p90_ms`.
 MOST = 0.9
+WHAT_IF = "WHAT-IF: acceptance set to {:g}"
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -195,7 +196,14 @@ def show(report: Report) -> None:
     if acceptance is None:
         report.print(COLUMNS)
         return
-    said = f"WHAT-IF: acceptance set to {acceptance:g}"
     columns = COLUMNS | {"set to": ("synthetic_acceptance", "{:g}")}
-    print_table(f"{report.bench}: {report.model}\n{said}", columns, report.rows)
-    print(f"{said}: each drafted token is right with that probability, if those before it are")
+    title = f"{report.bench}: {report.model}\n{WHAT_IF.format(acceptance)}"
+    print_table(title, columns, report.rows)
+
+
+def notes(report: Report) -> list[str]:
+    acceptance = report.settings["synthetic_acceptance"]
+    if acceptance is None:
+        return []
+    said = WHAT_IF.format(acceptance)
+    return [f"{said}: each drafted token is right with that probability, if those before it are"]
