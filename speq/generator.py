@@ -132,7 +132,7 @@ class Generator:
                 check_context(context, config.context_length, opened.shape.max_context)
             loaded = load(opened, config, progress, context)
             undo.callback(loaded.close)
-            generator = cls(Runtime(loaded), encoder)
+            generator = cls(Runtime(loaded, progress), encoder)
             undo.pop_all()
         return generator
 

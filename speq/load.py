@@ -52,7 +52,7 @@ from speq.planning.processor_trial import ProcessorTrial
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
 from speq.planning.ways import agree, drafter_of, open_ways, wants_int4
-from speq.units import Done, Progress, format_bytes
+from speq.units import Done, Progress, format_bytes, no_progress
 
 logger = logging.getLogger("speq")
 
@@ -154,6 +154,7 @@ def load(
             subject.dtype,
             device,
             records_of(subject, opened, codes, device, budget, progress),
+            progress or no_progress,
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None

@@ -41,8 +41,12 @@ from speq.scheduler.reader_threads import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, RunStats, Timed
+from speq.units import Progress, tracked
 
 logger = logging.getLogger("speq")
+
+# Of slots, at a time.
+TAKEN_BYTES = 256 << 20
 
 
 class Runtime:
@@ -52,13 +56,14 @@ class Runtime:
     plan     the memory that is laid out
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, progress: Progress | None = None) -> None:
+        """progress: told (what, done, total) while memory is taken."""
         self._loaded = loaded
         self.holding: Holding = loaded.settled.holding
         self.plan: MemoryPlan = loaded.settled.memory
         self.recorder = Recorder()
         self._drop_draft(self.holding, self.plan)
-        self.engine = self._lay_out()
+        self.engine = self._lay_out(progress)
 
     @property
     def config(self) -> RunConfig:
@@ -184,11 +189,14 @@ class Runtime:
             layer.draft = None
         return True
 
-    def _lay_out(self) -> Engine:
+    def _lay_out(self, progress: Progress | None = None) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""
         loaded, shape, plan = self._loaded, self.shape, self.plan
         slots = aligned_bytes(plan.slots, self.holding.slot_bytes, self.device)
-        slots.zero_()  # takes the memory now: the first prompt would wait for every page of it
+        # Takes the memory now: the first prompt would wait for every page of it.
+        parts = slots.split(max(TAKEN_BYTES // self.holding.slot_bytes, 1))
+        for part in tracked("taking memory for slots", parts, len(parts), progress):
+            part.zero_()
         cache = KVCache(
             shape.num_layers, shape.attention.kv_shapes, plan.context, self.dtype, self.device
         )

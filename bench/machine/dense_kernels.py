@@ -248,15 +248,13 @@ def measure(
     }
 
 
-def show(report: Report) -> None:
-    """The table, and what readers need to know besides."""
-    report.print(COLUMNS)
+def notes(report: Report) -> list[str]:
+    """What readers need to know beside the table."""
     rates = [row["gb_per_s"] / row["bandwidth_share"] for row in report.rows]
     backends = dict.fromkeys(f"{row['kernel']}: {row['backend']}" for row in report.rows)
     isa, threads = report.settings["isa"], report.settings["threads"]
-    print(
+    return [
         f"share: of a plain read of {format_bytes(report.settings['read_bytes'])}, which ran at "
         f"{median(rates):.1f} GB/s beside them.",
         f"{threads} threads{f', {isa}' if isa else ''}; " + ", ".join(backends),
-        sep="\n",
-    )
+    ]

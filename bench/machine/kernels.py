@@ -138,16 +138,19 @@ def run(
 
 
 def show(report: Report) -> None:
-    """The table, and what readers need to know besides."""
+    """The table, of whichever of the benches it is."""
     if report.bench == dense_kernels.BENCH:
-        dense_kernels.show(report)
-        return
-    computed = report.settings["sass"]
-    report.print(issue.COLUMNS if computed else COLUMNS)
-    print(*(issue.NOTES if computed else notes(report)), sep="\n")
+        report.print(dense_kernels.COLUMNS)
+    else:
+        report.print(issue.COLUMNS if report.settings["sass"] else COLUMNS)
 
 
 def notes(report: Report) -> list[str]:
+    """What readers need to know besides."""
+    if report.bench == dense_kernels.BENCH:
+        return dense_kernels.notes(report)
+    if report.settings["sass"]:
+        return [*issue.NOTES]
     rates = [row["gb_per_s"] / row["bandwidth_share"] for row in report.rows]
     backends = dict.fromkeys(f"{row['kernel']}: {row['backend']}" for row in report.rows)
     isa, threads = report.settings["isa"], report.settings["threads"]

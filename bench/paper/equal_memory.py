@@ -53,7 +53,10 @@ class EqualMemoryReport(Report):
 
 def show(report: EqualMemoryReport) -> None:
     report.print_all()
-    print(NOTE)
+
+
+def notes(report: EqualMemoryReport) -> list[str]:
+    return [NOTE]
 
 
 @disturbed

@@ -39,8 +39,6 @@ class SystemsReport(Report):
         print_table(f"systems: {self.model}", COLUMNS, self.rows)
         if kinds := self.kinds:
             print_table("TPOT in ms by kind of prompt", kind_columns(kinds), by_kind(self.rows))
-        for line in self.notes():
-            print(line)
 
     def notes(self) -> list[str]:
         """The terms of the contest, and what went wrong."""

@@ -18,9 +18,10 @@ from speq.generator import Generator
 from speq.machine import process_bytes
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
-from speq.units import Clock, Progress, format_bytes
+from speq.units import Clock, Progress, format_bytes, no_progress
 
 WARM_UP_PASSES = 2
+RUNNING = "running, by seconds"
 
 COLUMNS: dict[str, Column] = {
     "at s": ("at_s", "{:.1f}"),
@@ -47,7 +48,12 @@ def run(
         model, settings.memory_budget, progress=progress, **settings.run
     )
     try:
-        rows = list(passes(generator, prompts, settings, clock))
+        rows = []
+        told = progress or no_progress
+        told(RUNNING, 0, settings.seconds)
+        for row in passes(generator, prompts, settings, clock):
+            rows.append(row)
+            told(RUNNING, min(int(row["at_s"]), settings.seconds), settings.seconds)
     finally:
         generator.close()
     report = Report("soak", model, settings.as_json(), rows)

@@ -47,6 +47,7 @@ MEDIANS = (
 WARM_UP_TOKENS = 8
 # Of the measurements, so many take no longer than `tpot_p90_ms`.
 MOST = 0.9
+WHAT_IF = "WHAT-IF: acceptance set to {:g}"
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -203,7 +204,17 @@ def show(report: Report) -> None:
     if acceptance is None:
         report.print(COLUMNS)
         return
-    said = f"WHAT-IF: acceptance set to {acceptance:g}"
     columns = COLUMNS | {"set to": ("synthetic_acceptance", "{:g}")}
-    print_table(f"{report.bench}: {report.model}\n{said}", columns, report.rows)
-    print(f"{said}: each drafted token is right with that probability, if those before it are")
+    title = f"{report.bench}: {report.model}\n{WHAT_IF.format(acceptance)}"
+    print_table(title, columns, report.rows)
+
+
+def notes(report: Report) -> list[str]:
+    """What-if runs say what was set; systems say on which terms they ran, and which failed."""
+    if isinstance(report, SystemsReport):
+        return report.notes()
+    acceptance = report.settings["synthetic_acceptance"]
+    if acceptance is None:
+        return []
+    said = WHAT_IF.format(acceptance)
+    return [f"{said}: each drafted token is right with that probability, if those before it are"]

@@ -196,7 +196,7 @@ def function_of(entry: Bench) -> Any:
         output.check()
         module = importlib.import_module(f"speq.bench.{entry.module}")
         subject = [given[name] for name in given if name not in ("settings", "output")]
-        with opt.progress_bar() as progress:
+        with output.progress() as progress:
             more = {"progress": progress}
             if "progress" not in inspect.signature(module.run).parameters:
                 more = {}
@@ -207,6 +207,8 @@ def function_of(entry: Bench) -> Any:
             output.write(asdict(report))
         else:
             show(module, report)
+            for note in module.notes(report) if hasattr(module, "notes") else ():
+                output.note(note)
 
     run.__name__, run.__doc__ = entry.name, entry.summary
     subject_hint = dict([entry.subject] if entry.subject else [])
@@ -215,28 +217,27 @@ def function_of(entry: Bench) -> Any:
 
 
 def show(module: Any, report: Any) -> None:
-    """A bench's tables, and what readers need to know besides."""
+    """A bench's tables."""
     if hasattr(module, "show"):
         module.show(report)
-        return
-    report.print(module.COLUMNS)
-    for note in module.notes(report) if hasattr(module, "notes") else ():
-        typer.echo(note)
+    else:
+        report.print(module.COLUMNS)
 
 
 def widen(
     model: Model,
     target: Annotated[Path, Option("Folder to write.", File("a folder"), argument=True)],
     settings: declared.WidenSettings,
+    output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Write a model of real size that computes what a small trained one does, to measure on."""
     from speq.bench import widen as module
 
-    with opt.progress_bar() as progress:
+    with output.progress() as progress:
         made = module.run(model, target, settings, progress)
-    typer.echo(f"{made['path']}: {format_bytes(made['bytes'])}")
+    output.note(f"{made['path']}: {format_bytes(made['bytes'])}")
     if "draft" in made:
-        typer.echo(
+        output.note(
             f"draft: {made['draft']['moved']:.1%} of codes moved, which makes "
             f"{made['draft']['reached']:.0%} of the errors of the source's draft"
         )

@@ -37,18 +37,23 @@ def chat(
     settings: ChatSettings,
     run: RunConfig,
     sampling: Annotated[SamplingParams, But(defaults=(("max_new_tokens", 512),))],
+    output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
     drawing = asdict(sampling)
     max_new_tokens = drawing.pop("max_new_tokens")
     conversation = Conversation(settings.system)
     # Refused before it is loaded: a model without a template, a system message too long for it.
-    generator = opt.load_generator(model, run, (conversation.messages("Hello"), 1))
-    with contextlib.closing(generator):
-        budget = format_bytes(run.memory_budget)
-        tell(f"{model} within {budget}, context {generator.max_context} tokens")
-        tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
-        talk = Talk(generator, conversation, max_new_tokens, drawing)
+    first = conversation.messages("Hello"), 1
+    with (
+        opt.log_of(output.quiet),
+        contextlib.closing(opt.load_generator(model, run, first, output.quiet)) as generator,
+    ):
+        if not output.quiet:
+            budget = format_bytes(run.memory_budget)
+            tell(f"{model} within {budget}, context {generator.max_context} tokens")
+            tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
+        talk = Talk(generator, conversation, max_new_tokens, drawing, quiet=output.quiet)
         talk.run(interactive=sys.stdin.isatty())
     # Nobody is there to ask again: what reads the output learns that answers are missing.
     if talk.refused and not sys.stdin.isatty():
@@ -61,6 +66,7 @@ class Talk:
 
     stats    of the last answer
     refused  lines that could not be obeyed: turns that did not fit, files that exist
+    quiet    no progress and no figures behind answers
     """
 
     generator: "Generator"
@@ -69,6 +75,7 @@ class Talk:
     sampling: dict[str, Any]
     stats: dict[str, Any] = field(default_factory=dict)
     refused: int = 0
+    quiet: bool = False
 
     def run(self, interactive: bool) -> None:
         """Take lines to the end. Where nobody types, an interrupt ends it, as it ends any program.
@@ -148,7 +155,7 @@ class Talk:
             )
         finished: dict[str, Any] = {}
         turn: Turn | None = None
-        with opt.progress_bar() as progress:
+        with opt.progress_bar(self.quiet) as progress:
             stream = self.generator.stream(
                 prompt_ids,
                 max_new_tokens=min(self.max_new_tokens, room),
@@ -170,7 +177,8 @@ class Talk:
             print()
         if finished:
             self.stats = finished
-            tell(figures(finished))
+            if not self.quiet:
+                tell(figures(finished))
 
 
 def figures(stats: dict[str, Any]) -> str:

@@ -28,15 +28,17 @@ def check(
     from speq.measure import check as measure
 
     given = {name: value for name, value in asdict(run).items() if name not in UNUSED}
-    report, verdict = measure.run(
-        model,
-        given.pop("memory_budget"),
-        prompts=settings.prompts,
-        num_prompts=settings.num_prompts,
-        json_file=output.file,
-        force=output.force,
-        **given,
-    )
+    with output.progress() as progress:
+        report, verdict = measure.run(
+            model,
+            given.pop("memory_budget"),
+            prompts=settings.prompts,
+            num_prompts=settings.num_prompts,
+            json_file=output.file,
+            force=output.force,
+            progress=progress,
+            **given,
+        )
     if output.printed:
         output.write(asdict(report))
     else:

@@ -11,7 +11,7 @@ import typer
 from speq.cli import options as opt
 from speq.config import HOST_SHARE, Device
 from speq.options.declared import Options
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes
 
 if TYPE_CHECKING:
     from speq.devices.card import CardReading
@@ -48,7 +48,8 @@ def doctor(settings: DoctorSettings, output: opt.Output) -> None:
     from speq.devices.named import device_named
 
     output.check()
-    report = examine(device_named(settings.device), time.perf_counter)
+    with output.progress() as progress:
+        report = examine(device_named(settings.device), time.perf_counter, progress)
     output.write(asdict(report))
     if output.printed:
         return
@@ -57,7 +58,9 @@ def doctor(settings: DoctorSettings, output: opt.Output) -> None:
         typer.echo(line)
 
 
-def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Report":
+def examine(
+    on: "Processor | Accelerator", clock: Callable[[], float], progress: Progress | None = None
+) -> "Report":
     """What runs each op on a device, with the speed of its memory among the settings."""
     from speq.kernels import library
     from speq.machine import available_bytes, default_host_bytes
@@ -84,7 +87,7 @@ def examine(on: "Processor | Accelerator", clock: Callable[[], float]) -> "Repor
         "available_bytes": available_bytes(),
         "default_host_bytes": default_host_bytes(),
         "read_bytes": read.nbytes,
-        "read_gb_per_s": read_gb_per_s(read, device, READS, clock),
+        "read_gb_per_s": read_gb_per_s(read, device, READS, clock, progress),
         "card": None if (card := card_reading(on)) is None else asdict(card),
     }
     return Report("doctor", device.type, settings, rows)

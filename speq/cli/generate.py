@@ -36,7 +36,6 @@ class GenerateSettings(Options):
         ),
     ] = None
     echo: Annotated[bool, Option("Write the prompt before its text.", Switch())] = False
-    quiet: Annotated[bool, Option("No progress, no figures, no log but errors.", Switch())] = False
     stats: Annotated[bool, Option("Also show, by layer, where experts came from.", Switch())] = (
         False
     )
@@ -65,15 +64,15 @@ def generate(
 
     check_target(settings.trace, output.force)
     output.check()
-    with opt.log_of(settings.quiet):
+    with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
-        generator = opt.load_generator(model, run, first, settings.quiet)
+        generator = opt.load_generator(model, run, first, output.quiet)
         with contextlib.closing(generator):
             shown = not output.printed
-            answer = _answer(generator, prompt, sampling, settings, shown)
+            answer = _answer(generator, prompt, sampling, settings, output)
             output.write(answer)
-            if shown and not settings.quiet:
+            if shown and not output.quiet:
                 print_summary(answer["stats"])
             done = generator.last_run
             assert done is not None, "a run has ended"
@@ -119,13 +118,14 @@ def _answer(
     prompt: str,
     sampling: SamplingParams,
     settings: GenerateSettings,
-    shown: bool,
+    output: opt.Output,
 ) -> dict[str, Any]:
-    """Run the prompt. shown: write the text as it comes."""
+    """Run the prompt, and write the text as it comes."""
+    shown = not output.printed
     finished: dict[str, Any] = {}
     pieces, ids = [], []
     with (
-        opt.progress_bar(settings.quiet) as progress,
+        opt.progress_bar(output.quiet) as progress,
         contextlib.closing(
             generator.stream(
                 prompt,

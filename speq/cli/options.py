@@ -4,14 +4,17 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from speq.cli.from_dataclass import But
 from speq.config import RunConfig
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch
+from speq.units import no_progress
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -34,6 +37,9 @@ class Output(Options):
         ),
     ] = None
     force: Force = False
+    quiet: Annotated[
+        bool, Option("No progress, no notes and no log but errors: only results.", Switch())
+    ] = False
 
     @property
     def printed(self) -> bool:
@@ -59,9 +65,24 @@ class Output(Options):
         elif self.json is not None:
             write_whole(self.json, json.dumps(result, indent=1).encode() + b"\n")
 
+    def note(self, sentence: str) -> None:
+        """Say on standard output what stands beside a result."""
+        if not self.quiet:
+            print(sentence)
 
+    @contextlib.contextmanager
+    def progress(self) -> Iterator["Progress"]:
+        """What is told of long work in this block, which logs as it may."""
+        with log_of(self.quiet), progress_bar(self.quiet) as report:
+            yield report
+
+
+# Of commands whose results are folders, or talk.
+ON_SCREEN = But(without=("json", "force"))
 # Time left is told by the pace of so long: layers and settings take a minute or more.
 SPEED_PERIOD_S = 600
+# Work that is done sooner shows no bar.
+SHOWN_AFTER_S = 1.0
 
 
 @contextlib.contextmanager
@@ -70,51 +91,77 @@ def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
 
     Shows nothing where stderr is no terminal, and never touches what is written to stdout.
     """
-    from rich.console import Console
+    from speq.measure.console import console
+
+    screen = console(stderr=True)
+    if quiet or not screen.is_interactive:
+        yield no_progress
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
-    console = Console(stderr=True, markup=False, emoji=False)
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeLeft(),
-        console=console,
+        console=screen,
         transient=True,
         speed_estimate_period=SPEED_PERIOD_S,
         refresh_per_second=4,  # beside what is measured
         # By default text for stdout comes out of the console, which is stderr here.
         redirect_stdout=False,
-        disable=quiet or not console.is_terminal,
     )
     tasks: dict[str, Any] = {}
+    lock, due = threading.RLock(), threading.Event()
+
+    def show() -> None:
+        with lock:
+            due.set()
+            if tasks:
+                bar.start()
+
+    # Long steps tell nothing in their midst, so that the bar has to come by itself.
+    timer = threading.Timer(SHOWN_AFTER_S, show)
+    timer.daemon = True
 
     def report(label: str, done: int, total: int) -> None:
-        if label not in tasks:
+        with lock:
+            if label not in tasks:
+                if done >= total:
+                    return
+                # Work that was done before tells nothing of the speed.
+                tasks[label] = bar.add_task(label, total=total, completed=done)
+                if due.is_set():
+                    bar.start()
+                elif timer.ident is None:
+                    timer.start()
+            bar.update(tasks[label], completed=done, total=total)
             if done >= total:
-                return
-            bar.start()
-            # Work that was done before tells nothing of the speed.
-            tasks[label] = bar.add_task(label, total=total, completed=done)
-        bar.update(tasks[label], completed=done, total=total)
-        if done >= total:
-            bar.remove_task(tasks.pop(label))
-            if not tasks:
-                bar.stop()
+                bar.remove_task(tasks.pop(label))
+                if not tasks:
+                    bar.stop()
 
     try:
         yield report
     finally:
-        if tasks:
+        with lock:
+            timer.cancel()
+            tasks.clear()
             bar.stop()
 
 
 @contextlib.contextmanager
 def log_of(quiet: bool) -> Iterator[None]:
-    """The log as it is, or nothing but errors meanwhile."""
+    """The log and bars of downloads as they are, or nothing but errors meanwhile."""
     with contextlib.ExitStack() as stack:
-        for name in ("speq", "transformers") if quiet else ():
+        if quiet:
+            from huggingface_hub import utils as hub
+
+            if not hub.are_progress_bars_disabled():
+                hub.disable_progress_bars()
+                stack.callback(hub.enable_progress_bars)
+        for name in ("speq", "transformers", "huggingface_hub") if quiet else ():
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)

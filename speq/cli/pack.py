@@ -1,6 +1,6 @@
 """`speq pack`: a model whose experts are records of their own, for fast and checked reading."""
 
-import typer
+from typing import Annotated
 
 from speq.cli import options as opt
 from speq.config import Model
@@ -8,16 +8,18 @@ from speq.quantizing.settings import PackSettings
 from speq.units import format_bytes
 
 
-def pack(model: Model, settings: PackSettings) -> None:
+def pack(
+    model: Model, settings: PackSettings, output: Annotated[opt.Output, opt.ON_SCREEN]
+) -> None:
     """Write a model anew, each expert one contiguous record with a checksum.
 
     Interrupted, it leaves a folder that no run opens; the same command goes on from there.
     """
     from speq.quantizing.models import packed
 
-    with opt.progress_bar() as progress:
+    with output.progress() as progress:
         manifest = packed(model, settings, progress)
-    typer.echo(
+    output.note(
         f"{settings.out}: {len(manifest.records)} experts, {format_bytes(manifest.end)}; codec "
         f"{manifest.codec}, {manifest.bits_per_weight:.2f} bits a weight"
     )

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from speq.cli import options as opt
 from speq.config import Model
 from speq.measure.settings import PlanSettings
@@ -28,18 +26,21 @@ def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
     from speq.measure.plan import plan_of
 
     output.check()
-    made = plan_of(model, settings)
+    with output.progress() as progress:
+        made = plan_of(model, settings, progress)
     output.write(made.to_dict())
     if not output.printed:
         show(made)
+        for line in findings(made):
+            output.note(line)
 
 
 def show(made: "BudgetPlan") -> None:
-    """The plan as tables and sentences."""
-    from rich.console import Console
+    """The plan as tables."""
     from rich.table import Table
 
-    console = Console(markup=False, emoji=False)
+    from speq.measure.console import console
+
     entries, best = made.to_dict(), made.best
     items = Table(title=f"{made.subject.name} in {format_bytes(made.budget.budget_bytes)}")
     items.add_column("item")
@@ -47,7 +48,7 @@ def show(made: "BudgetPlan") -> None:
     for name, size in entries["items"].items():
         items.add_row(name.replace("_", " "), format_bytes(size))
     items.add_row("unused", format_bytes(entries["unused_bytes"]))
-    console.print(items)
+    console().print(items)
     ways = Table(title="ways to hold the exact experts")
     for title in ("codec", "draft", "slots", "of all", "k", "ms a token", "from", "to", "moved"):
         ways.add_column(title, justify="right")
@@ -64,9 +65,7 @@ def show(made: "BudgetPlan") -> None:
             format_bytes(entry["moved_bytes_per_token"]),
             style="bold" if at == best else None,
         )
-    console.print(ways)
-    for line in findings(made):
-        typer.echo(line)
+    console().print(ways)
 
 
 def findings(made: "BudgetPlan") -> list[str]:
@@ -124,8 +123,9 @@ def _link_line(value: float | None, at_hand: float) -> str:
 
 
 def show_presets(presets: "dict[str, Rates]") -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from speq.measure.console import console
 
     table = Table(title="presets")
     for title in ("preset", "link", "memory", "from"):
@@ -137,4 +137,4 @@ def show_presets(presets: "dict[str, Rates]") -> None:
             format_rate(rates.memory_bytes_per_s),
             rates.source,
         )
-    Console(markup=False, emoji=False).print(table)
+    console().print(table)

@@ -1,8 +1,7 @@
 """`speq quantize`: a GPTQ copy of a model's experts, and of its dense layers, to draft with."""
 
-from typing import TYPE_CHECKING, Any
-
-import typer
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
 from speq.config import Model
@@ -20,7 +19,12 @@ COLUMNS = (
 )
 
 
-def quantize(model: Model, settings: QuantizeSettings, conversion: ConversionSettings) -> None:
+def quantize(
+    model: Model,
+    settings: QuantizeSettings,
+    conversion: ConversionSettings,
+    output: Annotated[opt.Output, opt.ON_SCREEN],
+) -> None:
     """Quantise a model's experts by GPTQ, calibrated on the tokens routed to each.
 
     Experts are read one at a time, so the model may be several times the memory. Interrupted, it
@@ -28,19 +32,22 @@ def quantize(model: Model, settings: QuantizeSettings, conversion: ConversionSet
     """
     from speq.quantizing.models import quantized
 
-    with opt.progress_bar() as progress:
+    with output.progress() as progress:
         made = quantized(model, settings, conversion, progress)
     show(model, made.report)
+    for line in findings(made.report):
+        output.note(line)
     size = sum(file.stat().st_size for file in made.folder.glob("*.safetensors"))
-    typer.echo(
+    output.note(
         f"{made.folder}: {format_bytes(size)}; more in {made.folder / 'quantize_report.json'}"
     )
 
 
 def show(model: str, report: "QuantizeReport") -> None:
-    """The report as a table, and what it comes to."""
-    from rich.console import Console
+    """The report as a table."""
     from rich.table import Table
+
+    from speq.measure.console import console
 
     table = Table(title=f"quantize: {model}", box=None, pad_edge=False)
     for title in COLUMNS:
@@ -54,22 +61,26 @@ def show(model: str, report: "QuantizeReport") -> None:
             f"{row['better']}/{row['judged']}",
             *(share(row[name]) for name in ("route_recall", "same_routes")),
         )
-    Console(markup=False, emoji=False).print(table)
-    typer.echo(
+    console().print(table)
+
+
+def findings(report: "QuantizeReport") -> Iterator[str]:
+    """What the report comes to."""
+    yield (
         f"calibrated on {report.tokens} tokens, judged on {report.held_out_tokens} held out; "
         f"{report.rounded} experts rounded for lack of tokens"
     )
     residuals = report.residuals
     if residuals:
         draft, rounded = residuals["residual"], residuals["rounding_residual"]
-        typer.echo(
+        yield (
             f"residual {draft.bits_per_weight:.2f} bits a weight, {rounded.bits_per_weight:.2f} "
             f"over rounding; {draft.exceptions / draft.weights:.2%} of weights are exceptions, "
             f"{draft.zero_escapes / draft.weights:.2%} escapes of code 0"
         )
     for lane, text in report.text.items():
         name = "exact" if lane == "held out" else lane
-        typer.echo(
+        yield (
             f"{name}: perplexity {text.perplexity:.3f}, same token {text.same_token:.2%}, overlap "
             f"at temperature 1 {text.overlap:.2%}, divergence {text.divergence:.2e}"
         )

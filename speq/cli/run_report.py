@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from speq.governor.explanation import Explanation
+from speq.measure.console import console
 from speq.units import format_bytes
 
 Show = Callable[[Any], str]
@@ -66,7 +66,7 @@ def print_summary(stats: dict[str, Any]) -> None:
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
     held = format_bytes(memory["non_expert_weights"])
     table.add_row("outside the experts", f"{held}, {stats['dense']}")
-    Console(stderr=True, markup=False, emoji=False).print(table)
+    console(stderr=True).print(table)
 
 
 def print_layers(stats: dict[str, Any]) -> None:
@@ -82,10 +82,10 @@ def print_layers(stats: dict[str, Any]) -> None:
         table.add_row(str(layer["layer"]), *cells)
     table.add_section()
     table.add_row("all", *(_shown(whole[name], show) for name, show in LAYER.values()))
-    console = Console(stderr=True, markup=False, emoji=False)
-    console.print(table)
+    shown = console(stderr=True)
+    shown.print(table)
     hidden = _shown(stats["hidden_share"], number("{:.1%}"))
-    console.print(
+    shown.print(
         f"transfers were under way for {stats['link_s']:.2f} s, {hidden} of it behind computation"
     )
 
@@ -104,15 +104,15 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
         table.add_row(
             str(choice.draft_length), str(choice.cycles), str(choice.tokens), token_ms, grounds
         )
-    console = Console(stderr=True, markup=False, emoji=False)
+    shown = console(stderr=True)
     if planned is not None:
-        console.print(f"planned: {planned}", highlight=False)
-    console.print(table)
+        shown.print(f"planned: {planned}", highlight=False)
+    shown.print(table)
     for choice in explanation.choices:
-        console.print(f"k={choice.draft_length}, at last: {choice.reason}", highlight=False)
+        shown.print(f"k={choice.draft_length}, at last: {choice.reason}", highlight=False)
     if explanation.error is not None:
         share = number("{:.1%}")
-        console.print(
+        shown.print(
             "cycle times differed from what was expected by "
             f"{_shown(explanation.serial_error, share)} (transfers not hidden, Eq. 3), "
             f"{_shown(explanation.overlapped_error, share)} (hidden) and "

@@ -3,8 +3,6 @@
 import json
 from typing import TYPE_CHECKING
 
-import typer
-
 from speq.cli import options as opt
 from speq.config import Model
 from speq.measure.settings import TuneSettings
@@ -24,21 +22,21 @@ def tune(model: Model, settings: TuneSettings, output: opt.Output) -> None:
     from speq.measure.tune import tuned
 
     output.check()
-    with opt.progress_bar() as progress:
+    with output.progress() as progress:
         made = tuned(model, settings, output.force, progress)
     profile, key = made.profile, made.profile.key
     output.write(json.loads(profile.to_json()))
     if not output.printed:
         show(profile)
-        typer.echo(f"{made.path}: for {key.device} and {format_bytes(key.budget_bytes)}")
+        output.note(f"{made.path}: for {key.device} and {format_bytes(key.budget_bytes)}")
 
 
 def show(profile: "Profile") -> None:
     """The profile as a table."""
-    from rich.console import Console
     from rich.table import Table
 
     from speq.governor.moesd import target_efficiency
+    from speq.measure.console import console
 
     table = Table(title="measured")
     table.add_column("what")
@@ -62,4 +60,4 @@ def show(profile: "Profile") -> None:
         table.add_row(f"{codec} experts encoded, as words", format_rate(speed))
     if profile.acceptance is not None:
         table.add_row("acceptance", f"{profile.acceptance:.2f}")
-    Console(markup=False, emoji=False).print(table)
+    console().print(table)

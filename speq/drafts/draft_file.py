@@ -51,20 +51,31 @@ def candidate_paths(checkpoint: Checkpoint, what: str = "") -> list[Path]:
 def load_or_make(
     arena: Int4Arena, checkpoint: Checkpoint, store: ExpertStore, progress: Done | None = None
 ) -> None:
-    """Fill `arena` from the draft on disk, or round the experts and keep the result."""
+    """Fill `arena` from the draft on disk, or round the experts and keep the result.
 
+    progress  told (done, total), to the end only when the result is kept
+    """
     paths = candidate_paths(checkpoint)
-    if read_kept(arena.parts, paths):
+    if read_kept(arena.parts, paths, progress):
         return
     logger.info(
         "the draft is made by rounding; `speq quantize %s` makes a better one (GPTQ)",
         checkpoint.path,
     )
-    quantize(arena, store, progress)
+    experts = store.num_layers * store.num_experts
+    told = None if progress is None else lambda done, _: progress(done, experts + 1)
+    quantize(arena, store, told)
     keep(arena.parts, paths)
+    if progress is not None:
+        progress(experts + 1, experts + 1)
 
 
-def read_kept(parts: Mapping[str, Tensor], paths: list[Path]) -> bool:
+def is_kept(paths: list[Path]) -> bool:
+    # Unlike Path.exists, it takes a locked folder for no.
+    return any(os.path.exists(path) for path in paths)
+
+
+def read_kept(parts: Mapping[str, Tensor], paths: list[Path], progress: Done | None = None) -> bool:
     """Whether tensors could be filled from one of some files.
 
     What others left half-written, and write no more, goes first: it is as large as a draft.
@@ -73,7 +84,7 @@ def read_kept(parts: Mapping[str, Tensor], paths: list[Path]) -> bool:
         remove_abandoned(path.parent)
         if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
             try:
-                read(parts, path)
+                read(parts, path, progress)
                 return True
             except SpeqError as error:
                 logger.warning("the draft on disk is made anew: %s", error)
@@ -91,11 +102,15 @@ def quantize(arena: Int4Arena, store: ExpertStore, progress: Done | None = None)
             progress(base_slot + 1, total)
 
 
-def read(parts: Mapping[str, Tensor], path: Path) -> None:
-    """Fill tensors from a file. Raises SpeqError where the file is damaged or of another shape."""
+def read(parts: Mapping[str, Tensor], path: Path, progress: Done | None = None) -> None:
+    """Fill tensors from a file. Raises SpeqError where the file is damaged or of another shape.
+
+    progress  told (MiB, of all)
+    """
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
             raise SpeqError(f"{path} is not a draft of format {FORMAT}; remove it")
+        done, total = 0, sum(part.nbytes for part in parts.values())
         for name, part in parts.items():
             info = file.tensors.get(name)
             if info is None or info.shape != tuple(part.shape) or info.dtype != part.dtype:
@@ -106,6 +121,9 @@ def read(parts: Mapping[str, Tensor], path: Path) -> None:
                 file.read_into(offset, buffer)
                 block.copy_(buffer.view(part.dtype).view(block.shape))
                 offset += block.nbytes
+                done += block.nbytes
+                if progress is not None:
+                    progress(done >> 20, total >> 20)
 
 
 def blocks_of(part: Tensor) -> tuple[Tensor, ...]:

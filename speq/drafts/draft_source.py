@@ -21,13 +21,17 @@ from speq.units import Done
 class RoundedDraft:
     """Exact experts rounded to nearest, or what was kept of that the last time."""
 
-    label = "rounding experts to INT4"
-
     def __init__(
         self, checkpoint: Checkpoint, store: ExpertStore, experts: ExpertLayout, owned: bool
     ) -> None:
         self.layout = Int4Layout(experts.hidden_size, experts.expert_width)
         self._checkpoint, self._store, self._owned = checkpoint, store, owned
+
+    @property
+    def label(self) -> str:
+        """What `fill` does."""
+        kept = draft_file.is_kept(draft_file.candidate_paths(self._checkpoint))
+        return "reading the INT4 copy" if kept else "rounding experts to INT4"
 
     @property
     def fingerprint(self) -> str:

@@ -7,9 +7,11 @@ from speq.units import Done
 
 
 class DraftSource(Protocol):
-    """Opened and checked, but not read. label: what filling an arena is called."""
+    """Opened and checked, but not read."""
 
-    label: str
+    @property
+    def label(self) -> str:
+        """What filling an arena is called."""
 
     @property
     def layout(self) -> Int4Layout:

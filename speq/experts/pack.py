@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,7 +38,7 @@ from speq.files.checksums import Checksums, SummedFile
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import LENGTH_BYTES, SafetensorsFile, TensorInfo, header_of
-from speq.units import Done, format_bytes
+from speq.units import Progress, format_bytes, no_progress, tracked
 
 COPY_BYTES = 16 << 20
 
@@ -47,12 +48,12 @@ def pack(
     store: SafetensorsExpertStore,
     out: Path,
     packing: Packing | None = None,
-    progress: Done | None = None,
+    progress: Progress = no_progress,
 ) -> Manifest:
     """Write `out`, or finish what an earlier run began there.
 
     packing   what experts and other matrices become; None: raw records of experts
-    progress  told (experts, of all)
+    progress  told (what, done, total)
 
     Raises SpeqError where the folder is taken, the disk is full or cannot be written.
     """
@@ -84,9 +85,10 @@ def pack(
         records_bytes = packing.most_bytes(left)
         check_room(checkpoint, store.names, records_bytes + dense_bytes + beside_bytes, out)
         threads = torch.get_num_threads()
-        records, draft = write_records(store, packing, out, journal, progress, threads)
-        dense_records = write_dense(checkpoint, dense, out, threads) if dense else {}
-        checksums = write_non_experts(checkpoint, store.names, out)
+        experts = partial(progress, "packing experts")
+        records, draft = write_records(store, packing, out, journal, experts, threads)
+        dense_records = write_dense(checkpoint, dense, out, threads, progress) if dense else {}
+        checksums = write_non_experts(checkpoint, store.names, out, progress)
         for name in copied_names(checkpoint.path):
             checksums.files[name] = zlib.crc32((checkpoint.path / name).read_bytes())
         manifest = Manifest(
@@ -106,7 +108,7 @@ def pack(
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
         if packing.beside is not None and beside is not None:
-            copy_draft(beside, out / packing.beside)
+            copy_draft(beside, out / packing.beside, progress)
         copy_rest(checkpoint.path, out)
     return manifest
 
@@ -130,7 +132,9 @@ def written_names(checkpoint: Checkpoint) -> set[str]:
     return (names | set(checkpoint.files) | set(others_in(checkpoint.path))) - {"config.json"}
 
 
-def write_non_experts(checkpoint: Checkpoint, names: ExpertNames, out: Path) -> Checksums:
+def write_non_experts(
+    checkpoint: Checkpoint, names: ExpertNames, out: Path, progress: Progress = no_progress
+) -> Checksums:
     """Shards with what is left of them, under their old names, and an index of it.
 
     They are written whether or not an earlier run did: they are a small part of all.
@@ -138,7 +142,8 @@ def write_non_experts(checkpoint: Checkpoint, names: ExpertNames, out: Path) -> 
     checksums = Checksums()
     weight_map: dict[str, str] = {}
     total = 0
-    for file_name, file in checkpoint.files.items():
+    files = checkpoint.files.items()
+    for file_name, file in tracked("copying other weights", files, len(files), progress):
         tensors = {
             name: info
             for name, (holder, info) in checkpoint.tensors.items()
@@ -204,11 +209,12 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(files, key=lambda each: (each.name == "config.json", each.name))
 
 
-def copy_draft(source: Path, out: Path) -> None:
+def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> None:
     """A draft's checkpoint, as it is."""
     out.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
-    for each in files_in(source):
+    files = files_in(source)
+    for each in tracked("copying the draft", files, len(files), progress):
         with whole(out / each.name) as target, each.open("rb") as file:
             shutil.copyfileobj(file, target, COPY_BYTES)
 

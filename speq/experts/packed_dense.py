@@ -24,6 +24,7 @@ from speq.files.range_file import ENDS_BYTES, RangeFile, bytes_of
 from speq.files.safetensors_file import TensorInfo
 from speq.kernels import dense_ops
 from speq.kernels.compact_layout import CompactLayout
+from speq.units import Progress, no_progress, tracked
 
 DENSE_FILE = "dense.bin"
 
@@ -48,7 +49,11 @@ def names_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
 
 
 def write_dense(
-    checkpoint: Checkpoint, names: Sequence[str], out: Path, threads: int
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    out: Path,
+    threads: int,
+    progress: Progress = no_progress,
 ) -> dict[str, Record | None]:
     """Write dense.bin: the records of the tensors of these names, by their names.
 
@@ -62,7 +67,8 @@ def write_dense(
 
     making = in_turn(encoded, range(len(names)), threads)
     with replacing(out / DENSE_FILE) as file, closing(making):
-        for name, record in zip(names, making, strict=True):
+        pairs = zip(names, making, strict=True)
+        for name, record in tracked("packing dense layers", pairs, len(names), progress):
             records[name] = None
             if record is not None:
                 records[name] = Record(end, record.nbytes, crc32_of(record))

@@ -18,7 +18,7 @@ from speq.errors import SpeqError
 from speq.files.range_file import RangeFile, bytes_of
 from speq.files.regular_file import read_bytes
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.units import format_bytes
+from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")
 
@@ -109,10 +109,12 @@ class TensorCheck:
         """Compare no tensor that lies there: a run has no use for it."""
         self._left.pop((file.path, offset), None)
 
-    def finish(self) -> None:
-        """Read and compare what was not yet."""
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-        for name, file, info in self._left.values():
+    def finish(self, progress: Done | None = None) -> None:
+        """Read and compare what was not yet. progress: told (tensors, of all those)."""
+        buffer, left = torch.empty(BLOCK_BYTES, dtype=torch.uint8), len(self._left)
+        for done, (name, file, info) in enumerate(self._left.values()):
+            if progress is not None:
+                progress(done, left)
             crc32 = 0
             for at in range(0, info.nbytes, BLOCK_BYTES):
                 part = buffer[: min(BLOCK_BYTES, info.nbytes - at)]
@@ -120,6 +122,8 @@ class TensorCheck:
                 crc32 = zlib.crc32(bytes_of(part), crc32)
             self._judge(name, file, crc32, info.nbytes)
         self._left.clear()
+        if progress is not None and left:
+            progress(left, left)
         if self._done_bytes:
             logger.info("%s of weights are what was packed", format_bytes(self._done_bytes))
 

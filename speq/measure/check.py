@@ -25,11 +25,13 @@ from speq.measure.teacher_forced import forced_passes
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import open_model
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes, no_progress, tracked
 
 # Tokens verified at a time: the shape of a verification with four drafted tokens.
 VERIFY_ROWS = 5
 MAX_TOKENS = 256
+# What progress is told of as.
+PLAIN = "loading the model with plain transformers"
 # Share of positions whose likeliest token must be the same. In 16 bits the shape of a pass may turn
 # a near-tie; in 32 it must not.
 NEEDED_AGREEMENT = {
@@ -85,19 +87,22 @@ def run(
     num_prompts: int,
     json_file: Path | None,
     force: bool,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> tuple[Report, Verdict]:
     """Compare on the first MAX_TOKENS tokens of each prompt; a pack, with its checksums instead."""
     check_target(json_file, force)
     texts = read_prompts(prompts, num_prompts)
     if os.path.exists(locate(model) / EXPERTS_MANIFEST):
-        report, found = run_on_pack(model)
+        report, found = run_on_pack(model, progress)
         if json_file is not None:
             report.write(json_file)
         return report, found
     # The draft is compared too, whether or not it would pay.
     drafter = {} if options.get("draft") == "none" else {"drafter": "int4"}
-    generator = Generator.from_pretrained(model, memory_budget, **(drafter | options))
+    generator = Generator.from_pretrained(
+        model, memory_budget, progress=progress, **(drafter | options)
+    )
     dtype, device = generator.runtime.dtype, generator.runtime.device
     path = generator.runtime.opened.checkpoint.path
     try:
@@ -105,24 +110,28 @@ def run(
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
         generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
-        traces = [trace(generator, ids) for ids in encoded]
+        turns = tracked("running texts", encoded, len(encoded), progress)
+        traces = [trace(generator, ids) for ids in turns]
     finally:
         generator.close()
     del generator
 
+    progress(PLAIN, 0, 1)
     with quiet_transformers():
         plain = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, experts_implementation="eager", trust_remote_code=False
         )
     plain = plain.eval().to(device)
-    rows = [compare(plain, ids, ours) for ids, ours in zip(encoded, traces, strict=True)]
+    progress(PLAIN, 1, 1)
+    pairs = tracked("comparing texts", zip(encoded, traces, strict=True), len(encoded), progress)
+    rows = [compare(plain, ids, ours) for ids, ours in pairs]
     report = Report("check", model, {"dtype": str(dtype), **options}, rows)
     if json_file is not None:
         report.write(json_file)
     return report, verdict(rows, dtype)
 
 
-def run_on_pack(model: str) -> tuple[Report, Verdict]:
+def run_on_pack(model: str, progress: Progress) -> tuple[Report, Verdict]:
     """Compare all of a pack with its checksums: plain transformers reads models as published only.
 
     Raises SpeqError for the first thing that is not what was packed.
@@ -130,7 +139,7 @@ def run_on_pack(model: str) -> tuple[Report, Verdict]:
     opened = open_model(model)
     try:
         assert isinstance(opened.store, PackedExpertStore)
-        row = pack_check.compare(opened, opened.store)
+        row = pack_check.compare(opened, opened.store, progress)
     finally:
         opened.close()
     dense = f"{row['dense']} dense records, " if row["dense"] else ""

@@ -6,7 +6,7 @@ from statistics import median
 import torch
 
 from speq.kernels import library
-from speq.units import Clock
+from speq.units import Clock, Progress, tracked
 
 # Seconds from any start; tests give a false one.
 Step = Callable[[], None]
@@ -54,8 +54,15 @@ def step_times(steps: Sequence[Step], device: torch.device, clock: Clock) -> lis
     return [marks[at + 1] - marks[at] for at in range(len(steps))]
 
 
-def read_gb_per_s(read: MemoryRead, device: torch.device, times: int, clock: Clock) -> float:
+def read_gb_per_s(
+    read: MemoryRead,
+    device: torch.device,
+    times: int,
+    clock: Clock,
+    progress: Progress | None = None,
+) -> float:
     """GB/s of a plain read: the median of `times`, after one that does not count."""
     read()
-    times_s = [step_times([read], device, clock)[0] for _ in range(times)]
+    turns = tracked("reading memory", range(times), times, progress)
+    times_s = [step_times([read], device, clock)[0] for _ in turns]
     return read.nbytes / median(times_s) / 1e9

@@ -1,6 +1,7 @@
 """Whether a packed model is, byte for byte, what was packed: records, tensors, files, codes."""
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,23 +12,27 @@ from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.range_file import RangeFile, bytes_of
 from speq.models.opened import Opened
+from speq.units import Progress, no_progress, tracked
 
 BLOCK_BYTES = 16 << 20
 
 
-def compare(opened: Opened, store: PackedExpertStore) -> dict[str, Any]:
+def compare(
+    opened: Opened, store: PackedExpertStore, progress: Progress = no_progress
+) -> dict[str, Any]:
     """Read all of a pack, whose files were compared when it was opened; how much there was.
 
     Raises SpeqError for the first thing that is not what was packed.
     """
     store.verify_reads = True
     slot = expert_slot(store)
-    for at in range(store.num_layers * store.num_experts):
+    count = store.num_layers * store.num_experts
+    for at in tracked("comparing experts", range(count), count, progress):
         store.read(*divmod(at, store.num_experts), slot)
     if store.tied_draft is not None:
-        compare_draft(opened, store.tied_draft.digest)
+        compare_draft(opened, store.tied_draft.digest, progress)
     checkpoint = opened.checkpoint
-    checkpoint.tensor_check().finish()
+    checkpoint.tensor_check().finish(partial(progress, "comparing tensors"))
     checksums = store.manifest.checksums
     return {
         "experts": len(store.manifest.records),
@@ -39,11 +44,12 @@ def compare(opened: Opened, store: PackedExpertStore) -> dict[str, Any]:
     }
 
 
-def compare_draft(opened: Opened, digest: str) -> None:
+def compare_draft(opened: Opened, digest: str, progress: Progress) -> None:
     """Raise SpeqError unless the codes in a residual pack are those its records are read over."""
     found, block = hashlib.sha256(), torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     with RangeFile(opened.checkpoint.path / DRAFT_FILE) as file:
-        for at in range(0, file.size, BLOCK_BYTES):
+        starts = range(0, file.size, BLOCK_BYTES)
+        for at in tracked("comparing the draft", starts, len(starts), progress):
             part = block[: min(BLOCK_BYTES, file.size - at)]
             file.read_into(at, part)
             found.update(bytes_of(part))

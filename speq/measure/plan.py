@@ -36,6 +36,7 @@ from speq.planning.demand import Beside, Budget
 from speq.planning.dense import Room, settle_dense
 from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
+from speq.units import Progress, no_progress
 
 # Read to measure this machine's memory: seconds, not minutes.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
@@ -56,12 +57,14 @@ def plan(model: str | Path, memory_budget: str | int, **options: Unpack[PlanOpti
     return plan_of(model, build(PlanSettings, {"memory_budget": memory_budget, **options}))
 
 
-def plan_of(model: str | Path, settings: PlanSettings) -> BudgetPlan:
-    """As `plan`."""
+def plan_of(
+    model: str | Path, settings: PlanSettings, progress: Progress | None = None
+) -> BudgetPlan:
+    """As `plan`. progress: told (what, done, total) while the machine is measured."""
     check_exclusions(settings)
     subject, opened = subject_of(str(model), settings.dtype)
     with contextlib.closing(opened) if opened else contextlib.nullcontext():
-        machine = machine_of(opened, settings)
+        machine = machine_of(opened, settings, progress)
     on_cpu = not device_of(machine).startswith("cuda")
     if settings.device != "auto":
         on_cpu = settings.device == "cpu"
@@ -112,7 +115,9 @@ def subject_of(model: str, dtype: str) -> tuple[Subject, Opened | None]:
         raise
 
 
-def machine_of(opened: Opened | None, settings: PlanSettings) -> Rates | Profile:
+def machine_of(
+    opened: Opened | None, settings: PlanSettings, progress: Progress | None = None
+) -> Rates | Profile:
     """What is given; or else what was tuned; or else this machine, measured; or else a preset.
 
     This machine stands for itself only with the model's files on it, on whose disk it depends.
@@ -131,21 +136,20 @@ def machine_of(opened: Opened | None, settings: PlanSettings) -> Rates | Profile
     if link is not None and memory is not None:
         return Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
     if opened is not None and here == "cpu":
-        return measured(opened).but(link, memory)
+        return measured(opened, progress).but(link, memory)
     return presets.preset(presets.DEFAULT_PRESET[here]).but(link, memory)
 
 
-def measured(opened: Opened) -> Rates:
+def measured(opened: Opened, progress: Progress | None = None) -> Rates:
     """This machine's memory and the disk that the experts lie on, in a few seconds."""
     device = torch.device("cpu")
     read = MemoryRead(MEMORY_BYTES, device)
-    memory = read_gb_per_s(read, device, MEMORY_READS, time.perf_counter) * 1e9
-    return Rates(
-        "measured on this machine just now",
-        "cpu",
-        link_bytes_per_s(opened.store, DEFAULT_READER_THREADS),
-        MEMORY_SHARE * memory,
-    )
+    memory = read_gb_per_s(read, device, MEMORY_READS, time.perf_counter, progress) * 1e9
+    told = progress or no_progress
+    told("measuring the link", 0, 1)
+    link = link_bytes_per_s(opened.store, DEFAULT_READER_THREADS)
+    told("measuring the link", 1, 1)
+    return Rates("measured on this machine just now", "cpu", link, MEMORY_SHARE * memory)
 
 
 def device_of(machine: Rates | Profile) -> str:

@@ -18,6 +18,7 @@ from speq.files.atomic_file import check_target, write_whole
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.machine import describe_machine
+from speq.measure.console import console
 from speq.version import __version__
 
 # Rows that stand side by side where a table is wider than the terminal.
@@ -52,18 +53,18 @@ class Report:
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
     """Rows on stdout, by column title; figures that do not exist are dashes."""
     cells = [[cell_text(row[name], show) for name, show in columns.values()] for row in rows]
-    console = Console(markup=False, emoji=False)
+    screen = console()
     table = _table(title, [*columns], cells)
-    if _too_wide(table, console):
+    if _too_wide(table, screen):
         table = _table(title, [name.replace(" ", "\n") for name in columns], cells, SIMPLE_HEAD)
-    if _too_wide(table, console):
+    if _too_wide(table, screen):
         # A line for each figure, and a column or two for each row.
         by_figure = [[name, *(row[at] for row in cells)] for at, name in enumerate(columns)]
         for first in range(1, len(cells) + 1, SIDE_BY_SIDE):
             part = [[line[0], *line[first : first + SIDE_BY_SIDE]] for line in by_figure]
-            console.print(_table(title, [""] * len(part[0]), part, SIMPLE_HEAD))
+            screen.print(_table(title, [""] * len(part[0]), part, SIMPLE_HEAD))
         return
-    console.print(table)
+    screen.print(table)
 
 
 def _table(title: str, heads: list[str], rows: list[list[str]], box: Box = HEAVY_HEAD) -> Table:
@@ -76,10 +77,10 @@ def _table(title: str, heads: list[str], rows: list[list[str]], box: Box = HEAVY
     return table
 
 
-def _too_wide(table: Table, console: Console) -> bool:
+def _too_wide(table: Table, screen: Console) -> bool:
     """Whether some cell would be broken."""
-    unbounded = console.options.update(max_width=1 << 16)
-    return Measurement.get(console, unbounded, table).maximum > console.width
+    unbounded = screen.options.update(max_width=1 << 16)
+    return Measurement.get(screen, unbounded, table).maximum > screen.width
 
 
 def check_picture(path: Path, force: bool) -> None:

@@ -27,6 +27,7 @@ from speq.models.dense import Records, held_bytes, held_matrices, hold_dense
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
+from speq.units import Progress, no_progress
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
 EXPERTS = "routed experts"
@@ -291,10 +292,12 @@ def load(
     dtype: torch.dtype,
     device: Processor | Accelerator,
     records: Records | None = None,
+    progress: Progress = no_progress,
 ) -> MoEModel:
     """Load all of a model but its experts.
 
-    records  makes records of its matrices, one after another; None: they stay words
+    records   makes records of its matrices, one after another; None: they stay words
+    progress  told (what, done, total)
 
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
@@ -340,6 +343,6 @@ def load(
     mapped = MappedWeights(checkpoint, check)
     held = {} if records is None else records(model, mapped)
     if isinstance(device, Processor):
-        make_resident(model, mapped)
-    check.finish()
+        make_resident(model, mapped, progress)
+    check.finish(partial(progress, "comparing weights with their checksums"))
     return MoEModel(model.eval().to(device.torch), family, device, held)

@@ -19,6 +19,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
 from speq.files.safetensors_file import SafetensorsFile
+from speq.units import Progress, no_progress, tracked
 
 MAPS = Path("/proc/self/maps")
 
@@ -108,7 +109,10 @@ class MappedWeights:
         return made
 
 
-def make_resident(model: nn.Module, mapped: MappedWeights) -> None:
+def make_resident(
+    model: nn.Module, mapped: MappedWeights, progress: Progress = no_progress
+) -> None:
     """Read the parameters and buffers of a model that files are mapped for into memory."""
-    for tensor in chain(model.parameters(), model.buffers()):
+    tensors = [*chain(model.parameters(), model.buffers())]
+    for tensor in tracked("loading weights", tensors, len(tensors), progress):
         tensor.data = mapped.words(tensor.data)

@@ -65,13 +65,7 @@ def packed(model: str | Path, settings: PackSettings, progress: Progress = no_pr
             )
         packing = packing_of(opened, settings.codec, settings.draft)
         try:
-            return write_pack(
-                opened.checkpoint,
-                store,
-                settings.out,
-                packing,
-                lambda done, total: progress("packing experts", done, total),
-            )
+            return write_pack(opened.checkpoint, store, settings.out, packing, progress)
         finally:
             if packing.draft is not None:
                 packing.draft.close()

@@ -1,7 +1,6 @@
 """Models packed by tests."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,13 @@ from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.models.opened import Opened, open_model
 from speq.quantizing.models import packing_of
+from speq.units import Progress, no_progress
 
 
 def pack_to(
     model: Path,
     out: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = no_progress,
     codec: str = "raw",
     draft: str = "auto",
 ) -> Opened:

@@ -31,6 +31,7 @@ from speq.options.kinds import Choice, File, Number, Rate, Several, Size, Switch
 from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
 from tests.helpers.paths import ROOT
+from tests.helpers.told import Told
 from tools.options import TYPED, annotation, option_table, typed_module, written
 
 
@@ -354,11 +355,16 @@ def test_functions_refuse_unknown_and_bad_options(tmp_path: Path) -> None:
 
 
 def test_python_and_commands_write_the_same_pack(bundled: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    manifest = speq.pack(
-        bundled, tmp_path / "a", codec="lossless", progress=lambda *all_: told.append(all_)
-    )
-    assert manifest.codec == "lossless" and told[-1][0] == "packing experts"
+    told = Told()
+    manifest = speq.pack(bundled, tmp_path / "a", codec="lossless", progress=told)
+    assert manifest.codec == "lossless"
+    assert not told.unfinished
+    labels = [what for what, _, _ in told.calls]
+    assert [*dict.fromkeys(labels)] == [
+        "packing experts",
+        "packing dense layers",
+        "copying other weights",
+    ]
     arguments = ["pack", "--model", str(bundled), "--out", str(tmp_path / "b")]
     done = CliRunner().invoke(app, [*arguments, "--codec", "lossless"], catch_exceptions=False)
     assert "codec lossless, " in done.stdout

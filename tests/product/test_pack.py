@@ -32,6 +32,7 @@ from tests.helpers.damage import flip, last, line_of, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to, without_checksums
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
 PROMPT = [*range(40, 70)]
@@ -71,16 +72,16 @@ def test_output_is_exact_out_of_a_pack(family: str, tiny: Folder, tmp_path: Path
 
 def test_records_are_aligned_and_checksummed(tiny: Folder, tmp_path: Path) -> None:
     """By plain reading of the files, without our own reader."""
-    told: list[tuple[int, int]] = []
-    opened = pack_to(
-        tiny("qwen2_moe"), tmp_path / "packed", lambda done, total: told.append((done, total))
-    )
+    told = Told()
+    opened = pack_to(tiny("qwen2_moe"), tmp_path / "packed", told)
     opened.close()
     manifest = json.loads((tmp_path / "packed" / "experts.json").read_text())
     data = (tmp_path / "packed" / "experts.bin").read_bytes()
     plain = records_of(tiny("qwen2_moe"))
-    assert len(manifest["records"]) == len(plain) == told[-1][0] == told[-1][1]
-    assert [done for done, _ in told] == list(range(1, len(plain) + 1))
+    assert len(manifest["records"]) == len(plain)
+    experts = [(done, total) for what, done, total in told.calls if what == "packing experts"]
+    assert experts == [(done, len(plain)) for done in range(1, len(plain) + 1)]
+    assert not told.unfinished
     for (offset, nbytes, crc32), record in zip(manifest["records"], plain, strict=True):
         assert offset % 4096 == 0
         stored = data[offset : offset + nbytes]

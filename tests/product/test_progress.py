@@ -1,12 +1,33 @@
 """Progress: told by what takes long, shown on a terminal's stderr, never in the way of stdout."""
 
 import io
+import itertools
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speq.cli.options import progress_bar
+import speq
+from speq import Generator
+from speq.bench.runs import soak
+from speq.cli import options
+from speq.cli.options import SHOWN_AFTER_S, progress_bar
+from speq.measure import check
+from speq.measure.plan import plan_of
+from speq.measure.settings import PlanSettings
 from speq.units import tracked
+from tests.helpers.command import PATIENCE_S, Command, arguments_of
+from tests.helpers.paths import ROOT
+from tests.helpers.told import Told
 
 
 class Terminal(io.StringIO):
@@ -37,8 +58,10 @@ def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
 ) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(options.threading, "Timer", Clockwork)
     with progress_bar() as progress:
         progress("quantising experts", 3, 8)
+        Clockwork.made.strike()
         print("an answer")
         progress("running layer 2 of 4", 1, 5)
         progress("quantising experts", 8, 8)
@@ -59,3 +82,196 @@ def test_a_bar_shows_nowhere_else(quiet: bool, monkeypatch: pytest.MonkeyPatch) 
         progress("quantising experts", 3, 8)
         progress("quantising experts", 8, 8)
     assert screen.getvalue() == ""
+
+
+class Clockwork:
+    """Stands for `threading.Timer`: goes off when it is told to, if it was started and not stopped.
+
+    made  the last one
+    """
+
+    made: "Clockwork"
+
+    def __init__(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.delay_s, self.act = delay_s, act
+        self.ident: int | None = None
+        self.stopped = False
+        Clockwork.made = self
+
+    def start(self) -> None:
+        assert self.ident is None, "threads start once"
+        self.ident = 1
+
+    def cancel(self) -> None:
+        self.stopped = True
+
+    def strike(self) -> None:
+        if self.ident is not None and not self.stopped:
+            self.act()
+
+
+def test_work_that_is_soon_done_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(options.threading, "Timer", Clockwork)
+    with progress_bar() as progress:
+        progress("quantising experts", 3, 8)
+        assert Clockwork.made.delay_s == SHOWN_AFTER_S <= 2
+        progress("quantising experts", 8, 8)
+        progress("running texts", 0, 2)
+        assert screen.getvalue() == ""
+    Clockwork.made.strike()
+    assert screen.getvalue() == ""
+
+
+def test_a_bar_comes_by_itself_and_goes_with_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the midst of a long step, which tells nothing."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(options.threading, "Timer", Clockwork)
+    with progress_bar() as progress:
+        progress("one long step", 0, 1)
+        assert screen.getvalue() == ""
+        Clockwork.made.strike()
+        assert "one long step" in screen.getvalue()
+        progress("one long step", 1, 1)
+        ended = screen.getvalue()
+        progress("over at once", 1, 1)
+        assert screen.getvalue() == ended
+        progress("later work", 0, 2)  # is shown from its start
+        assert "later work" in screen.getvalue()
+
+
+def run_on_a_terminal(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command, each a terminal of its own."""
+    ends = [pty.openpty() for _ in range(2)]
+    with subprocess.Popen(
+        arguments_of(*arguments),
+        stdout=ends[0][1],
+        stderr=ends[1][1],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", **environment},
+        cwd=ROOT,
+    ) as process:
+        for _, theirs in ends:
+            os.close(theirs)
+        with ThreadPoolExecutor() as pool:
+            out, err = pool.map(read_to_the_end, [ours for ours, _ in ends])
+        code = process.wait(PATIENCE_S)
+    return code, out, err
+
+
+def read_to_the_end(terminal: int) -> str:
+    read = b""
+    with os.fdopen(terminal, "rb", buffering=0) as file:
+        while True:
+            try:
+                part = file.read(1 << 16)
+            except OSError:  # EIO: nobody has the other end any more
+                break
+            if not part:
+                break
+            read += part
+    return read.decode()
+
+
+# A table without waiting: torch is not imported for it.
+PRESETS = ("plan", "any", "--memory-budget", "8GiB", "--preset", "?")
+
+
+def test_tables_have_style_on_a_terminal_and_none_with_no_color() -> None:
+    code, out, _ = run_on_a_terminal(*PRESETS)
+    assert code == 0
+    assert "\x1b[" in out
+    code, plain, err = run_on_a_terminal(*PRESETS, NO_COLOR="1")
+    assert code == 0
+    assert "a100-40gb" in plain
+    assert "\x1b" not in plain + err
+
+
+def test_no_style_where_there_is_no_terminal() -> None:
+    ended = subprocess.run(arguments_of(*PRESETS), capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert "a100-40gb" in ended.stdout
+    assert "\x1b" not in ended.stdout + ended.stderr
+
+
+def test_a_bar_with_no_color_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(options.threading, "Timer", Clockwork)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with progress_bar() as progress:
+        progress("one long step", 0, 4)
+        Clockwork.made.strike()
+        progress("one long step", 1, 4)
+    assert "one long step" in screen.getvalue()
+    assert not re.search(r"\x1b\[[\d;]*m", screen.getvalue())
+
+
+ROUNDING = "rounding experts to INT4"
+
+
+def checked_on(model: str, num_prompts: int, told: Told) -> None:
+    check.run(
+        model,
+        "1GiB",
+        prompts=None,
+        num_prompts=num_prompts,
+        json_file=None,
+        force=False,
+        progress=told,
+    )
+
+
+def test_what_takes_long_is_told_to_its_end(
+    tiny_bfloat16: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_bfloat16("qwen3_moe"), tmp_path / "model")
+    loaded, again, checked, unpacked, planned, soaked = (Told() for _ in range(6))
+    options: dict[str, Any] = {"drafter": "int4", "dense": "raw", "profile": "none"}
+    for told in (loaded, again):
+        Generator.from_pretrained(model, "1GiB", progress=told, **options).close()
+    ended = {what: total for what, done, total in loaded.calls if done == total}
+    draft = [ROUNDING, "loading the draft's dense layers"]
+    assert list(ended) == ["loading weights", *draft, "taking memory for slots"]
+    assert ended[ROUNDING] == 3 * 8 + 1  # experts, and the file that they are kept in
+    assert "reading the INT4 copy" in {what for what, _, _ in again.calls}
+
+    checked_on(str(model), 2, checked)
+    assert checked.steps("running texts") == checked.steps("comparing texts") == 2
+    assert checked.steps("loading the model with plain transformers") == 1
+    speq.pack(model, tmp_path / "packed")
+    checked_on(str(tmp_path / "packed"), 1, unpacked)
+    assert unpacked.steps("comparing experts") == 3 * 8
+    assert unpacked.steps("comparing tensors") > 0
+
+    plan_of(str(model), PlanSettings("1GiB", profile="none"), planned)
+    assert planned.steps("reading memory") == 3
+    assert planned.steps("measuring the link") == 1
+    soak.run(
+        str(model),
+        soak.Settings("1GiB", seconds=1, num_prompts=1, max_new_tokens=2),
+        None,
+        False,
+        soaked,
+        clock=itertools.count().__next__,
+    )
+    assert soaked.calls[-1][1:] == (1, 1)
+    for told in (loaded, again, checked, unpacked, planned, soaked):
+        assert not told.unfinished
+
+
+def test_quiet_leaves_results_alone(command: Command, tiny: Callable[[str], Path]) -> None:
+    """A table without the sentences under it, or the object and nothing else."""
+    bandwidths = ("--link", "1GB/s", "--memory-bandwidth", "10GB/s")
+    plan = ("plan", tiny("qwen2_moe"), "--memory-budget", "8MiB", *bandwidths)
+    loud, quiet = command(*plan), command(*plan, "--quiet")
+    assert loud.code == quiet.code == 0
+    assert quiet.err == ""
+    assert loud.out.startswith(quiet.out)
+    assert quiet.out.rstrip().endswith("┘")
+    assert "break-even" in loud.out.removeprefix(quiet.out)
+    printed = command(*plan, "--quiet", "--json", "-")
+    assert (printed.code, printed.err) == (0, "")
+    assert json.loads(printed.out)["candidates"]

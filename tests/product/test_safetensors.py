@@ -427,17 +427,20 @@ def test_draft_is_made_once_and_kept(tiny: Folder, tmp_path: Path) -> None:
     (kept,) = (path / ".speq").iterdir()
     assert kept == draft_file.candidate_paths(checkpoint)[0]
 
-    told: list[int] = []
-    draft_file.load_or_make(again, checkpoint, store, lambda done, total: told.append(done))
-    assert told == []
+    told: list[tuple[int, int]] = []
+    steps = store.num_layers * store.num_experts + 1  # the last one keeps what was made
+    draft_file.load_or_make(again, checkpoint, store, lambda *so_far: told.append(so_far))
+    assert steps not in {total for _, total in told}
+    assert told[-1][0] == told[-1][1] == sum(part.nbytes for part in made.parts.values()) >> 20
     assert same_bits(made, again)
 
     # A damaged one is made anew.
     content = kept.read_bytes()
     kept.write_bytes(content[:100])
     once_more = empty_arena(store)
-    draft_file.load_or_make(once_more, checkpoint, store, lambda done, total: told.append(done))
-    assert len(told) == store.num_layers * store.num_experts
+    told.clear()
+    draft_file.load_or_make(once_more, checkpoint, store, lambda *so_far: told.append(so_far))
+    assert told == [(done, steps) for done in range(1, steps + 1)]
     assert same_bits(made, once_more)
     assert kept.read_bytes() == content
     checkpoint.close()
