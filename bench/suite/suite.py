@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,8 +36,6 @@ COLUMNS: dict[str, Column] = {
     "file": ("file", "{}"),
     "failed": ("failure", "{}"),
 }
-# Told a line for people.
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +49,14 @@ class Done:
     failure: str = ""
 
 
-def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> Report:
-    """Run what is not done yet, and write the report. Raises SpeqError for nonsense settings, and
-    where the folder cannot be written.
+def run(
+    model: str, settings: Settings, json_file: Path | None, force: bool, quiet: bool = False
+) -> Report:
+    """Run what is not done yet, and write the report.
+
+    quiet  only failures are told
+
+    Raises SpeqError for nonsense settings, and where the folder cannot be written.
     """
     check_target(json_file, force)
     steps = steps_of(model, settings)
@@ -67,6 +69,7 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
     done = read_journal(journal)
     code = f"{__version__} {current_commit()}"
     left = [step for step in steps if not is_done(step, done, code, folder)]
+    say = silence if quiet else speak
     say(heading(steps, left))
     for at, step in enumerate(left, start=1):
         rest_s = sum(each.expected_s for each in left[at - 1 :])
@@ -74,10 +77,10 @@ def run(model: str, settings: Settings, json_file: Path | None, force: bool) -> 
         clear(step, done)
         done[step.name] = Done(step.command, code, 0.0, "", INTERRUPTED)
         keep(done, journal)
-        done[step.name] = perform(step, code, folder)
+        done[step.name] = perform(step, code, folder, quiet)
         keep(done, journal)
         if done[step.name].failure:
-            say(f"{step.name} failed: {done[step.name].failure}")
+            speak(f"{step.name} failed: {done[step.name].failure}")
     rows = [row_of(step, done[step.name], folder) for step in steps]
     report = Report("all", model, settings.as_json(), rows)
     text = page.written(report, steps, {k: v.seconds for k, v in done.items()}, folder)
@@ -92,9 +95,13 @@ def notes(report: Report) -> list[str]:
     return [f"the report: {Path(report.settings['out']) / REPORT}"]
 
 
-def say(line: str) -> None:
+def speak(line: str) -> None:
     """To people, beside what goes to standard output."""
     print(line, file=sys.stderr, flush=True)
+
+
+def silence(line: str) -> None:
+    """To nobody."""
 
 
 def minutes(seconds: float) -> str:
@@ -123,10 +130,12 @@ def is_done(step: Step, done: dict[str, Done], code: str, folder: Path) -> bool:
     return before.code == code and step.file(folder).exists()
 
 
-def perform(step: Step, code: str, folder: Path) -> Done:
+def perform(step: Step, code: str, folder: Path, quiet: bool) -> Done:
     """Run a step's command. What it prints is kept beside its JSON file."""
     began_s = time.perf_counter()
     command = [*step.command]
+    if quiet:
+        command.append("--quiet")
     if not step.makes:
         command += ["--json", str(step.file(folder)), "--force"]
     with (folder / f"{step.name}.txt").open("w") as text:

@@ -197,9 +197,9 @@ def function_of(entry: Bench) -> Any:
         module = importlib.import_module(f"speq.bench.{entry.module}")
         subject = [given[name] for name in given if name not in ("settings", "output")]
         with output.progress() as progress:
-            more = {"progress": progress}
-            if "progress" not in inspect.signature(module.run).parameters:
-                more = {}
+            taken = inspect.signature(module.run).parameters
+            offered = {"progress": progress, "quiet": output.quiet}
+            more = {name: value for name, value in offered.items() if name in taken}
             report = module.run(
                 *subject, given["settings"], json_file=output.file, force=output.force, **more
             )

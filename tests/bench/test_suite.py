@@ -34,10 +34,10 @@ class Machine:
         arguments = command[3:]
         name = arguments[1] if arguments[0] == "bench" else arguments[0]
         self.ran.append(name)
-        if "--json" in arguments:
+        if "--json" in arguments and name != self.failing:
             path = Path(arguments[arguments.index("--json") + 1])
             path.write_text(json.dumps({"rows": [ROWS[path.stem]]}))
-        elif name != self.failing:
+        elif name != self.failing and "--json" not in arguments:
             made = arguments[3] if name == "widen" else arguments[arguments.index("--out") + 1]
             Path(made).mkdir()
         return SimpleNamespace(returncode=int(name == self.failing))
@@ -65,14 +65,18 @@ def steps(tmp_path: Path) -> list[Step]:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, steps: list[Step], out: Path, failing: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[Step],
+    out: Path,
+    failing: str = "",
+    quiet: bool = False,
 ) -> tuple[list[str], Any]:
     machine = Machine(failing)
     monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=machine, DEVNULL=None))
     monkeypatch.setattr(suite, "steps_of", lambda model, settings: steps)
     monkeypatch.setattr(suite, "current_commit", lambda: "abc")
     monkeypatch.setattr(suite.page, "sections", lambda bench, found: [str(found["rows"])])
-    report = suite.run("model", AllSettings(out=out), None, False)
+    report = suite.run("model", AllSettings(out=out), None, False, quiet)
     return machine.ran, report
 
 
@@ -122,6 +126,16 @@ def test_a_step_that_fails_is_told_of_and_tried_again(
     assert "step 2 of 3: tpot; about 3 min left in all" in said
     assert "widen failed: ended with exit status 1" in said
     assert run(monkeypatch, steps, out)[0] == ["widen"]
+
+
+def test_quiet_tells_of_failures_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[Step],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(monkeypatch, steps, tmp_path / "out", "codec", quiet=True)
+    assert capsys.readouterr().err == "codec failed: ended with exit status 1; it said why above\n"
 
 
 def test_an_interrupted_widening_begins_anew_and_a_users_folder_is_left_alone(
