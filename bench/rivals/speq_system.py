@@ -6,6 +6,7 @@ from typing import Any
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.generator_contestant import GeneratorContestant
 from speq.bench.rivals.job import Job
+from speq.errors import SpeqError
 from speq.generator import Generator
 
 
@@ -15,6 +16,13 @@ def load(job: Job) -> Contestant:
         job.model, job.memory_bytes, **run_options(job, job.options)
     )
     generator.reserve(job.context)
+    fixed = generator.runtime.config.draft_length
+    if fixed and not generator.runtime.holding.drafts:
+        generator.close()
+        raise SpeqError(
+            f"{job.memory_bytes} bytes leave no room for the draft of this system, which drafts "
+            f"{fixed} tokens; give it a larger budget"
+        )
     if job.finish_copy:
         generator.runtime.finish_copy()
     return GeneratorContestant(generator)

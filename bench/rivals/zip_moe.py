@@ -98,16 +98,17 @@ def told(progress: Progress | None) -> Done | None:
 
 def tried(job: Job) -> dict[str, float | None]:
     """Milliseconds per token with each share, by its name; None where it leaves too few slots."""
-    trials_ms: dict[str, float | None] = {}
-    for name, share in SHARES.items():
-        try:
-            made = with_share(job, share)
-        except BudgetTooSmall:
-            trials_ms[name] = None
-            continue
-        with closing(made):
-            trials_ms[name] = trial_ms(made, job.prompts[-1])
-    return trials_ms
+    return {name: tried_share(job, share) for name, share in SHARES.items()}
+
+
+def tried_share(job: Job, share: float) -> float | None:
+    """One share's. The system is gone when this returns: two at a time have no room."""
+    try:
+        made = with_share(job, share)
+    except BudgetTooSmall:
+        return None
+    with closing(made):
+        return trial_ms(made, job.prompts[-1])
 
 
 def fastest(trials_ms: dict[str, float | None]) -> float:
