@@ -700,7 +700,7 @@ def test_bad_options_of_bench(tiny: Folder, tmp_path: Path, command: Command) ->
         (["--num-prompts", "0"], "num_prompts is 0; it must be at least 1"),
         (["--max-new-tokens", "1"], "max_new_tokens is 1; it must be at least 2"),
         (["--max-new-tokens", "600"], "and the model's limit is 512"),
-        (["--prompts", tmp_path / "nope"], "nope cannot be read"),
+        (["--prompts", tmp_path / "nope"], "nope' are neither a kind nor a file; give one of code"),
         (["--prompts", tmp_path], "cannot be read"),
         (["--prompts", tmp_path / "latin.jsonl"], "cannot be read"),
         (

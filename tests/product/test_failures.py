@@ -76,7 +76,7 @@ def test_a_gpu_that_fails_at_loading_leaves_nothing_locked(
 ) -> None:
     locked: list[dict[int, int]] = []
 
-    def fail(runtime: Runtime) -> None:
+    def fail(runtime: Runtime, progress: object) -> None:
         locked.append(dict(device.pinned))
         raise error
 
