@@ -8,7 +8,7 @@ from typing import Literal
 class Survey:
     """Speeds of one machine with one model, measured as the model is loaded.
 
-    link_bytes_per_s   of experts on their way into slots, by all threads that read
+    link_bytes_per_s   of experts on their way into slots, by the thread that a run waits for
     memory_bytes_per_s  at which a pass reads weights
     pass_s, layer_s    of a pass and of each of its layers, besides reading weights and the experts'
                        arithmetic
@@ -16,7 +16,7 @@ class Survey:
     miss_s             of the processor for each expert that is moved, encoding it apart
     expert_s           by codec: arithmetic of each distinct expert of a pass
     draft_expert_s     the same of each INT4 expert of a drafted token
-    encode_bytes_per_s  by codec: bytes of words, by all threads that read
+    encode_bytes_per_s  by codec: bytes of words, by the thread that a run waits for
     """
 
     device: Literal["cpu", "cuda"]

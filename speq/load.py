@@ -27,6 +27,7 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy, copied_codec, copy_folder, kept_copy
+from speq.files import heap
 from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import LONGEST, Governor
@@ -176,6 +177,7 @@ def load(
         graphs_on = recording_device(config.graphs, device, model)
         governor = governor_of(config, profile, settled)
         undo.pop_all()
+    heap.give_back()
     loaded = Loaded(
         config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governor
     )
