@@ -283,35 +283,23 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
     return inside
 
 
-@dataclass(frozen=True, slots=True)
-class Margins:
-    """Shares of the time that a way must be expected to save, before it is chosen.
-
-    drafting  with a draft; encoding: with experts encoded as they are read
-    """
-
-    drafting: float = 0.0
-    encoding: float = 0.0
-
-    def cost_s(self, holding: Holding) -> float:
-        """Expected time per token, and what the way must save beside."""
-        drafting = self.drafting if holding.drafts else 0.0
-        encoding = self.encoding if holding.encode_s else 0.0
-        return holding.cost_s / ((1 - drafting) * (1 - encoding))
-
-
-NO_MARGINS = Margins()
-
-
 def choose(
-    outlook: Outlook, holdings: Sequence[Holding], margins: Margins = NO_MARGINS
+    outlook: Outlook, holdings: Sequence[Holding], margin: float = 0.0
 ) -> tuple[Holding, str]:
     """The holding of the least expected time per token, weighed, and why it is chosen.
+
+    margin  share of the time that a draft must be expected to save if it takes slots which experts
+            want. Where all of them lie in slots beside it, it costs nothing: the governor leaves it
+            aside when it does not pay.
 
     Raises SpeqError where there is no holding at all.
     """
 
-    ranked = sorted(map(outlook.weighed, holdings), key=margins.cost_s)
+    def cost_s(holding: Holding) -> float:
+        takes_slots = holding.drafts and holding.cycle.moved_bytes > 0
+        return holding.cost_s / (1 - margin if takes_slots else 1)
+
+    ranked = sorted(map(outlook.weighed, holdings), key=cost_s)
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]

@@ -19,6 +19,7 @@ DRAFT_NOISE = "1.1"
 WIDENED_BYTES = 5_270_000_000
 FEW_SAMPLES = ("--dense", "--samples", "16", "--sequence-length", "256")
 FEW_TEXTS = ("--num-prompts", "4", "--max-new-tokens", "96")
+FEW_RUNS = ("--num-prompts", "2", "--rounds", "2")
 SHORT_TEXTS = ("--num-prompts", "4", "--max-tokens", "128")
 
 
@@ -50,7 +51,7 @@ def steps_of(model: str, settings: Settings) -> list[Step]:
             Step(
                 "widen",
                 ["bench", "widen", source, str(wide), "--draft-noise", DRAFT_NOISE],
-                240,
+                210,
                 makes=wide,
             )
         )
@@ -58,7 +59,7 @@ def steps_of(model: str, settings: Settings) -> list[Step]:
             Step(
                 "quantize",
                 ["quantize", source, *FEW_SAMPLES, "--out", str(out / "gptq")],
-                120,
+                30,
                 makes=out / "gptq",
             )
         )
@@ -71,7 +72,7 @@ def steps_of(model: str, settings: Settings) -> list[Step]:
         Step(
             f"pack-{codec}",
             ["pack", source, "--codec", codec, "--out", str(pack)],
-            40 * scale,
+            20 * scale,
             makes=pack,
         )
         for codec, pack in packs.items()
@@ -118,20 +119,23 @@ def measurements(
     contest += ["--max-new-tokens", str(settings.max_new_tokens), "--rounds", rounds]
     contest += ["--reserve", settings.reserve, "--cap", settings.cap]
     steps = [
-        Step("tpot", contest, 35 * processes * scale, "tpot"),
+        Step("tpot", contest, 30 * processes * scale, "tpot"),
         Step(
             "breakdown",
-            ["bench", "breakdown", lossless, "--published", source, "--budgets", tight],
-            120 * scale,
+            ["bench", "breakdown", lossless, "--published", source, "--budgets", tight, *FEW_RUNS],
+            220 * scale,
             "breakdown",
         ),
         Step(
             "ablation",
-            ["bench", "ablation", lossless, "--published", source, "--memory-budget", middle],
-            300 * scale,
+            [
+                *("bench", "ablation", lossless, "--published", source),
+                *("--memory-budget", middle, *FEW_RUNS),
+            ],
+            320 * scale,
             "ablation",
         ),
-        Step("memory", ["bench", "memory", source], 30, "memory"),
+        Step("memory", ["bench", "memory", source], 40, "memory"),
         Step("codec", ["bench", "codec", source], 120 * scale, "codec"),
         Step(
             "hit-rate",

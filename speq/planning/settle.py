@@ -14,7 +14,7 @@ from speq.config import RunConfig
 from speq.experts.codec import codec_of
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
-from speq.governor.planner import NO_MARGINS, Margins, Outlook, choose
+from speq.governor.planner import Outlook, choose
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives, longest_within
@@ -31,9 +31,9 @@ from speq.units import format_bytes
 
 logger = logging.getLogger("speq")
 
-# A survey is rougher than a profile. A draft takes slots for good. Encoding shares processors with
-# what computes, and where a plan expected as much of both, it took 1.3 to 1.4 times as long.
-SURVEYED_MARGINS = Margins(drafting=0.05, encoding=0.25)
+# A survey is rougher than a profile, and a draft takes slots for good: it must be expected to save
+# this share of the time.
+SURVEYED_MARGIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def by_survey(
         return Settled(holding, made)
     surveyed = survey(list(dict.fromkeys(way.codec for way, _ in ways)))
     assumptions = Assumptions.of_survey(surveyed, subject.shape)
-    return weighed(subject, budget, config, assumptions, ways, SURVEYED_MARGINS)
+    return weighed(subject, budget, config, assumptions, ways, SURVEYED_MARGIN)
 
 
 def asked_for(config: RunConfig, fitting: Sequence[Fitting]) -> list[Fitting]:
@@ -174,9 +174,12 @@ def weighed(
     config: RunConfig,
     assumptions: Assumptions,
     fitting: Sequence[Fitting],
-    margins: Margins = NO_MARGINS,
+    margin: float = 0.0,
 ) -> Settled:
-    """The way of the least expected time per token, and why."""
+    """The way of the least expected time per token, and why.
+
+    margin  share of the time that a draft which takes slots must be expected to save
+    """
     words_bytes = subject.codec.shape.nbytes
     holdings = [
         assumptions.priced(way, words_bytes, budget.on_cpu, subject.count) for way, _ in fitting
@@ -185,7 +188,7 @@ def weighed(
     outlook = replace(outlook, ahead=config.prefetch != "none")
     if config.draft_length:
         outlook = replace(outlook, lengths=(config.draft_length,))
-    chosen, reason = choose(outlook, holdings, margins)
+    chosen, reason = choose(outlook, holdings, margin)
     gives_up = any(way.drafts for way in holdings) and not chosen.drafts
     logger.info(
         "planned (%s; %s): %s%s",
