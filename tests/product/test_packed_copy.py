@@ -30,6 +30,7 @@ def model(tiny_bfloat16: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A model that counts as large, for a user whose cache is empty."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(packed_copy, "LEAST_BYTES", 1)
+    monkeypatch.setattr(packed_copy, "SPARE_SHARE", 0)  # however full the disk is
     return tiny_bfloat16("qwen2_moe")
 
 
@@ -176,7 +177,7 @@ def test_a_process_ends_in_the_midst_of_a_copy(model: Path, tmp_path: Path) -> N
         "import sys\n"
         "from speq import Generator\n"
         "from speq.experts import packed_copy\n"
-        "packed_copy.LEAST_BYTES = 1\n"
+        "packed_copy.LEAST_BYTES, packed_copy.SPARE_SHARE = 1, 0\n"
         f"generator = Generator.from_pretrained(sys.argv[1], {BUDGET!r}, draft='none')\n"
         "print(generator.generate([5, 17], max_new_tokens=1, ignore_eos=True).token_ids)\n"
     )
