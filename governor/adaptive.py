@@ -34,6 +34,9 @@ BURST, SETTLE = 8, 3
 # The very first plain cycles ran before slots were full. After so many cycles in favour of drafts
 # they are measured anew, unless they took so many times as long.
 SECOND_LOOK, HOPELESS = 12, 2.5
+# Probes of a run that begins with a prior may lose so many plain cycles at once, over the cycles that
+# the prior weighs: one that was planned knows less than one that was measured.
+BELIEVED = 1.0
 # A probe is charged at least this, in tokens' time: a cheap outcome may be luck.
 LEAST_LOSS = 0.1
 # A probe may go so many lengths beyond the longest measured one. A length is measured if more than
@@ -141,6 +144,7 @@ class AdaptiveDraftLength:
         if prior is not None and self.model.ready:
             self._first_plain = 0
             self._plain_s = interpolated(prior.verify, 1)
+            self._drafts.left_s = BELIEVED / prior.drafts * self._plain_s
 
     def begin(self) -> None:
         self._cold = True

@@ -145,9 +145,12 @@ class Contest:
         found: dict[str, list[int]] = {}
         for label, cell in tracked("comparing tokens", largest.items(), len(largest), progress):
             room = int(cell.budget_bytes * WIDER)
+            job = self.terms.job(cell.entry, room, "tokens")
             job = replace(
-                self.terms.job(cell.entry, room, "tokens"),
+                job,
                 dtype="float32",
+                # Compact dense weights code words of 16 bits, which is what the run then computes in.
+                options=job.options | ({"dense": "raw"} if "dense" in job.options else {}),
                 prompts=self.terms.prompts[:1],
                 max_new_tokens=COMPARED_TOKENS,
                 finish_copy=True,
