@@ -37,6 +37,7 @@ from speq.planning.budget_plan import BudgetPlan, plan
 from speq.planning.demand import Budget
 from speq.planning.subject import Subject
 from speq.runtime import Runtime
+from speq.stats import StepStats
 from speq.units import format_rate, parse_bytes, parse_rate
 from tests.helpers.paths import DATA, ROUTES
 
@@ -313,7 +314,30 @@ def test_a_run_begins_with_what_was_planned() -> None:
         assert cycle.draft_s == pytest.approx(planned.draft_s)
         assert cycle.moved_bytes == pytest.approx(missed * DRAFT.moved_bytes, rel=0.1)
         assert cycle.exposed == pytest.approx(planned.exposed)
-    assert AdaptiveDraftLength(prior=prior).decide().ground == "best"
+    governor = AdaptiveDraftLength(prior=prior)
+    governor.begin()
+    assert governor.decide().ground == "best"
+
+
+def test_a_plan_that_was_wrong_of_drafts_is_found_out_soon() -> None:
+    """A plan that takes verifications for twice as slow as they are expects nothing of drafts."""
+    of = outlook(1e12, speeds=Speeds(100e-3, 0.0, 90e-3, {"residual": 1e-4}))
+    held = of.weighed(replace(DRAFT, slots=256))
+    assert held.cycle.draft_length <= 1
+    governor = AdaptiveDraftLength(prior=of.prior(held))
+    governor.begin()
+    now_s, tokens, lengths = 0.0, 0, []
+    while tokens < 40:
+        k = governor.decide().draft_length
+        draft_s, verify_s = 0.024 * k, 0.052 + 0.007 * k
+        step = StepStats("decode", draft_length=k, accepted=k, emitted=k + 1)
+        step.requests, step.draft_s, step.verify_s = 32 + 18 * k, draft_s, verify_s
+        step.start_s, step.end_s = now_s, now_s + draft_s + verify_s
+        governor.observe(step)
+        now_s, tokens = step.end_s, tokens + step.emitted
+        lengths.append(k)
+    assert max(lengths) >= 4
+    assert now_s / tokens < 0.9 * 0.052
 
 
 def test_a_base_is_charged_once_for_a_draft() -> None:
