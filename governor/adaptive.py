@@ -34,8 +34,8 @@ BURST, SETTLE = 8, 3
 # The very first plain cycles ran before slots were full. After so many cycles in favour of drafts
 # they are measured anew, unless they took so many times as long.
 SECOND_LOOK, HOPELESS = 12, 2.5
-# Probes of a run that begins with a prior may lose so many plain cycles at once, over the cycles that
-# the prior weighs: one that was planned knows less than one that was measured.
+# Probes of a run that begins with a prior may lose so many plain cycles at once, over the cycles
+# that the prior weighs: one that was planned knows less than one that was measured.
 BELIEVED = 1.0
 # A probe is charged at least this, in tokens' time: a cheap outcome may be luck.
 LEAST_LOSS = 0.1

@@ -149,7 +149,7 @@ class Contest:
             job = replace(
                 job,
                 dtype="float32",
-                # Compact dense weights code words of 16 bits, which is what the run then computes in.
+                # Compact dense weights code words of 16 bits, and the run computes in those.
                 options=job.options | ({"dense": "raw"} if "dense" in job.options else {}),
                 prompts=self.terms.prompts[:1],
                 max_new_tokens=COMPARED_TOKENS,
