@@ -8,7 +8,7 @@ from typing import Literal
 class Survey:
     """Speeds of one machine with one model, measured as the model is loaded.
 
-    link_bytes_per_s   of experts on their way into slots, by the thread that a run waits for
+    link_bytes_per_s   of experts on their way into slots, by all threads that read
     memory_bytes_per_s  at which a pass reads weights
     pass_s, layer_s    of a pass and of each of its layers, besides reading weights and the experts'
                        arithmetic
