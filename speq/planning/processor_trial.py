@@ -33,7 +33,7 @@ EXPERT_BYTES = 1 << 20
 # bundled model, whose time is Python's alone.
 BESIDE, MISS = 1.0, 1.0
 # Of the rate at which a narrow expert is encoded: whole ones come out of memory, and are encoded
-# beside what computes. With the trial's rate a plan expected 104 ms a token, and it took 129 to 141.
+# beside what computes. With the trial's rate a plan expected 104 ms a token; it took 129 to 141.
 ENCODING_SHARE = 0.5
 # A layer takes this at least: launches of its kernels.
 LEAST_LAYER_S = 50e-6
