@@ -289,17 +289,24 @@ def choose(
     """The holding of the least expected time per token, weighed, and why it is chosen.
 
     margin  share of the time that a draft must be expected to save if it takes slots which experts
-            want. Where all of them lie in slots beside it, it costs nothing: the governor leaves it
-            aside when it does not pay.
+            want
+
+    Where all of them lie in slots beside a draft, holding it costs nothing. The run tries it, and
+    leaves it aside when it does not pay, so that it is worth plain decoding at least.
 
     Raises SpeqError where there is no holding at all.
     """
 
     def cost_s(holding: Holding) -> float:
-        takes_slots = holding.drafts and holding.cycle.moved_bytes > 0
-        return holding.cost_s / (1 - margin if takes_slots else 1)
+        if not holding.drafts:
+            return holding.cost_s
+        if holding.cycle.moved_bytes > 0:
+            return holding.cost_s / (1 - margin)
+        plain = replace(holding, expected=outlook.cycle(holding, 0))
+        return min(holding.cost_s, plain.cost_s)
 
-    ranked = sorted(map(outlook.weighed, holdings), key=cost_s)
+    weighed = map(outlook.weighed, holdings)
+    ranked = sorted(weighed, key=lambda holding: (cost_s(holding), not holding.drafts))
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]

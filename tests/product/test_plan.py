@@ -404,6 +404,16 @@ def test_a_draft_must_save_its_margin() -> None:
     assert chosen.drafts
     plain_s, drafting_s = (of.weighed(way).cost_s for way in roomy)
     assert drafting_s < plain_s
+    # The run may leave it aside, so that it is held though no drafted token is expected to stand.
+    hopeless = replace(of, acceptance=0.0)
+    plain_s, drafting_s = (hopeless.weighed(way).cost_s for way in roomy)
+    assert drafting_s > plain_s
+    chosen, _ = choose(hopeless, roomy, 0.95)
+    assert chosen.drafts
+    # Another codec is not compared so: it costs what it costs.
+    quicker = replace(of.speeds, expert_s={**of.speeds.expert_s, "raw": 0.0})
+    chosen, _ = choose(replace(hopeless, speeds=quicker), roomy, 0.95)
+    assert chosen.codec == "raw" and not chosen.drafts
 
 
 @pytest.mark.parametrize("link", [1e5, 3e5, 1e6, 3e6])
