@@ -10,6 +10,8 @@ from speq.measure.report import Column
 from speq.stats import ratio
 from speq.units import format_bytes
 
+# Above this, a time says more of the machine's other guests than of a system.
+STOLEN = 0.1
 # Of the measurements, so many take no longer than `tpot_p90_ms`.
 MOST = 0.9
 # What speq's own systems count.
@@ -37,6 +39,7 @@ COLUMNS: dict[str, Column] = {
     "hidden": ("hidden_share", "{:.1%}"),
     "peak": ("peak_bytes", format_bytes),
     "load s": ("load_s", "{:.1f}"),
+    "stolen": ("stolen_share", "{:.0%}"),
     "tokens": ("tokens", "{}"),
     "agrees": ("agreement", "{:.1%}"),
 }
@@ -85,6 +88,7 @@ def row_of(cell: Cell, terms: Terms) -> Row:
         "tokens_per_s": 1e3 / tpot_ms,
         "tokens": min(len(run.token_ids) for run in runs),
         "cut": any(run.cut for run in runs),
+        "stolen_share": median(run.stolen_share for run in runs),
         "load_s": median(heard.done["load_s"] for heard in cell.rounds),
         "peak_bytes": max(peak_of(heard.done) for heard in cell.rounds),
         "cap_peak_bytes": max(
@@ -103,7 +107,7 @@ def row_of(cell: Cell, terms: Terms) -> Row:
 
 FIGURES = (
     *("tpot_ms", "tpot_p90_ms", "tpot_spread", "round_tpot_ms", "of_best", "ttft_ms"),
-    *("tokens_per_s", "tokens", "cut", "load_s", "peak_bytes", "cap_peak_bytes"),
+    *("tokens_per_s", "tokens", "cut", "stolen_share", "load_s", "peak_bytes", "cap_peak_bytes"),
     *COUNTED,
 )
 
@@ -135,12 +139,19 @@ def median_of(name: str, runs: list[TextRun]) -> float | None:
 
 
 def notes_of(rows: list[Row]) -> list[str]:
-    """What the table has no room for: failures, and texts that were cut short."""
+    """What the table has no room for: failures, texts cut short, a machine that was disturbed."""
     lines = [
         f"{row['budget']}, {row['system']}: {row['failure']}" for row in rows if row["failure"]
     ]
-    return lines + [
+    lines += [
         f"{row['budget']}, {row['system']}: texts were ended after {row['tokens']} tokens"
         for row in rows
         if row["cut"]
     ]
+    stolen = max((row["stolen_share"] or 0.0 for row in rows), default=0.0)
+    if stolen > STOLEN:
+        lines.append(
+            f"the host gave up to {stolen:.0%} of the processors' time to others; measure again "
+            "on a quiet machine"
+        )
+    return lines

@@ -17,6 +17,7 @@ from typing import Any
 
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.job import Job
+from speq.bench.stolen_time import ProcessorTime
 from speq.errors import SpeqError
 
 # Told a line that the parent reads.
@@ -31,6 +32,7 @@ class TextRun:
     tpot_s  a token from the first to the last; tokens come in bursts where drafts are accepted
     cut     it ended because time was up
     figures what the system itself counted
+    stolen_share  of the processors' time, given to others by the host
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -38,6 +40,7 @@ class TextRun:
     tpot_s: float = 0.0
     cut: bool = False
     figures: dict[str, Any] = field(default_factory=dict)
+    stolen_share: float = 0.0
 
 
 def timed(
@@ -48,6 +51,7 @@ def timed(
 ) -> TextRun:
     """Run one text, to its end or until its time is up."""
     run = TextRun()
+    before = ProcessorTime.now()
     start_s = clock()
     first_s = last_s = start_s
     stream = contestant.stream(prompt_ids, job.max_new_tokens)
@@ -62,6 +66,7 @@ def timed(
             break
     if isinstance(stream, Generator):
         stream.close()
+    run.stolen_share = before.stolen_share(ProcessorTime.now())
     run.ttft_s = first_s - start_s
     run.tpot_s = (last_s - first_s) / max(1, len(run.token_ids) - 1)
     run.figures = contestant.figures()

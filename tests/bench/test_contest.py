@@ -168,6 +168,9 @@ def test_rows_stand_beside_the_fastest_of_their_budget() -> None:
     assert notes_of(rows) == ["1000, llama.cpp: crashed"]
     rows[0] |= {"cut": True, "tokens": 9}
     assert "1000, lru-raw: texts were ended after 9 tokens" in notes_of(rows)
+    assert not any("the host gave" in note for note in notes_of(rows))
+    rows[0]["stolen_share"] = 0.42
+    assert any("the host gave up to 42%" in note for note in notes_of(rows))
 
 
 @pytest.mark.parametrize(
