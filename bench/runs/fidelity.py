@@ -22,7 +22,7 @@ from speq.measure.teacher_forced import forced_passes
 from speq.stats import ratio
 from speq.units import Progress, format_bytes
 
-LAYER_COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {
     "layer": ("layer", "{}"),
     "hard": ("hard", "{:.1%}"),
     "soft": ("soft", "{:.1%}"),
@@ -49,6 +49,11 @@ POSITION_COLUMNS: dict[str, Column] = {
     "accepted": ("accepted", "{:.1%}"),
     "after accepted": ("accepted_after", "{:.1%}"),
 }
+# Behind the rows: what a table is called, and the field that it shows.
+FURTHER_TABLES = (
+    ("next token, teacher-forced", "texts", TEXT_COLUMNS),
+    ("along a draft", "positions", POSITION_COLUMNS),
+)
 
 
 @dataclass(slots=True)
@@ -67,9 +72,9 @@ class FidelityReport(Report):
 
     def print_all(self) -> None:
         """Three tables on stdout."""
-        self.print(LAYER_COLUMNS)
-        print_table("next token, teacher-forced", TEXT_COLUMNS, self.texts)
-        print_table("along a draft", POSITION_COLUMNS, self.positions)
+        self.print(COLUMNS)
+        for title, name, columns in FURTHER_TABLES:
+            print_table(title, columns, getattr(self, name))
 
 
 def show(report: FidelityReport) -> None:

@@ -51,10 +51,12 @@ def written(report: Report, steps: list[Step], seconds: dict[str, float], folder
 
 
 def sections(bench: str, found: dict[str, Any]) -> list[str]:
-    """A bench's table, and of systems their times by kind of prompt and what went wrong."""
+    """A bench's tables, and of systems their times by kind of prompt and what went wrong."""
     module = importlib.import_module(f"speq.bench.{MODULES[bench]}")
     rows = found["rows"]
     parts = [table(module.COLUMNS, rows)]
+    for title, name, columns in getattr(module, "FURTHER_TABLES", ()):
+        parts += [f"{title.capitalize()}:\n", table(columns, found[name])]
     if bench != "tpot":
         return parts
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["by_kind"]))
@@ -68,5 +70,5 @@ def sections(bench: str, found: dict[str, Any]) -> list[str]:
 def table(columns: dict[str, Column], rows: list[dict[str, Any]]) -> str:
     """Rows as a table of Markdown."""
     lines = [[*columns], ["---"] * len(columns)]
-    lines += [[cell_text(row[name], show) for name, show in columns.values()] for row in rows]
+    lines += [[cell_text(row.get(name), show) for name, show in columns.values()] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

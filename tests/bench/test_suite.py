@@ -11,14 +11,14 @@ import typer
 
 from speq.bench.settings import AllSettings
 from speq.bench.suite import suite
-from speq.bench.suite.page import table
+from speq.bench.suite.page import MODULES, sections, table
 from speq.bench.suite.steps import WIDENED_BYTES, Step, budgets_of, steps_of
 from speq.cli import app
 from speq.cli.bench import BENCHES, function_of
 from speq.cli.from_dataclass import command
 from speq.errors import SpeqError
 from speq.files.checkpoint import EXPERTS_MANIFEST
-from tests.helpers.paths import BUNDLED
+from tests.helpers.paths import BUNDLED, ROOT
 
 Folder = Callable[[str], Path]
 
@@ -215,6 +215,30 @@ def test_a_packed_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SpeqError, match="is packed; give the folder as it was published"):
         steps_of(str(tmp_path), AllSettings(out=tmp_path / "out"))
+
+
+# What each bench wrote once, as committed.
+MEASURED = {
+    "tpot": "systems-in-memory-tiny-moe-widened-intel-xeon-2-cores",
+    "breakdown": "breakdown-tiny-moe-widened-intel-xeon-2-cores",
+    "ablation": "ablation-tiny-moe-widened-intel-xeon-2-cores",
+    "memory": "memory-tiny-moe-widened-intel-xeon-2-cores",
+    "codec": "codec-tiny-moe-widened-intel-xeon-2-cores",
+    "hit-rate": "hit-rate-tiny-moe-widened-intel-xeon-2-cores",
+    "fidelity": "fidelity-tiny-moe-widened-intel-xeon-2-cores",
+    "kernels": "kernels-intel-xeon-2-cores",
+}
+
+
+@pytest.mark.parametrize("bench", MODULES)
+def test_the_page_shows_what_a_bench_wrote(bench: str) -> None:
+    found = json.loads((ROOT / "bench" / "results" / f"{MEASURED[bench]}.json").read_text())
+    shown = "\n".join(sections(bench, found)).splitlines()
+    lists = [rows for rows in found.values() if isinstance(rows, list) and rows]
+    tables = [rows for rows in lists if isinstance(rows[0], dict)]
+    # Each has a line of names and a line of dashes; a contest has one more by kind of prompt.
+    expected = sum(len(rows) + 2 for rows in tables) + (len(found["rows"]) + 2) * (bench == "tpot")
+    assert sum(line.startswith("|") for line in shown) == expected
 
 
 def test_tables_are_markdown() -> None:
