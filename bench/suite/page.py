@@ -70,5 +70,5 @@ def sections(bench: str, found: dict[str, Any]) -> list[str]:
 def table(columns: dict[str, Column], rows: list[dict[str, Any]]) -> str:
     """Rows as a table of Markdown."""
     lines = [[*columns], ["---"] * len(columns)]
-    lines += [[cell_text(row.get(name), show) for name, show in columns.values()] for row in rows]
+    lines += [[cell_text(row[name], show) for name, show in columns.values()] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
