@@ -82,6 +82,7 @@ setup(
         "speq": ["VERSION", "py.typed"],
         "speq.measure.prompts": ["*"],
         "speq.bench.prompts": ["*"],
+        "speq.dashboard": ["assets/*"],
     },
     ext_modules=[CMakeLibrary("speq.speq_cpu")],
     cmdclass={"build_ext": CMakeBuild},

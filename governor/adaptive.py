@@ -226,6 +226,9 @@ class AdaptiveDraftLength:
             token_s = self._options[self._held].token_s
             credit.left_s -= max(cycle_s - token_s * step.emitted, LEAST_LOSS * token_s)
 
+    def outlook(self) -> list[Cycle]:
+        return [option.cycle for option in self._options]
+
     def _weigh(self) -> list[Option]:
         luck = 1 + self._luck * self.acceptance.deviation / self.acceptance.overall
         # By k: the tokens of a cycle, and the tokens of a lucky one.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from speq.governor.roofline import Cycle
 from speq.stats import Forecast, StepStats
 
 # Lengths that `auto` chooses from. Neighbours among longer drafts differ too little to measure.
@@ -41,6 +42,9 @@ class Governor(Protocol):
     def observe(self, step: StepStats) -> None:
         """Learn from a finished cycle."""
 
+    def outlook(self) -> list[Cycle]:
+        """The cycle of each length as it was weighed last; none where none was."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedDraftLength:
@@ -60,3 +64,6 @@ class FixedDraftLength:
 
     def observe(self, step: StepStats) -> None:
         pass
+
+    def outlook(self) -> list[Cycle]:
+        return []

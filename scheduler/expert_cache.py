@@ -51,6 +51,10 @@ class ExpertCache:
     def free_slots(self) -> int:
         return len(self._free)
 
+    def residents(self) -> list[ExpertKey]:
+        """The experts in slots, in no order; asking is no use of them."""
+        return list(self._slots)
+
     def lookup(self, key: ExpertKey) -> int | None:
         """The slot that holds `key`, which counts as a use, or None."""
         slot = self._slots.get(key)

@@ -72,11 +72,15 @@ class LookaheadBuffer:
         path holds the accepted nodes. Two kinds of tokens do not count: those without a recorded
         route, and rejected ones, whose context the exact model never had.
         """
+        found = [self.recall_at(node) for node in path]
+        return sum(named for named, _ in found), sum(choices for _, choices in found)
+
+    def recall_at(self, node: int) -> tuple[int, int]:
+        """`recall` of one node."""
         named = choices = 0
         for layer, route in self.used.items():
-            for node in path:
-                if (node, layer) in self.predicted:
-                    actual = set(route.ids[node])
-                    choices += len(actual)
-                    named += len(actual & set(self.expert_ids(node, layer)))
+            if (node, layer) in self.predicted:
+                actual = set(route.ids[node])
+                choices += len(actual)
+                named += len(actual & set(self.expert_ids(node, layer)))
         return named, choices

@@ -173,14 +173,16 @@ TIMED = {"draft": "draft_s", "verify": "verify_s", "transfer": "transfer_s", "st
 class Recorder:
     """Collects the events of the step under way, and the steps of the run. `clock` gives seconds.
 
-    step  the one under way, or the last one
-    run   is told of every step that is finished, where there is one
+    step       the one under way, or the last one
+    run        is told of every step that is finished, where there is one
+    listeners  hear of a finished step while all its events are there
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.step = StepStats("idle")
         self.run: RunStats | None = None
+        self.listeners: list[Callable[[StepStats], None]] = []
 
     def begin_run(self, run: "RunStats") -> "RunStats":
         """Record steps in `run` from now on."""
@@ -198,6 +200,9 @@ class Recorder:
         stalls = merged(event for event in step.events if event.kind == "stall")
         step.link_s = sum(end_s - start_s for start_s, end_s in transfers)
         step.exposed_s = overlap_s(transfers, stalls)
+        # Before the run, which may let go of the events.
+        for listener in self.listeners:
+            listener(step)
         if self.run is not None:
             self.run.record(step)
         return step

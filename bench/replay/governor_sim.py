@@ -26,6 +26,7 @@ from speq.errors import checked_int
 from speq.files.atomic_file import check_target
 from speq.governor.adaptive import AdaptiveDraftLength
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
+from speq.governor.roofline import Cycle
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.stats import StepStats
@@ -277,6 +278,9 @@ class Timed:
         start_s = time.thread_time()
         self._governor.observe(step)
         self.time_s += time.thread_time() - start_s
+
+    def outlook(self) -> list[Cycle]:
+        return self._governor.outlook()
 
 
 def judge(text: Text, setting: Setting, tokens: int) -> Verdict:

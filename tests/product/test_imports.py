@@ -91,11 +91,15 @@ TABLE = {
     "measure": Layer(
         ("speq.measure",), (*BELOW_LOAD, "runtime", "text", "generator", "package", "measure")
     ),
+    "dashboard": Layer(
+        ("speq.dashboard",),
+        (*BELOW_LOAD, "runtime", "text", "generator", "package", "measure", "dashboard"),
+    ),
     "bench": Layer(
         ("speq.bench",),
         (
             *(*BELOW_LOAD, "quantizing", "runtime", "text", "generator", "package", "measure"),
-            "bench",
+            *("dashboard", "bench"),
         ),
     ),
     "cli": Layer(
@@ -103,11 +107,11 @@ TABLE = {
         (
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "measure"),
-            *("cli", "bench commands"),
+            *("dashboard", "cli", "bench commands"),
         ),
     ),
     "bench commands": Layer(
-        ("speq.cli.bench",), ("leaves", "measure", "bench", "cli", "bench commands")
+        ("speq.cli.bench",), ("leaves", "measure", "dashboard", "bench", "cli", "bench commands")
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.

@@ -1,0 +1,1 @@
+"""Records a generator's runs for pictures, step by step."""
