@@ -313,7 +313,7 @@ def test_themes(browser: Any, sample: Path) -> None:
     with opened(browser, sample, scheme="light") as page:
         page.page.emulate_media(color_scheme="dark")
         page.page.wait_for_function(
-            "wanted => document.querySelector('#panel-bars .chart').data[0].marker.color === wanted",
+            "rgb => document.querySelector('#panel-bars .chart').data[0].marker.color === rgb",
             arg=rgb(colours["draft"][1]),
         )
         assert page.errors == []
