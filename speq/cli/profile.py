@@ -49,7 +49,7 @@ def profile(
     """
     from speq.dashboard.page import write_page
     from speq.dashboard.recording import Recording
-    from speq.dashboard.run_panels import page_of
+    from speq.dashboard.run_panels.run_page import page_of
     from speq.files.atomic_file import check_target
     from speq.measure.timeline import write_trace
 

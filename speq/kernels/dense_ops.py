@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from speq.kernels import library
+from speq.kernels import library, many_rows
 from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES, check_int4, check_tensor
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
@@ -158,7 +157,7 @@ def _product_of_many(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Ten
     _decode(matrix, words)
     dtype = _multiplied(inputs.dtype)
     added = None if bias is None else bias.to(dtype)
-    return functional.linear(inputs.to(dtype), words.to(dtype), added).to(inputs.dtype)
+    return many_rows.linear(inputs.to(dtype), words.to(dtype), added).to(inputs.dtype)
 
 
 def _decode(matrix: _Coded, weight: Tensor) -> None:

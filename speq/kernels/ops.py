@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from speq.kernels import library, reference
+from speq.kernels import library, many_rows, reference
 from speq.kernels.checks import (
     EXACT_DTYPES,
     FLOAT_DTYPES,
@@ -162,7 +161,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     rows = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
     few = 0 < rows <= MAX_LINEAR_ROWS and inputs.is_cpu
     if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
-        return functional.linear(inputs, weight, bias)
+        return many_rows.linear(inputs, weight, bias)
     out = inputs.new_empty(rows, weight.shape[0])
     if len(shape) == 2 and inputs.is_contiguous():
         library.call("linear", inputs, weight, bias, out)

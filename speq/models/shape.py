@@ -12,7 +12,7 @@ from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
 from speq.files.json_file import read_json
-from speq.kernels import library
+from speq.kernels import library, many_rows
 from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import ACTIVATIONS
 from speq.models.attention import AttentionShape
@@ -94,7 +94,11 @@ class ModelShape:
         """
         experts = self.experts
         float32_rows = rows * (self.top_k * experts.expert_width + experts.hidden_size)
-        return max(self._expert_weights * dtype.itemsize, float32_rows * 4)
+        return max(
+            self._expert_weights * dtype.itemsize,
+            float32_rows * 4,
+            many_rows.scratch_bytes(rows, self.dense, dtype),
+        )
 
     def gpu_kernel_bytes(
         self, rows: int, dtype: torch.dtype, words: torch.dtype, plain_bytes: int

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from speq.dashboard.run_panels import panels_of
+from speq.dashboard.run_panels.run_page import panels_of
 from speq.dashboard.run_record import read_run
 from tests.helpers.browser import opened
 from tests.helpers.command import Command

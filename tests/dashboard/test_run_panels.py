@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from speq.dashboard.panel import Panel
-from speq.dashboard.run_panels import facts_of, page_of, panels_of
 from speq.dashboard.run_panels.overlap import both, busy, joined, overlap_of
 from speq.dashboard.run_panels.roofline import bandwidth_of
+from speq.dashboard.run_panels.run_page import facts_of, page_of, panels_of
 from speq.dashboard.run_panels.steps import parts_of
 from speq.dashboard.run_panels.throughput import rates_of
 from speq.dashboard.run_record import RunRecord
@@ -112,7 +112,7 @@ def test_the_picture_of_overlap_has_the_shares() -> None:
     np.testing.assert_allclose(up["y"], found.compute, atol=1e-4)
     np.testing.assert_allclose(hidden["y"], -found.hidden, atol=1e-4)
     np.testing.assert_allclose(exposed["y"], -found.exposed, atol=1e-4)
-    assert exposed["marker"]["pattern"]["shape"] and not hidden["marker"]["pattern"]["shape"]
+    assert exposed["marker"]["pattern"]["shape"] != hidden["marker"]["pattern"]["shape"]
     assert "disk" in panel("overlap").layout["yaxis"]["title"]["text"]
     assert "PCIe" in panel("overlap", changed(link="PCIe")).layout["yaxis"]["title"]["text"]
 
@@ -260,7 +260,7 @@ def test_a_stopped_draft_is_not_compared_with_its_forecast() -> None:
 
 def test_facts_and_notes() -> None:
     facts = dict(facts_of(RUN))
-    assert facts["memory budget"] == "40.0 MiB"
+    assert facts["memory budget"] == "40 MiB"
     assert facts["time per output token (TPOT)"] == "50.0 ms"
     assert facts["speq"] == "0.1.0"
     assert len(page_of(RUN).notes) == 1

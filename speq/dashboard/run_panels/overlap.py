@@ -94,7 +94,7 @@ def panel(run: RunRecord) -> Panel:
     title = "Transfer against compute"
     aid = (
         "Above the line is the share of time in which the processor computed, and below it the "
-        "share in which the link moved experts; what is shaded was hidden behind computation, and "
+        "share in which the link moved experts; what is dotted was hidden behind computation, and "
         "what is hatched made it wait."
     )
     found = overlap_of(run)
@@ -102,7 +102,7 @@ def panel(run: RunRecord) -> Panel:
     widths = np.diff(found.edges_ms) / 1e3
     series = {
         "computing": (found.compute, "verify", ""),
-        f"{act_of(run)}, hidden": (-found.hidden, "hidden", ""),
+        f"{act_of(run)}, hidden": (-found.hidden, "hidden", "."),
         f"{act_of(run)} while waiting": (-found.exposed, "stall", "/"),
     }
     data = [

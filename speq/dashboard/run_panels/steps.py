@@ -47,10 +47,10 @@ def panel(run: RunRecord) -> Panel:
         "drafting": ([each.draft for each in parts], "draft", "\\"),
         "verifying": ([each.verify for each in parts], "verify", ""),
         "waiting for experts": ([each.stall for each in parts], "stall", "/"),
-        "the rest": ([each.rest for each in parts], "rest", "."),
+        "the rest": ([each.rest for each in parts], "rest", "+"),
     }
     below = {
-        f"{act_of(run)}, hidden": ([-each.hidden for each in parts], "hidden", ""),
+        f"{act_of(run)}, hidden": ([-each.hidden for each in parts], "hidden", "."),
         f"{act_of(run)} while waiting": ([-each.exposed for each in parts], "transfer", "x"),
     }
     hover = "step %{x}: %{customdata:.2f} ms<extra>%{fullData.name}</extra>"
@@ -71,7 +71,7 @@ def panel(run: RunRecord) -> Panel:
         "Time of each step",
         "A bar above the line is one step's time by what was done, and the bar below it is the "
         "time in which the link was busy meanwhile.",
-        data,
+        data if decode else [],
         layout("step", "ms: link below, step above", barmode="relative", bargap=0.15),
         Table(
             (
