@@ -81,7 +81,8 @@ def generate(
             if settings.explain:
                 print_explanation(explain(done.steps), done.planned)
             if settings.trace is not None:
-                write_trace(done, settings.trace)
+                on_cpu = generator.runtime.device.type == "cpu"
+                write_trace(done, settings.trace, "disk" if on_cpu else "PCIe")
                 if done.trimmed:
                     logger.warning(
                         "the timeline leaves out the first %d steps of the run", done.trimmed
