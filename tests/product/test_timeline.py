@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from speq import Generator, SpeqError
 from speq.measure.timeline import Link, trace_events, write_trace
 from speq.stats import Event, Forecast, RunStats, StepStats
-from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.host_device import HostDevice, host_device
+from tests.helpers.tiny_models import write_model
 from tests.helpers.trace_format import crossing, faults, nanoseconds
 
 Row = dict[str, Any]
 
 FORECAST = Forecast(draft_length=3, serial_s=2.0, overlapped_s=1.5, cycle_s=1.75, tokens=2.5)
+PROMPT = [7, 3, 200, 41, 9]
 ALWAYS = ["steps", "draft", "verify", "verify by layer", "stalls", "governor"]
 
 
@@ -329,19 +331,38 @@ def test_a_real_run(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     assert within(of_lane["verify by layer"], of_lane["verify"])
 
 
-@pytest.mark.parametrize("records", ["all in host memory", "some on disk"])
-def test_a_run_on_a_device_with_streams(
-    records: str, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = Cell(3, "two slots", "own", prefetch="three-phase", cache_policy="lookahead")
-    with host_device(HostDevice(seed=3)):
-        generator, _ = loaded(cell, *folders.of("qwen3_moe", cell), "float32", 32, device="cuda")
-        result = generator.generate([7, 3, 200, 41, 9], max_new_tokens=12, ignore_eos=True)
-        run = generator.last_run
+def on_a_device_with_streams(model: Path, budget: str, seed: int, **options: Any) -> RunStats:
+    with host_device(HostDevice(seed)):
+        generator = Generator.from_pretrained(
+            model, budget, device="cuda", prefetch="three-phase", reader_threads=2, **options
+        )
+        generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
         generator.close()
-    assert run is not None
+    assert generator.last_run is not None
+    return generator.last_run
+
+
+def test_a_run_on_a_device_with_streams(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    run = on_a_device_with_streams(tiny("qwen3_moe"), "2MiB", 3, draft_length=3)
     events = written(run, tmp_path / "trace.json", "PCIe")
-    check_sums(events, run, result.stats)
+    check_sums(events, run, run.summary())
+    names = rows_by_name(events)
+    assert list(names.values()) == [*ALWAYS, "copy stream 0"]
+    lanes = {names[e["tid"]] for e in events if e["ph"] == "X"}
+    assert {"draft", "verify", "verify by layer", "copy stream 0"} <= lanes
+
+
+def test_experts_from_the_disk_on_a_device_with_streams(tmp_path: Path) -> None:
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4}
+    model = write_model(tmp_path / "model", "olmoe", torch.bfloat16, **sizes)
+    run = on_a_device_with_streams(model, "700KiB", 5, draft_length=0, host_budget="700KiB")
+    events = written(run, tmp_path / "trace.json", "PCIe")
+    check_sums(events, run, run.summary())
+    lanes = {name.partition(",")[0] for name in rows_by_name(events).values()} - set(ALWAYS)
+    assert "copy stream 0" in lanes
+    by_disk = lanes - {"copy stream 0"}
+    assert by_disk
+    assert by_disk <= {"disk reader 0 and copy", "disk reader 1 and copy"}
 
 
 def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:
