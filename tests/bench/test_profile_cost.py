@@ -69,7 +69,7 @@ def test_pairs_are_summed_up() -> None:
 
 
 def test_the_interval_is_that_of_the_sign_test() -> None:
-    """Places of the lower value as tables of the test have them (Conover, table of the sign test)."""
+    """By the binomial distribution: at most 5 of 100 samples leave their median outside."""
     assert [interval(range(count)) is None for count in range(1, 7)] == [True] * 5 + [False]
     for count, place in ((6, 1), (8, 1), (9, 2), (12, 3), (20, 6), (25, 8), (50, 18)):
         found = interval(range(1, count + 1))
