@@ -1,4 +1,4 @@
-"""A terminal of the tests' own: a pseudo-terminal of the system, and an emulator at its other end."""
+"""A terminal of the tests' own: the system's pseudo-terminal, with an emulator at the other end."""
 
 import fcntl
 import io
@@ -33,10 +33,7 @@ class Screen(pyte.HistoryScreen):
 
 
 class Terminal:
-    """stream: what is written there is drawn on `screen`, as the system's terminals do it.
-
-    writes  what each read at the other end brought
-    """
+    """stream: what is written there is drawn on `screen`. sent: all of it, as it came"""
 
     def __init__(self, columns: int, lines: int) -> None:
         self._master, slave = pty.openpty()
@@ -56,9 +53,16 @@ class Terminal:
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def resize(self, columns: int, lines: int) -> None:
+        """Take rows away or add some at the bottom, where the cursor stands above. There is no
+        scrolling region then.
+        """
         self.settle()
+        assert self.screen.cursor.y < lines
+        for y in range(lines, self.screen.lines):
+            self.screen.buffer.pop(y, None)
+        self.screen.lines = lines  # the emulator would take rows away at the top
         self.screen.resize(lines, columns)
-        self.screen.set_margins()  # as terminals do
+        self.screen.set_margins()
         self.resize_only(columns, lines)
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""The view below a text: the text stays what it is, whatever is drawn, and nothing is left of it."""
+"""The view below a text: the text stays what it is, and nothing is left of the view."""
 
 import io
 import random
@@ -85,7 +85,8 @@ def written_under_a_view(
     return seen
 
 
-@pytest.mark.parametrize("columns", [40, 41, 80, 100])
+# Even ones: in the last column the emulator keeps half of a character that is two columns wide.
+@pytest.mark.parametrize("columns", [40, 54, 80, 100])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_text_is_whole_and_nothing_else_is_left(
     columns: int, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -121,8 +122,8 @@ def test_the_view_is_below_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
             wrote("the text")
             rows = screen.rows
             assert rows[0] == "the text"
-            view = [row for row in rows[1:] if row]
-            assert rows[-len(view) :] == view
+            view = rows[-7:]
+            assert rows[1:-7] == [""] * 16
             assert view[0].startswith("-- the last  0 steps ---")
             assert view[1].startswith("     1 tokens        - ms a token  draft length    -")
             assert "memory 24 MiB:  slots 12 MiB  draft 8 MiB  kv cache 1 MiB" in view[-1]
@@ -170,7 +171,7 @@ def test_a_terminal_that_changes_its_size(
         steps.recorder.listeners.append(view.hear)
         written = ""
         for at in range(40):
-            if at == 8:
+            if at == 9:  # in the midst of a line
                 screen.resize(columns, lines)
             steps.now_s += EVERY_S
             steps.end()
@@ -328,8 +329,17 @@ def test_standard_output_is_byte_for_byte_the_same(
     arguments = ("generate", tiny("qwen2_moe"), "--prompt", "hello", *ARGUMENTS)
     plain = command(*arguments)
     assert plain.code == 0
-    ended = command(*arguments, "--live")
-    assert (ended.code, ended.out) == (0, plain.out)
+    piped = io.StringIO()
+    with terminal(80, 24) as screen:
+        monkeypatch.setattr(sys, "argv", ["speq", *map(str, arguments), "--live"])
+        monkeypatch.setattr(sys, "stdout", piped)
+        monkeypatch.setattr(sys, "stderr", screen.stream)
+        with pytest.raises(SystemExit):
+            cli.main()
+        screen.settle()
+        assert b"ms a token" in screen.sent
+        assert screen.text[0].startswith("┌")  # nothing but the table behind the run
+    assert piped.getvalue() == plain.out
 
 
 def test_live_without_a_terminal_says_so(
