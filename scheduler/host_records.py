@@ -59,6 +59,10 @@ class HostRecords:
         for at, (layer, expert) in enumerate(tier.contents):
             self._keep(at, ExpertKey(layer, expert))
 
+    def residents(self) -> list[ExpertKey]:
+        """The experts that records hold, in no order; asking is no use of them."""
+        return list(self._at)
+
     def take(self, key: ExpertKey) -> int | None:
         """The record that holds `key`, kept there until `give_back`; None where none does."""
         at = self._at.get(key)

@@ -220,6 +220,9 @@ class ReaderThreads:
                 record(self._recorder, ticket, self._moved_bytes(ticket.key))
                 self._done.append(ticket)
 
+    def held_below(self) -> list[ExpertKey] | None:
+        return None
+
     def quiesce(self) -> None:
         for ticket in self._line.withdraw_all():
             until_finished(ticket)

@@ -156,6 +156,9 @@ class StreamTransfer:
         done, self._done = self._done, []
         return done
 
+    def held_below(self) -> list[ExpertKey] | None:
+        return None if self._tier.resident else self._records.residents()
+
     def quiesce(self) -> None:
         self._quiet = True
         for read in self._line.withdraw_all():

@@ -76,6 +76,10 @@ class ExpertSupply:
             self._report()
         meanwhile()
 
+    def held_below(self) -> list[ExpertKey] | None:
+        """As `TransferEngine.held_below`."""
+        return self._transfer.held_below()
+
     def load(self, key: ExpertKey, priority: Priority) -> bool:
         """See that `key` is in a slot or under way; False if no slot can be had for it now."""
         if key in self._under_way:

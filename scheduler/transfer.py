@@ -112,6 +112,11 @@ class TransferEngine(Protocol):
         their times.
         """
 
+    def held_below(self) -> list[ExpertKey] | None:
+        """Experts in memory that transfers copy from, in no order; None where no such memory lies
+        between the disk and the slots.
+        """
+
     def quiesce(self) -> None:
         """Withdraw all tickets that have not begun and return when nothing is under way."""
 

@@ -135,6 +135,7 @@ class Runtime:
             contextlib.nullcontext() if copy is None else copy.giving_way(),
             watching(None if isinstance(device, Processor) else device.card()) as readings,
         ):
+            stats.readings = readings
             try:
                 yield
             finally:

@@ -350,6 +350,7 @@ class RunStats:
     dense    form of the weights outside the experts
     planned  why, where the planner had that and the draft to weigh
     card     figures of the GPU during the run, where its driver gave any
+    readings what the driver says while the run goes on: `speq.devices.card.CardReading`
     """
 
     start_s: float
@@ -358,6 +359,7 @@ class RunStats:
     dense: str = "raw"
     planned: str | None = None
     card: dict[str, Any] | None = None
+    readings: list[Any] = field(default_factory=list)
     steps: list[StepStats] = field(default_factory=list)
     layers: dict[int, LayerStats] = field(default_factory=dict)
     _details: int = 0

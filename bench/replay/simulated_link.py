@@ -94,6 +94,9 @@ class SimulatedLink:
         self._done += self._ended
         self._ended.clear()
 
+    def held_below(self) -> list[ExpertKey] | None:
+        return None
+
     def quiesce(self) -> None:
         self._advance()
         for _, _, ticket in self._queue:

@@ -35,8 +35,9 @@ class StepRecord:
     number     among all steps of the run, from 0: the prompt is a step
     figures    those fields of `StepStats` that are numbers; times in ms, names ending so
     forecast   what the governor expected of it, times in ms
-    positions  of each drafted token: (stood, choices that its route had named, choices). Where
-               the draft's token did not stand, nobody knows what it should have named
+    positions  of the pending token and of each drafted one: (stood, choices of the exact model
+               that the draft's route had named, choices). Both are 0 where the draft recorded no
+               route, and where the token did not stand: the exact model never had its context
     transfers  [start_ms, end_ms, moved bytes] in order, joined where they touch or overlap
     stalls     [start_ms, end_ms], likewise
     layers     of each MoE layer: [requests, hits, late, used, wasted, stall_ms]

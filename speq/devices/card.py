@@ -7,6 +7,7 @@ for 20 ms at each reading; a thread of its own waits for that.
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ KILO = 1000
 
 @dataclass(frozen=True, slots=True)
 class CardReading:
-    """At one time.
+    """At one time, in seconds of the clock that steps are timed by.
 
     received_bytes_per_s, sent_bytes_per_s  over PCIe, as the card sees it
     link_generation, link_width             of PCIe as it is now: an idle card lowers them
@@ -38,6 +39,7 @@ class CardReading:
     sent_bytes_per_s: int
     link_generation: int
     link_width: int
+    time_s: float
 
 
 class Card(Protocol):
@@ -69,6 +71,7 @@ class NvmlCard:
             sent_bytes_per_s=crossing(nvml.NVML_PCIE_UTIL_TX_BYTES),
             link_generation=nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
             link_width=nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
+            time_s=time.perf_counter(),
         )
 
 

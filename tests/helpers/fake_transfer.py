@@ -96,6 +96,9 @@ class FakeTransfer:
         done, self._done = self._done, []
         return done
 
+    def held_below(self) -> list[ExpertKey] | None:
+        return None
+
     def quiesce(self) -> None:
         self.calls.append("quiesce")
         for ticket in self._in(State.QUEUED):

@@ -18,7 +18,7 @@ from tests.helpers.host_device import HostDevice, host_device
 # `speq.cli` names the command so.
 doctor = importlib.import_module("speq.cli.doctor")
 
-READING = CardReading(2 << 30, 8 << 30, 1800, 9000, 12_000_000_000, 3_000_000, 4, 16)
+READING = CardReading(2 << 30, 8 << 30, 1800, 9000, 12_000_000_000, 3_000_000, 4, 16, 7.5)
 
 
 def nvml(**changed: Any) -> SimpleNamespace:
@@ -48,6 +48,7 @@ def anew() -> Iterator[None]:
 
 def test_a_card_is_found_by_torchs_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card.importlib, "import_module", {"pynvml": nvml()}.__getitem__)
+    monkeypatch.setattr(card.time, "perf_counter", lambda: READING.time_s)
     found = card_of("12-34")
     assert found is not None
     assert found.read() == READING
@@ -109,7 +110,7 @@ def test_readings_grow_while_a_run_goes_on(
 
 
 def test_the_summary_of_readings() -> None:
-    fast = CardReading(3 << 30, 8 << 30, 1500, 9000, 24_000_000_000, 0, 5, 8)
+    fast = CardReading(3 << 30, 8 << 30, 1500, 9000, 24_000_000_000, 0, 5, 8, 8.0)
     assert summary([]) is None
     assert summary([READING, fast]) == {
         "readings": 2,

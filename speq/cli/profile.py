@@ -1,0 +1,84 @@
+"""`speq profile`: one run, recorded: a timeline, its figures, and a page of pictures."""
+
+import contextlib
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from speq.cli import options as opt
+from speq.cli.generate import prompt_of
+from speq.cli.run_report import print_summary
+from speq.config import Model, RunConfig, SamplingParams
+from speq.options.declared import Option, Options
+from speq.options.kinds import File, Text
+
+logger = logging.getLogger("speq")
+
+TRACE, RUN, PAGE = "trace.json", "run.json", "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings(Options):
+    """What is run, and where its record goes."""
+
+    out: Annotated[Path, Option("Folder to write into.", File("a folder"))]
+    prompt: Annotated[
+        str | None,
+        Option("Text to go on from; `-` reads it from standard input.", Text(wanted=None)),
+    ] = None
+    prompt_file: Annotated[
+        Path | None,
+        Option(
+            "File with that text in UTF-8, of any length; its last line end is cut.",
+            File("a text file", readable=True),
+        ),
+    ] = None
+
+
+def profile(
+    model: Model,
+    settings: ProfileSettings,
+    run: RunConfig,
+    sampling: SamplingParams,
+    output: opt.Output,
+) -> None:
+    """Record a run: trace.json for Perfetto, run.json, and report.html, a page of pictures.
+
+    The JSON object has the figures of the run and the paths of these files.
+    """
+    from speq.dashboard.page import write_page
+    from speq.dashboard.recording import Recording
+    from speq.dashboard.run_panels import page_of
+    from speq.files.atomic_file import check_target
+    from speq.measure.timeline import write_trace
+
+    files = {name: settings.out / name for name in (TRACE, RUN, PAGE)}
+    for path in files.values():
+        check_target(path, output.force)
+    output.check()
+    with opt.log_of(output.quiet):
+        prompt = prompt_of(settings.prompt, settings.prompt_file)
+        first = prompt, sampling.max_new_tokens
+        generator = opt.load_generator(model, run, first, output.quiet)
+        with contextlib.closing(generator):
+            with Recording(generator) as recording:
+                tokens = recording.stream(prompt, **asdict(sampling))
+                for _ in opt.counted(tokens, "generating", sampling.max_new_tokens, output.quiet):
+                    pass
+                record = recording.record()
+            done = generator.last_run
+            assert record is not None and done is not None, "a run has ended"
+            write_trace(done, files[TRACE])
+            record.write(files[RUN])
+            write_page(page_of(record), files[PAGE])
+            if done.trimmed:
+                logger.warning(
+                    "the timeline leaves out the first %d steps of the run", done.trimmed
+                )
+    paths = {name: str(path) for name, path in files.items()}
+    output.write({"stats": record.stats, "files": paths})
+    if not output.printed:
+        if not output.quiet:
+            print_summary(record.stats)
+        output.note(f"look at {files[PAGE]}; {files[TRACE]} opens in ui.perfetto.dev")

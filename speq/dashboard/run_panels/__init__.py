@@ -1,0 +1,82 @@
+"""The pictures of a run, in the order in which a page shows them."""
+
+from speq.dashboard.panel import Page, Panel
+from speq.dashboard.run_panels import (
+    bytes_moved,
+    drafts,
+    expectations,
+    layers,
+    memory,
+    overlap,
+    residency,
+    roofline,
+    steps,
+    throughput,
+)
+from speq.dashboard.run_record import RunRecord
+from speq.units import format_bytes
+
+
+def panels_of(run: RunRecord) -> list[Panel]:
+    """All pictures of a run; what it has nothing to show of says so."""
+    return [
+        overlap.panel(run),
+        steps.panel(run),
+        throughput.panel(run),
+        bytes_moved.panel(run),
+        roofline.panel(run),
+        drafts.lengths(run),
+        drafts.positions(run),
+        layers.shares(run),
+        layers.misses(run),
+        residency.panel(run),
+        memory.panel(run),
+        expectations.plan(run),
+        expectations.cycles(run),
+    ]
+
+
+def facts_of(run: RunRecord) -> list[tuple[str, str]]:
+    """What stands above the pictures."""
+    stats = run.stats
+    found = [
+        ("model", run.model),
+        ("machine", f"{run.machine.get('processor')}, {run.machine.get('cores')} cores"),
+        ("device", run.device),
+        ("memory budget", format_bytes(run.memory["budget"])),
+        ("experts", f"{run.experts} in each of {run.layers} layers, as {stats['codec']}"),
+        ("prompt", f"{run.prompt_tokens} tokens"),
+        ("generated", f"{stats['new_tokens']} tokens"),
+        ("time per output token (TPOT)", shown(stats["tpot_ms"], "{:.1f} ms")),
+        ("time to first token (TTFT)", shown(stats["ttft_ms"], "{:.0f} ms")),
+        ("experts found in slots", shown(stats["hit_rate"], "{:.1%}")),
+        ("moved per token", amount(stats["moved_bytes_per_token"])),
+        ("of the link's time hidden", shown(stats["hidden_share"], "{:.1%}")),
+        ("drafted tokens accepted", shown(stats["acceptance_rate"], "{:.1%}")),
+        ("speq", run.version if run.commit is None else f"{run.version} at {run.commit}"),
+    ]
+    if run.options:
+        options = ", ".join(f"{name}={value}" for name, value in run.options.items())
+        found.append(("options", options))
+    if run.planned is not None:
+        found.append(("planned", run.planned))
+    return found
+
+
+def page_of(run: RunRecord) -> Page:
+    """A page of a run."""
+    notes = ["Times are of the machine above, while it did whatever else it did."]
+    if run.left_out:
+        notes.append(
+            f"The pictures of steps show the last {len(run.steps)}; {run.left_out} steps before "
+            "them are left out. The figures above are of all steps."
+        )
+    return Page(f"speq: {run.model}", facts_of(run), panels_of(run), notes)
+
+
+def shown(value: float | None, form: str) -> str:
+    return "none" if value is None else form.format(value)
+
+
+def amount(size: float | None) -> str:
+    return "none" if size is None else format_bytes(int(size))

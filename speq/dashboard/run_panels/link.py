@@ -1,0 +1,14 @@
+"""What experts come over, in words."""
+
+from speq.dashboard.run_record import RunRecord
+
+NAMES = {"disk": "the disk", "PCIe": "PCIe"}
+ACTS = {"disk": "reading from the disk", "PCIe": "copying over PCIe"}
+
+
+def name_of(run: RunRecord) -> str:
+    return NAMES[run.link]
+
+
+def act_of(run: RunRecord) -> str:
+    return ACTS[run.link]

@@ -1,0 +1,49 @@
+"""The memory budget, item by item."""
+
+from speq.dashboard.figures import PATTERNS, bars, layout
+from speq.dashboard.panel import Panel, Table
+from speq.dashboard.run_record import RunRecord
+
+MIB = 1 << 20
+# Beside the budget, not of it.
+BESIDE = ("host_records", "host_pinned")
+
+
+def panel(run: RunRecord) -> Panel:
+    items = {
+        name: size
+        for name, size in run.memory.items()
+        if size and name != "budget" and name not in BESIDE
+    }
+    beside = {name: run.memory[name] for name in BESIDE if run.memory.get(name)}
+    data = [
+        {
+            **bars(
+                name.replace("_", " "),
+                [round(size / MIB, 3)],
+                ["budget"],
+                "rest" if name == "unused" else str(at % 8 + 1),
+                PATTERNS[at % len(PATTERNS)],
+            ),
+            "orientation": "h",
+            "hovertemplate": "%{x:,.1f} MiB<extra>%{fullData.name}</extra>",
+        }
+        for at, (name, size) in enumerate(items.items())
+    ]
+    budget = run.memory["budget"]
+    return Panel(
+        "memory",
+        "The memory budget, item by item",
+        "The bar is the whole budget, and each part of it is what one item takes.",
+        data,
+        layout("MiB", "the device's memory", barmode="stack", yaxis_showticklabels=False),
+        Table(
+            ("item", "bytes", "of the budget"),
+            [[name.replace("_", " "), size, size / budget] for name, size in items.items()]
+            + [
+                [f"{name.replace('_', ' ')}, beside it", size, None]
+                for name, size in beside.items()
+            ],
+        ),
+        height_px=260,
+    )

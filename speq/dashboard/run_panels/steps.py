@@ -1,0 +1,102 @@
+"""Where each step's time went, and its link's."""
+
+from dataclasses import dataclass
+
+from speq.dashboard.figures import bars, layout
+from speq.dashboard.panel import Panel, Table
+from speq.dashboard.run_panels.link import act_of
+from speq.dashboard.run_record import RunRecord, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A step's milliseconds: of the computation, which add up to the step, and of the link.
+
+    draft, verify  without waiting that fell into the verification; a prompt's step has neither
+    prompt         running the prompt, without waiting
+    """
+
+    draft: float
+    verify: float
+    prompt: float
+    stall: float
+    rest: float
+    hidden: float
+    exposed: float
+
+
+def parts_of(step: StepRecord) -> Parts:
+    """Waiting happens while verifying, or while a prompt is run."""
+    figures, whole_ms = step.figures, step.end_ms - step.start_ms
+    stall_ms = min(figures["stall_ms"], whole_ms)
+    hidden_ms = max(figures["link_ms"] - figures["exposed_ms"], 0.0)
+    if step.phase != "decode":
+        return Parts(0, 0, whole_ms - stall_ms, stall_ms, 0, hidden_ms, figures["exposed_ms"])
+    verify_ms = max(figures["verify_ms"] - stall_ms, 0.0)
+    rest_ms = max(whole_ms - figures["draft_ms"] - verify_ms - stall_ms, 0.0)
+    return Parts(
+        figures["draft_ms"], verify_ms, 0, stall_ms, rest_ms, hidden_ms, figures["exposed_ms"]
+    )
+
+
+def panel(run: RunRecord) -> Panel:
+    decode = [step for step in run.steps if step.phase == "decode"]
+    parts = [parts_of(step) for step in decode]
+    numbers = [step.number for step in decode]
+    above = {
+        "drafting": ([each.draft for each in parts], "draft", "\\"),
+        "verifying": ([each.verify for each in parts], "verify", ""),
+        "waiting for experts": ([each.stall for each in parts], "stall", "/"),
+        "the rest": ([each.rest for each in parts], "rest", "."),
+    }
+    below = {
+        f"{act_of(run)}, hidden": ([-each.hidden for each in parts], "hidden", ""),
+        f"{act_of(run)} while waiting": ([-each.exposed for each in parts], "transfer", "x"),
+    }
+    hover = "step %{x}: %{customdata:.2f} ms<extra>%{fullData.name}</extra>"
+    data = [
+        bars(
+            name,
+            numbers,
+            [round(value, 3) for value in values],
+            colour,
+            pattern,
+            customdata=[abs(value) for value in values],
+            hovertemplate=hover,
+        )
+        for name, (values, colour, pattern) in (above | below).items()
+    ]
+    return Panel(
+        "steps",
+        "Time of each step",
+        "A bar above the line is one step's time by what was done, and the bar below it is the "
+        "time in which the link was busy meanwhile.",
+        data,
+        layout("step", "ms: link below, step above", barmode="relative", bargap=0.15),
+        Table(
+            (
+                *("step", "drafted", "accepted", "emitted", "step (ms)", "drafting (ms)"),
+                *("verifying (ms)", "waiting (ms)", "the rest (ms)"),
+                *("link, hidden (ms)", "link, exposed (ms)", "transfers, summed (ms)"),
+            ),
+            [
+                [
+                    step.number,
+                    step.figures["draft_length"],
+                    step.figures["accepted"],
+                    step.figures["emitted"],
+                    round(step.end_ms - step.start_ms, 3),
+                    each.draft,
+                    round(each.verify, 3),
+                    each.stall,
+                    round(each.rest, 3),
+                    round(each.hidden, 3),
+                    each.exposed,
+                    step.figures["transfer_ms"],
+                ]
+                for step, each in zip(decode, parts, strict=True)
+            ],
+        ),
+        absent="" if decode else "The run has no step behind its prompt.",
+        height_px=420,
+    )
