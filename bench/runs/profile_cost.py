@@ -19,7 +19,7 @@ from typing import Any
 
 from speq.bench.rotation import rotated
 from speq.bench.settings import ProfileCostSettings as Settings
-from speq.dashboard import recording
+from speq.dashboard.recording import Recording
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, read_prompts
@@ -88,10 +88,10 @@ def timed(
 ) -> Timed:
     """Run each text to its full length, with recording or without."""
     tokens, time_s = 0, 0.0
-    with recording.Recording(generator) if on else nullcontext():
+    with Recording(generator) if on else nullcontext(generator) as source:
         listeners = len(generator.runtime.recorder.listeners)
         for prompt in prompts:
-            stream = generator.stream(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+            stream = source.stream(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
             next(stream)
             start_s = clock()
             tokens += sum(1 for _ in stream)

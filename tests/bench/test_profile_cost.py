@@ -6,6 +6,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from speq import Generator, SpeqError
@@ -24,6 +25,7 @@ class Heard:
 
     def __init__(self, generator: Generator) -> None:
         self.listeners = generator.runtime.recorder.listeners
+        self.stream = generator.stream
 
     def __enter__(self) -> "Heard":
         self.runs.append([])
@@ -81,6 +83,14 @@ def test_the_interval_is_that_of_the_sign_test() -> None:
     assert interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (1.0, 6.0)
 
 
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Two that the small models have room for."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one and two"}\n{"prompt": "three"}\n')
+    return path
+
+
 def settings(**changes: Any) -> profile_cost.Settings:
     given: dict[str, Any] = {
         "memory_budget": "2MiB",
@@ -93,10 +103,10 @@ def settings(**changes: Any) -> profile_cost.Settings:
 
 
 def test_pairs_alternate_in_one_generator(
-    tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Folder, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Heard.runs = []
-    monkeypatch.setattr(profile_cost.recording, "Recording", Heard, raising=False)
+    monkeypatch.setattr(profile_cost, "Recording", Heard)
     order: list[bool] = []
     timed = profile_cost.timed
 
@@ -106,8 +116,9 @@ def test_pairs_alternate_in_one_generator(
 
     monkeypatch.setattr(profile_cost, "timed", noted)
     told = Told()
+    target, clock = tmp_path / "cost.json", Ticks(Heard.runs)
     report = profile_cost.run(
-        str(tiny("qwen2_moe")), settings(), tmp_path / "cost.json", False, told, Ticks(Heard.runs)
+        str(tiny("qwen2_moe")), settings(prompts=prompts), target, False, told, clock
     )
     assert told.steps("measuring pairs") == 4
     assert order == [False, True, True, False, False, True, True, False]
@@ -121,7 +132,30 @@ def test_pairs_alternate_in_one_generator(
     seconds = [2 + sum(step.phase == "decode" for step in run) for run in Heard.runs[1:]]
     assert row["pairs_ms"] == [[2e3 / tokens, 1e3 * each / tokens] for each in seconds]
     assert row["slower"] == 1
-    assert json.loads((tmp_path / "cost.json").read_text())["rows"] == report.rows
+    assert json.loads(target.read_text())["rows"] == report.rows
+
+
+def test_a_real_recording_is_attached_and_taken_away(
+    tiny: Folder, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    close = Generator.close
+
+    def closed(self: Generator) -> None:
+        left.append(len(self.runtime.recorder.listeners))
+        close(self)
+
+    monkeypatch.setattr(Generator, "close", closed)
+    given = settings(pairs=6, prompts=prompts)
+    report = profile_cost.run(str(tiny("qwen2_moe")), given, None, force=False)
+    (row,) = report.rows
+    assert (row["listeners_off"], row["listeners_on"], left) == (0, 1, [0])
+    off, on = zip(*row["pairs_ms"], strict=True)
+    ratios = [b / a for a, b in row["pairs_ms"]]
+    assert (row["tpot_off_ms"], row["tpot_on_ms"]) == (np.median(off), np.median(on))
+    assert row["ratio"] == np.median(ratios)
+    # Of 32 samples of six, all but one have their median between the least and the most.
+    assert (row["ratio_low"], row["ratio_high"]) == (min(ratios), max(ratios))
 
 
 @pytest.mark.parametrize(

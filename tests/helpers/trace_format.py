@@ -123,7 +123,9 @@ def nanoseconds(microseconds: float) -> int:
 
 
 def crossing(events: list[Row]) -> list[tuple[Row, Row]]:
-    """Pairs of complete events of a lane that overlap, neither within the other."""
+    """Complete events of a lane that overlap, neither within the other: a pair for each such event
+    and the innermost one that was under way when it began.
+    """
     lanes: dict[tuple[int, int], list[tuple[int, int, Row]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":

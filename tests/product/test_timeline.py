@@ -225,7 +225,10 @@ def test_spans_that_cross_are_found() -> None:
 
     within = [span(0, 10), span(0, 4), span(4, 10), span(5, 6), span(10, 12), span(3, 11, tid=2)]
     assert crossing(within) == []
-    assert crossing([*within, span(9, 11)]) == [(span(4, 10), span(9, 11))]
+    assert crossing([*within, span(9, 11)]) == [
+        (span(4, 10), span(9, 11)),
+        (span(9, 11), span(10, 12)),
+    ]
     assert crossing([span(0, 1), span(0.999, 2)]) == [(span(0, 1), span(0.999, 2))]
 
 
