@@ -356,6 +356,22 @@ class SoakSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileCostSettings(Options):
+    """run: how texts are run, a draft length among it."""
+
+    memory_budget: BudgetText
+    pairs: Annotated[
+        int, Option("Pairs of runs, with recording and without, behind one to try.", Whole(1))
+    ] = 20
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 2
+    max_new_tokens: MaxNewTokens = 64
+    run: Annotated[dict[str, Any], Some(RunConfig, without=("memory_budget",))] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GovernorSettings(Options):
     """run: what all runs share."""
 

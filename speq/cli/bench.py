@@ -126,6 +126,12 @@ BENCHES = (
         "Texts one behind the other for a while: whether memory stays what it was.",
     ),
     Bench(
+        "profile-cost",
+        "runs.profile_cost",
+        declared.ProfileCostSettings,
+        "What it costs to record a run for pictures: the same texts with it and without, in turns.",
+    ),
+    Bench(
         "equal-memory",
         "paper.equal_memory",
         declared.EqualMemorySettings,

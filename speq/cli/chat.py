@@ -10,6 +10,7 @@ import typer
 from speq.cli import options as opt
 from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
 from speq.cli.from_dataclass import But
+from speq.cli.live import Live, check_live, live_view
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import SpeqError
@@ -30,6 +31,7 @@ class ChatSettings(Options):
     system: Annotated[str | None, Option("A system message to begin with.", Text(wanted=None))] = (
         None
     )
+    live: Live = False
 
 
 def chat(
@@ -42,6 +44,7 @@ def chat(
     """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
     drawing = asdict(sampling)
     max_new_tokens = drawing.pop("max_new_tokens")
+    live = check_live(settings.live, output.quiet)
     conversation = Conversation(settings.system)
     # Refused before it is loaded: a model without a template, a system message too long for it.
     first = conversation.messages("Hello"), 1
@@ -53,7 +56,7 @@ def chat(
             budget = format_bytes(run.memory_budget)
             tell(f"{model} within {budget}, context {generator.max_context} tokens")
             tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
-        talk = Talk(generator, conversation, max_new_tokens, drawing, quiet=output.quiet)
+        talk = Talk(generator, conversation, max_new_tokens, drawing, quiet=output.quiet, live=live)
         talk.run(interactive=sys.stdin.isatty())
     # Nobody is there to ask again: what reads the output learns that answers are missing.
     if talk.refused and not sys.stdin.isatty():
@@ -67,6 +70,7 @@ class Talk:
     stats    of the last answer
     refused  lines that could not be obeyed: turns that did not fit, files that exist
     quiet    no progress and no figures behind answers
+    live     a view of each answer while it comes
     """
 
     generator: "Generator"
@@ -76,6 +80,7 @@ class Talk:
     stats: dict[str, Any] = field(default_factory=dict)
     refused: int = 0
     quiet: bool = False
+    live: bool = False
 
     def run(self, interactive: bool) -> None:
         """Take lines to the end. Where nobody types, an interrupt ends it, as it ends any program.
@@ -155,7 +160,10 @@ class Talk:
             )
         finished: dict[str, Any] = {}
         turn: Turn | None = None
-        with opt.progress_bar(self.quiet) as progress:
+        with (
+            opt.progress_bar(self.quiet) as progress,
+            live_view(self.generator, self.live) as wrote,
+        ):
             stream = self.generator.stream(
                 prompt_ids,
                 max_new_tokens=min(self.max_new_tokens, room),
@@ -171,6 +179,7 @@ class Talk:
                     turn.answer += token.text
                     sys.stdout.write(token.text)
                     sys.stdout.flush()
+                    wrote(token.text)
         if turn is None:
             tell("\nstopped before the answer began; the question was taken back")
         else:

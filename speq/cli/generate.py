@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
+from speq.cli.live import Live, check_live, live_view
 from speq.cli.run_report import print_explanation, print_layers, print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.governor.explanation import explain
@@ -46,6 +47,7 @@ class GenerateSettings(Options):
         Path | None,
         Option("Write a timeline of the run, which Perfetto opens (ui.perfetto.dev).", File()),
     ] = None
+    live: Live = False
 
 
 def generate(
@@ -64,13 +66,15 @@ def generate(
 
     check_target(settings.trace, output.force)
     output.check()
+    live = check_live(settings.live, output.quiet)
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
         generator = opt.load_generator(model, run, first, output.quiet)
         with contextlib.closing(generator):
             shown = not output.printed
-            answer = _answer(generator, prompt, sampling, settings, output)
+            echoed = prompt if settings.echo else ""
+            answer = _answer(generator, prompt, sampling, echoed, live, output)
             output.write(answer)
             if shown and not output.quiet:
                 print_summary(answer["stats"])
@@ -81,7 +85,8 @@ def generate(
             if settings.explain:
                 print_explanation(explain(done.steps), done.planned)
             if settings.trace is not None:
-                write_trace(done, settings.trace)
+                on_cpu = generator.runtime.device.type == "cpu"
+                write_trace(done, settings.trace, "disk" if on_cpu else "PCIe")
                 if done.trimmed:
                     logger.warning(
                         "the timeline leaves out the first %d steps of the run", done.trimmed
@@ -117,15 +122,17 @@ def _answer(
     generator: "Generator",
     prompt: str,
     sampling: SamplingParams,
-    settings: GenerateSettings,
+    echoed: str,
+    live: bool,
     output: opt.Output,
 ) -> dict[str, Any]:
-    """Run the prompt, and write the text as it comes."""
+    """Run the prompt, and write the text as it comes. echoed: what goes before it."""
     shown = not output.printed
     finished: dict[str, Any] = {}
     pieces, ids = [], []
     with (
         opt.progress_bar(output.quiet) as progress,
+        live_view(generator, live) as wrote,
         contextlib.closing(
             generator.stream(
                 prompt,
@@ -136,13 +143,14 @@ def _answer(
         ) as tokens,
     ):
         # Nothing is written before it is known that the prompt can be run.
-        text = prompt if settings.echo else ""
+        text = echoed
         for token in tokens:
             pieces.append(token.text)
             ids.append(token.id)
             if shown:
                 sys.stdout.write(text + token.text)
                 sys.stdout.flush()
+                wrote(text + token.text)
             text = ""
     if shown:
         sys.stdout.write("\n")

@@ -1,78 +1,175 @@
-"""A run as a timeline, in the Chrome trace format that Perfetto and chrome://tracing open.
+"""A run as a timeline, in the trace event format that Perfetto and chrome://tracing open.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from speq.files.atomic_file import write_whole
 from speq.stats import Event, RunStats, StepStats
 
-# Rows of the picture; readers follow.
-STEPS, LAYERS, STALLS, READERS = range(1, 5)
-ROW_OF = {"draft": STEPS, "verify": STEPS, "prefill": STEPS, "layer": LAYERS, "stall": STALLS}
+# What experts come over.
+Link = Literal["disk", "PCIe"]
+Row = dict[str, Any]
+
 PID = 1
+# Lanes that every picture has, and those of transfers behind them.
+STEPS, DRAFT, VERIFY, LAYERS, STALLS, GOVERNOR, TRANSFERS = range(1, 8)
+LANES = {
+    STEPS: "steps",
+    DRAFT: "draft",
+    VERIFY: "verify",
+    LAYERS: "verify by layer",
+    STALLS: "stalls",
+    GOVERNOR: "governor",
+}
+# The prompt is run by the exact model, as what is verified.
+LANE_OF = {"draft": DRAFT, "verify": VERIFY, "prefill": VERIFY, "layer": LAYERS, "stall": STALLS}
 
 
-def trace_events(run: RunStats) -> Iterator[dict[str, Any]]:
-    """The events of a run, in the order of steps; times are microseconds since it was asked for."""
-    names = {STEPS: "steps", LAYERS: "layers", STALLS: "waiting for experts"}
-    readers = {event.reader for step in run.steps for event in step.events}
-    names |= {READERS + reader: f"reader {reader}" for reader in readers if reader is not None}
-    for row, name in sorted(names.items()):
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Where a picture's time begins, in seconds of the recorder's clock.
+
+    Times are whole nanoseconds, so that what lies within other spans does so in the file too.
+    """
+
+    at_s: float
+
+    def nanoseconds(self, at_s: float) -> int:
+        return round((at_s - self.at_s) * 1e9)
+
+    def point(self, at_s: float) -> dict[str, float]:
+        return {"ts": self.nanoseconds(at_s) / 1e3}
+
+    def span(self, start_s: float, end_s: float) -> dict[str, float]:
+        start, end = self.nanoseconds(start_s), self.nanoseconds(end_s)
+        return {"ts": start / 1e3, "dur": (end - start) / 1e3}
+
+
+# The name of a reader or copy stream, and the number among its lanes: the spans of a lane may not
+# cross, so that transfers that overlap others of their reader lie in lanes beside.
+Lane = tuple[str, int]
+
+
+def transfer_lanes(run: RunStats, link: Link) -> dict[int, Lane]:
+    """The lane of each transfer, by the event's id."""
+    transfers = [event for step in run.steps for event in step.events if event.kind == "transfer"]
+    placed: dict[int, Lane] = {}
+    until_s: dict[str, list[float]] = {}  # of each lane of a reader
+    for event in sorted(transfers, key=lambda event: event.start_s):
+        carrier = _carrier(event, link)
+        ends = until_s.setdefault(carrier, [])
+        free = (at for at, end_s in enumerate(ends) if end_s <= event.start_s)
+        at = next(free, len(ends))
+        ends[at : at + 1] = [event.end_s]
+        placed[id(event)] = carrier, at
+    return placed
+
+
+def _carrier(event: Event, link: Link) -> str:
+    reader = event.reader or 0
+    if link == "disk":
+        return f"reader {reader}"
+    # What a reader brought to host memory first has a span of both.
+    return f"disk reader {reader} and copy" if event.read_bytes else f"copy stream {reader}"
+
+
+def trace_events(run: RunStats, link: Link = "disk") -> Iterator[Row]:
+    """The events of a run: names of lanes first, then step by step.
+
+    Times are microseconds since the run was asked for. Where a transfer of before ended within the
+    run, they are microseconds since that began.
+    """
+    begun = [event.start_s for step in run.steps for event in step.events]
+    zero = Zero(min([run.start_s, *begun]))
+    placed = transfer_lanes(run, link)
+    lanes = sorted(set(placed.values()), key=lambda lane: (len(lane[0]), lane))
+    rows = {lane: TRANSFERS + at for at, lane in enumerate(lanes)}
+    yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": "speq"}}
+    beside = {
+        row: f"{carrier}, beside ({at})" if at else carrier for (carrier, at), row in rows.items()
+    }
+    for row, name in (LANES | beside).items():
         thread = {"ph": "M", "pid": PID, "tid": row}
         yield thread | {"name": "thread_name", "args": {"name": name}}
         yield thread | {"name": "thread_sort_index", "args": {"sort_index": row}}
     for number, step in enumerate(run.steps):
-        yield from _step(number, step, run.start_s)
+        yield _step(number, step, zero)
+        if step.phase == "decode":
+            yield _decision(number, step, zero)
+        # What encloses others comes first where two begin together.
+        for event in sorted(step.events, key=lambda event: (event.start_s, -event.end_s)):
+            yield {
+                "ph": "X",
+                "pid": PID,
+                "tid": rows[placed[id(event)]] if id(event) in placed else LANE_OF[event.kind],
+                "name": _name(event),
+                "cat": event.kind,
+                **zero.span(event.start_s, event.end_s),
+                "args": {"step": number} | _arguments(event),
+            }
+        yield from _counters(step, step.start_s, zero)
+    if run.steps:  # a counter keeps its value up to the next one
+        yield from _counters(StepStats("end"), run.steps[-1].end_s, zero)
 
 
-def _step(number: int, step: StepStats, start_s: float) -> Iterator[dict[str, Any]]:
-    yield {
+def _step(number: int, step: StepStats, zero: Zero) -> Row:
+    return {
         "ph": "X",
         "pid": PID,
         "tid": STEPS,
         "name": f"{step.phase} {number}",
-        **_span(step.start_s, step.end_s, start_s),
+        "cat": "step",
+        **zero.span(step.start_s, step.end_s),
         "args": {
+            "step": number,
             "draft_length": step.draft_length,
             "accepted": step.accepted,
             "emitted": step.emitted,
-            "reason": step.reason,
             "moved_bytes": step.moved_bytes,
-            "hits": step.hits,
             "requests": step.requests,
+            "hits": step.hits,
         },
     }
-    # What encloses others comes first where two begin together.
-    for event in sorted(step.events, key=lambda event: (event.start_s, -event.end_s)):
-        yield {
-            "ph": "X",
-            "pid": PID,
-            "tid": _row(event),
-            "name": _name(event),
-            **_span(event.start_s, event.end_s, start_s),
-            "cat": event.kind,
-            "args": _arguments(event),
-        }
-    yield {
-        "ph": "C",
+
+
+def _decision(number: int, step: StepStats, zero: Zero) -> Row:
+    return {
+        "ph": "i",
+        "s": "t",
         "pid": PID,
-        "name": "bytes of the step",
-        "ts": (step.end_s - start_s) * 1e6,
-        "args": {"ahead": step.ahead_bytes, "on demand": step.moved_bytes - step.ahead_bytes},
+        "tid": GOVERNOR,
+        "name": f"k={step.draft_length}",
+        "cat": "decision",
+        **zero.point(step.start_s),
+        "args": {
+            "step": number,
+            "draft_length": step.draft_length,
+            "ground": step.ground,
+            "reason": step.reason,
+            "forecast": step.forecast and asdict(step.forecast),
+        },
     }
 
 
-def _span(begin_s: float, end_s: float, start_s: float) -> dict[str, float]:
-    return {"ts": (begin_s - start_s) * 1e6, "dur": (end_s - begin_s) * 1e6}
-
-
-def _row(event: Event) -> int:
-    return READERS + (event.reader or 0) if event.kind == "transfer" else ROW_OF[event.kind]
+def _counters(step: StepStats, at_s: float, zero: Zero) -> Iterator[Row]:
+    """Series of one counter are drawn on top of each other: together they are a whole."""
+    missed = step.requests - step.hits - step.late
+    counters: dict[str, dict[str, int]] = {
+        "bytes moved": {
+            "ahead": step.ahead_bytes,
+            "on demand": step.moved_bytes - step.ahead_bytes,
+        },
+        "bytes of rejected tokens": {"rejected": step.rejected_bytes},
+        "experts asked for": {"hits": step.hits, "late": step.late, "missed": missed},
+    }
+    for name, values in counters.items():
+        yield {"ph": "C", "pid": PID, "name": name, **zero.point(at_s), "args": values}
 
 
 def _name(event: Event) -> str:
@@ -88,10 +185,15 @@ def _arguments(event: Event) -> dict[str, Any]:
         return {}
     cause = "ahead" if event.ahead else "on demand"
     found: dict[str, Any] = {"layer": event.layer, "expert": event.expert, "asked for": cause}
-    return found | ({"moved_bytes": event.moved_bytes} if event.moved_bytes else {})
+    if event.kind == "stall":
+        return found
+    return found | {"moved_bytes": event.moved_bytes, "read_bytes": event.read_bytes}
 
 
-def write_trace(run: RunStats, path: Path) -> None:
-    """Write a run's timeline, whole or not at all. Raises SpeqError where that cannot be done."""
-    content = json.dumps({"traceEvents": list(trace_events(run)), "displayTimeUnit": "ms"})
+def write_trace(run: RunStats, path: Path, link: Link = "disk") -> None:
+    """Write a run's timeline, whole or not at all. Raises SpeqError where that cannot be done.
+
+    link  what experts came over, which says whether readers or copy streams carried them
+    """
+    content = json.dumps({"traceEvents": list(trace_events(run, link)), "displayTimeUnit": "ms"})
     write_whole(path, content.encode())
