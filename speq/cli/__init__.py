@@ -16,6 +16,7 @@ from speq.cli.options import broken_pipe
 from speq.cli.pack import pack
 from speq.cli.plan import plan
 from speq.cli.quantize import quantize
+from speq.cli.report import report
 from speq.cli.tune import tune
 from speq.errors import SpeqError
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, check, pack, quantize, plan, tune, doctor):
+for function in (generate, chat, check, pack, quantize, plan, tune, doctor, report):
     app.command()(command(function))
 app.add_typer(bench_app, name="bench")
 
