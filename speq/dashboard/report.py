@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.dashboard.bench_panels.kinds import kind_of
-from speq.dashboard.bench_panels.picture import letters
+from speq.dashboard.bench_panels.picture import slug
 from speq.dashboard.bench_panels.rows import settings_of
 from speq.dashboard.panel import Page, Panel
 from speq.dashboard.run_record import FORMAT, run_of
@@ -46,8 +46,8 @@ def page_of(paths: Sequence[Path]) -> Page:
         else:
             sources.append(source_of(path))
     if not sources:
-        said = f"; {left_out[0]}" if left_out else ""
-        raise SpeqError(f"{', '.join(map(str, paths))} holds nothing to draw{said}; {WANTED}")
+        said = f": {left_out[0]}" if left_out else f"; {WANTED}"
+        raise SpeqError(f"{', '.join(map(str, paths))} holds nothing to draw{said}")
     return page_of_sources(sources, left_out)
 
 
@@ -120,7 +120,7 @@ def page_of_sources(sources: Sequence[Source], left_out: Iterable[str] = ()) -> 
     panels = [
         replace(
             panel,
-            name=f"{letters(source.name)}-{panel.name}",
+            name=f"{slug(source.name)}-{panel.name}",
             title=f"{panel.title} ({source.name})",
         )
         for source in sources
@@ -132,26 +132,17 @@ def page_of_sources(sources: Sequence[Source], left_out: Iterable[str] = ()) -> 
 
 
 def distinctly_named(panels: Iterable[Panel]) -> list[Panel]:
-    """The panels, each of whose names only one has: others go on with -b, -c and so on."""
+    """The panels, each of whose names only one has: others go on with -2, -3 and so on."""
     taken: set[str] = set()
     found = []
     for panel in panels:
         name, number = panel.name, 1
         while name in taken:
             number += 1
-            name = f"{panel.name}-{numeral(number)}"
+            name = f"{panel.name}-{number}"
         taken.add(name)
         found.append(panel if name == panel.name else replace(panel, name=name))
     return found
-
-
-def numeral(number: int) -> str:
-    """A number from 1 in letters: a to z, then aa."""
-    text = ""
-    while number:
-        number, digit = divmod(number - 1, 26)
-        text = chr(ord("a") + digit) + text
-    return text
 
 
 def bench_facts(report: dict[str, Any]) -> list[Fact]:

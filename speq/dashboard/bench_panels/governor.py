@@ -1,6 +1,6 @@
 """Panels of `speq bench governor`: fixed draft lengths and auto, by kind of prompt and budget."""
 
-from speq.dashboard.bench_panels.picture import by_name, letters, picture
+from speq.dashboard.bench_panels.picture import by_name, picture, slug
 from speq.dashboard.bench_panels.rows import Column, Row, distinct, label, rows_of, share, table_of
 from speq.dashboard.panel import Panel
 
@@ -54,7 +54,7 @@ def panels(report: Row) -> list[Panel]:
 
 def _times(budget: str, rows: list[Row], columns: tuple[Column, ...]) -> Panel:
     return picture(
-        f"tpot-{letters(budget)}",
+        f"tpot-{slug(budget)}",
         f"Time per output token, {budget}",
         "Lower is faster: points are medians over rounds, and error bars go from the least to the "
         "most.",

@@ -1,6 +1,6 @@
 """Panels of `speq bench kernels`: how near to the memory's speed kernels run, by rows."""
 
-from speq.dashboard.bench_panels.picture import by_figure, by_name, letters, picture
+from speq.dashboard.bench_panels.picture import by_figure, by_name, picture, slug
 from speq.dashboard.bench_panels.rows import (
     Column,
     Row,
@@ -42,7 +42,7 @@ def panels(report: Row) -> list[Panel]:
 
 def _measured(shape: str, rows: list[Row], columns: tuple[Column, ...]) -> Panel:
     return picture(
-        f"share-{letters(shape)}",
+        f"share-{slug(shape)}",
         f"Speed of kernels, {shape}",
         "At 100% a kernel reads its experts as fast as a plain read of memory beside it.",
         by_name(rows, CALL_ROWS, KERNEL, SHARE),
@@ -64,7 +64,7 @@ def _computed(report: Row) -> list[Panel]:
         series = [("issuing instructions", ISSUE, None), ("reading bytes", BYTES, None)]
         found.append(
             picture(
-                f"issue-{letters(shape)}",
+                f"issue-{slug(shape)}",
                 f"What kernels take on cards, {shape}",
                 "A call takes the longer of both times at the least; they are computed.",
                 by_figure(mine, where, series),

@@ -1,6 +1,6 @@
 """Panels of `speq bench memory`: a draft and its target as they share more (MoE-SpeQ's Table 2)."""
 
-from speq.dashboard.bench_panels.picture import by_figure, letters, picture
+from speq.dashboard.bench_panels.picture import by_figure, picture, slug
 from speq.dashboard.bench_panels.rows import (
     Column,
     Row,
@@ -41,7 +41,7 @@ def panels(report: Row) -> list[Panel]:
 
 def _panel(model: str, way: str, rows: list[Row]) -> Panel:
     return picture(
-        f"memory-{letters(model)}-{letters(way)}",
+        f"memory-{slug(model)}-{slug(way)}",
         f"Memory of draft and target, {model}: {COUNTED.get(way, way)}",
         "A bar is all memory, from its bottom: the draft's own, the target's own, and what both "
         "share.",

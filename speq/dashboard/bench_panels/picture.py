@@ -1,5 +1,6 @@
 """A panel from series of figures: bars, points or lines that differ by more than their colour."""
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,7 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 # Figures that differ by as much are drawn on a scale of powers.
 LOG_FROM = 10.0
 POINT_PX = 10
+ALLOWED = frozenset(string.ascii_lowercase + string.digits)
 Trace = dict[str, Any]
 
 
@@ -111,15 +113,13 @@ def heat_map(
     table: Table,
     **vertical: Any,
 ) -> Panel:
-    """A panel of cells, the fuller the more. trace: x, y, z, and what else it takes."""
-    colours = [[0, "@grid"], [1, "@1"]]
+    """A panel of cells in the page's own colours. trace: x, y, z, and what else it takes."""
     layout = {"xaxis": axis(axes[0]), "yaxis": axis(axes[1], **vertical)}
-    drawn = {"type": "heatmap", "colorscale": colours, "hoverongaps": False} | trace
-    return Panel(name, title, aid, [drawn], layout, table)
+    return Panel(name, title, aid, [{"type": "heatmap"} | trace], layout, table)
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, "automargin": True} | more
+    return {"title": {"text": title}} | more
 
 
 def log_axis(title: str) -> dict[str, Any]:
@@ -131,10 +131,10 @@ def far_apart(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
-def letters(text: Any) -> str:
-    """Of any text, what may stand in a panel's name: small letters and hyphens."""
-    kept = "".join(each if "a" <= each <= "z" else "-" for each in str(text).lower())
-    return "-".join(filter(None, kept.split("-"))) or "x"
+def slug(text: Any) -> str:
+    """Of any text, what may stand in a panel's name: small letters, digits and hyphens."""
+    kept = "".join(each if each in ALLOWED else "-" for each in str(text).lower())
+    return "-".join(filter(None, kept.split("-"))) or "unnamed"
 
 
 def _trace(at: int, series: Series, mark: Mark, numeric: bool) -> Trace:

@@ -1,6 +1,6 @@
 """Panels of `speq bench transfer`: experts from disk beside plain reads of the same files."""
 
-from speq.dashboard.bench_panels.picture import by_name, letters, picture
+from speq.dashboard.bench_panels.picture import by_name, picture, slug
 from speq.dashboard.bench_panels.rows import (
     Column,
     Row,
@@ -37,7 +37,7 @@ def panels(report: Row) -> list[Panel]:
 
 def _panel(store: str, rows: list[Row]) -> Panel:
     return picture(
-        f"speed-{letters(store)}",
+        f"speed-{slug(store)}",
         f"Reading experts from {store}",
         "Experts come as fast as the disk gives them where their bars reach those of plain reads.",
         by_name(rows, READERS, WHAT, RATE),
