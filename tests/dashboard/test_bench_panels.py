@@ -183,7 +183,7 @@ def prefill(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def schedule(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
-    memory, where = row["fraction"] * 100, f"{row['fraction']:.0%}, {row['system']}"
+    memory, where = f"{row['fraction'] * 100:g}", f"{row['fraction']:.0%}, {row['system']}"
     yield "tpot", "time", where, row["tpot_ms"]
     yield "tpot", "floor", where, row["floor_ms"]
     yield "moved", row["system"], memory, row["moved_bytes_per_token"] * MB

@@ -39,17 +39,12 @@ def panels(report: Row) -> list[Panel]:
         bits, of_all = row["entropy_bits"], row["entropy_share"]
         row["even_bits"] = bits / of_all * 100 if bits and of_all else None
     layers = [row for row in rows if row["layer"] != ALL]
-    parts = (("hard", HARD), ("soft", SOFT), ("mismatch", MISMATCH))
     matches = picture(
         "matches",
         "Experts chosen by the draft and by the exact model",
         "The taller the lowest part of a bar, the more tokens draw the same experts in the same "
         "order.",
-        by_figure(
-            layers,
-            LAYER,
-            [(column.title, column, f"@{n}") for n, (_, column) in enumerate(parts, start=1)],
-        ),
+        by_figure(layers, LAYER, [(each.title, each, None) for each in (HARD, SOFT, MISMATCH)]),
         "stack",
         (LAYER.title, "tokens, %"),
         table_of(rows, (LAYER, PAIRS, HARD, SOFT, MISMATCH, RECALL)),

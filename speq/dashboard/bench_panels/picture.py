@@ -48,7 +48,7 @@ def by_name(
     found = []
     for each in distinct(rows, name.key):
         mine = [row for row in rows if row[name.key] == each]
-        ends = [end and [row[end.key] for row in mine] for end in (low, high)]
+        ends = [None if end is None else [row[end.key] for row in mine] for end in (low, high)]
         x, y = [row[across.key] for row in mine], [row[figure.key] for row in mine]
         found.append(Series(str(each), x, y, *ends))
     return found
@@ -131,6 +131,11 @@ def far_apart(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
+def category(place: Any) -> str:
+    """What stands at a place of an axis of names."""
+    return f"{place:g}" if isinstance(place, float) else str(place)
+
+
 def slug(text: Any) -> str:
     """Of any text, what may stand in a panel's name: small letters, digits and hyphens."""
     kept = "".join(each if each in ALLOWED else "-" for each in str(text).lower())
@@ -139,7 +144,7 @@ def slug(text: Any) -> str:
 
 def _trace(at: int, series: Series, mark: Mark, numeric: bool) -> Trace:
     colour = series.colour or f"@{at % COLOURS + 1}"
-    x = series.x if numeric else [str(place) for place in series.x]
+    x = series.x if numeric else [category(place) for place in series.x]
     trace: Trace = {"name": series.name, "x": x, "y": series.y}
     if mark in ("bars", "stack"):
         # A second round of patterns is denser than the first.

@@ -9,7 +9,7 @@ from speq.errors import SpeqError
 
 Row = dict[str, Any]
 # Beyond any figure; what is not a number is not within it either.
-MOST = 1e300
+MOST = 1e100
 SHOWN_CHARACTERS = 60
 
 
