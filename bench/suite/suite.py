@@ -93,8 +93,8 @@ def run(
 
 def draw(steps: list[Step], folder: Path) -> None:
     """The pictures of what was measured. What cannot be drawn is left out, and the page says so."""
+    from speq.dashboard.bench_panels.report import gathered, page_of_sources
     from speq.dashboard.page import write_page
-    from speq.dashboard.report import gathered, page_of_sources
 
     files = [step.file(folder) for step in steps if not step.makes and step.file(folder).exists()]
     write_page(page_of_sources(*gathered(files)), folder / PICTURES)

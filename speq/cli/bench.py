@@ -188,18 +188,12 @@ class Drawn(Options):
         Path | None, Option("Draw what was measured into this HTML page.", File())
     ] = None
 
-    def check(self, force: bool) -> None:
-        """Raise SpeqError, before anything takes minutes, where the page cannot be written."""
-        from speq.files.atomic_file import check_target
-
-        check_target(self.picture, force)
-
     def write(self, report: Any) -> None:
         """The page of a report, if it was asked for."""
         if self.picture is None:
             return
+        from speq.dashboard.bench_panels.report import page_of_bench
         from speq.dashboard.page import write_page
-        from speq.dashboard.report import page_of_bench
 
         # As a file would have it.
         write_page(page_of_bench(json.loads(json.dumps(asdict(report)))), self.picture)
@@ -224,8 +218,7 @@ def function_of(entry: Bench) -> Any:
     def run(**given: Any) -> None:
         output: opt.Output = given["output"]
         drawn: Drawn = given.get("drawn", Drawn())
-        output.check()
-        drawn.check(output.force)
+        output.check(drawn.picture)
         module = importlib.import_module(f"speq.bench.{entry.module}")
         subject = [given[name] for name in given if name not in ("settings", "drawn", "output")]
         with output.progress() as progress:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speq.dashboard import report
+from speq.dashboard.bench_panels import report
 from speq.dashboard.panel import Page, Panel, Table
 from speq.dashboard.run_record import Residency, RunRecord
 from speq.errors import SpeqError
@@ -67,8 +67,10 @@ def test_several_files_are_told_apart() -> None:
     assert names[:2] == [f"{CODEC.stem}-bits", f"{CODEC.stem}-speeds"]
     assert len(set(names)) == len(names)
     assert page.panels[0].title == f"Bits that a weight takes ({CODEC.stem})"
-    (note,) = page.notes
-    assert note.startswith(f"{SYSTEMS.stem}: The host gave up to ")
+    failed, *cut, stolen = page.notes
+    assert failed.startswith(f"{SYSTEMS.stem}: moe-speq failed at 1926MiB: ")
+    assert len(cut) == sum(row["cut"] is True for row in json.loads(SYSTEMS.read_text())["rows"])
+    assert stolen.startswith(f"{SYSTEMS.stem}: The host gave up to ")
 
 
 def test_a_file_given_twice_has_names_of_its_own() -> None:
