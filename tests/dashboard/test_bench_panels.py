@@ -391,7 +391,11 @@ def test_a_system_that_failed_has_no_point_and_a_note() -> None:
         {"system": "third", "cut": True, "tpot_ms": 20.0, "of_best": 2.0},
     )
     panels = {panel.name: panel for panel in panels_of(report)}
-    assert [trace["y"] for trace in panels["tpot"].data] == [[10.0], [None], [20.0]]
+    first, third = panels["tpot"].data
+    assert (first["y"], third["y"]) == ([10.0], [20.0])
+    # Each looks as it does in panels of all systems.
+    assert (first["marker"]["color"], third["marker"]["color"]) == ("@1", "@3")
+    assert third["marker"]["symbol"] == "diamond"
     assert panels["of-best"].data[0]["z"] == [[1.0], [None], [2.0]]
     assert panels["of-best"].data[0]["y"] == ["speq", "other", "third"]
     assert kind_of("tpot-systems").notes(report) == [

@@ -53,7 +53,7 @@ def test_one_file_is_a_page_of_its_panels() -> None:
             f"{content['machine']['processor']}, 2 cores, 23.5 GiB, Linux x86_64, "
             f"python {content['machine']['python']}, torch {content['machine']['torch']}",
         ),
-        ("settings", "draft auto, experts 256, threads 2"),
+        ("settings", "experts 256, threads 2"),
     ]
 
 
@@ -179,9 +179,10 @@ def test_a_machine_and_settings_of_any_shape_are_told() -> None:
         "prompts": None,
         "reference": False,
         "times": {"layer_s": 1.0},
-        "run": {"device": "auto", "dtype": None},
+        "run": {"device": "auto", "dtype": None, "drafter": "int4"},
+        "note": "A remark.",
     }
-    assert report.told(settings) == "budgets 1GiB,2GiB, rounds 0, device auto"
+    assert report.told(settings) == "budgets 1GiB,2GiB, rounds 0, drafter int4"
 
 
 # The command.

@@ -26,17 +26,16 @@ SHOWN = (
     ("at-start", "Experts that were there when a verification began", AT_START),
     ("requests", "Requests that found their expert", REQUESTS),
 )
+# Of a file with another model's times.
+OTHER = ("beside", "Experts that were there in time, with the other model's times", BESIDE)
 
 
 def panels(report: Row) -> list[Panel]:
     """Coverage, hits and bytes of policies over slots."""
     columns = (SLOTS, POLICY, ALL_SLOTS, LENGTH, AT_START, IN_TIME, BESIDE, REQUESTS, MOVED, WASTED)
     rows = rows_of(report, columns)
-    if any(row["coverage_in_time_beside"] is not None for row in rows):
-        beside = ("beside", "Experts that were there in time, with the other model's times", BESIDE)
-        shown = (*SHOWN, beside)
-    else:
-        shown = SHOWN
+    has_beside = any(row["coverage_in_time_beside"] is not None for row in rows)
+    shown = (*SHOWN, OTHER) if has_beside else SHOWN
     drawn = [
         picture(
             name,

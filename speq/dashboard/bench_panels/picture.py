@@ -48,9 +48,12 @@ def by_name(
     found = []
     for each in distinct(rows, name.key):
         mine = [row for row in rows if row[name.key] == each]
-        ends = [None if end is None else [row[end.key] for row in mine] for end in (low, high)]
-        x, y = [row[across.key] for row in mine], [row[figure.key] for row in mine]
-        found.append(Series(str(each), x, y, *ends))
+
+        def of(column: Column, mine: list[Row] = mine) -> list[Any]:
+            return [row[column.key] for row in mine]
+
+        ends = (None if low is None else of(low), None if high is None else of(high))
+        found.append(Series(str(each), of(across), of(figure), *ends))
     return found
 
 
@@ -75,7 +78,8 @@ def picture(
     table: Table,
     missing: str = "",
 ) -> Panel:
-    """A panel of series.
+    """A panel of series. Those without a figure are left out; all others look as they do in other
+    panels of the same names.
 
     axes     titles of both, with units
     missing  what is said where no series has a figure; by default that the file has none
@@ -91,16 +95,20 @@ def picture(
     places = [place for each in series for place in each.x]
     numeric = mark == "lines" and not any(isinstance(place, str) for place in places)
     horizontal = axis(x_title, type="linear" if numeric else "category")
+    drawn = [
+        _trace(at, each, mark, numeric)
+        for at, each in enumerate(series)
+        if any(value is not None for value in each.y)
+    ]
     layout: dict[str, Any] = {
         "xaxis": horizontal,
         "yaxis": vertical,
-        "showlegend": len(series) > 1,
+        "showlegend": len(drawn) > 1,
     }
     if mark == "points":
         layout["scattermode"] = "group"
     elif mark != "lines":
         layout["barmode"] = "stack" if mark == "stack" else "group"
-    drawn = [_trace(at, each, mark, numeric) for at, each in enumerate(series)]
     return Panel(name, title, aid, drawn, layout, table)
 
 

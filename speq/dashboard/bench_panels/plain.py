@@ -28,5 +28,5 @@ def panels(report: Row) -> list[Panel]:
 def _cell(value: Any) -> Cell:
     """As it is, or as JSON where it has parts."""
     if value is None or isinstance(value, bool | str) or is_number(value):
-        return value  # type: ignore[no-any-return]
+        return value
     return json.dumps(value)

@@ -17,6 +17,7 @@ from speq.units import format_bytes
 WANTED = "give JSON files that `speq bench NAME --json` or `speq profile` wrote, or folders of them"
 DAMAGED = "measure again"
 Fact = tuple[str, str]
+UNTOLD = ("", "auto", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +169,17 @@ def told_machine(machine: Any) -> str:
 
 
 def told(settings: dict[str, Any]) -> str:
-    """Settings that were given, in one line; figures that were kept among them are left out."""
+    """Settings in one line, but for those that were left to `auto`, and for what a bench keeps
+    among them: figures and remarks.
+    """
     parts = []
     for name, value in settings.items():
         if name == "run" and isinstance(value, dict):
             parts.append(told(value))
         elif isinstance(value, list) and value and not isinstance(value[0], list | dict):
             parts.append(f"{name} {','.join(map(str, value))}")
-        elif isinstance(value, str | int | float) and value is not False and value != "":
+        elif value is False or value in UNTOLD or name == "note":
+            continue
+        elif isinstance(value, str | int | float):
             parts.append(f"{name} {value}")
     return ", ".join(filter(None, parts))

@@ -139,12 +139,11 @@ def _of_best(rows: list[Row]) -> Panel:
 
 def _bars(name: str, title: str, aid: str, rows: list[Row], figure: Column) -> Panel:
     """Of systems that count the figure: other programs count little."""
-    counted = [row for row in rows if row[figure.key] is not None] or rows
     return picture(
         name,
         title,
         aid,
-        by_name(counted, BUDGET, SYSTEM, figure),
+        by_name(rows, BUDGET, SYSTEM, figure),
         "bars",
         (BUDGET.title, figure.title),
         table_of(rows, (BUDGET, SYSTEM, figure)),
