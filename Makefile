@@ -36,7 +36,7 @@ $(READY): $(SOURCES)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check \
 	  "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
 	@CMAKE_ARGS="-DSPEQ_WERROR=ON $(CMAKE_ARGS)" \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,plots]"
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
 	@touch $@
 
 demo: $(READY)

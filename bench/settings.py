@@ -259,10 +259,6 @@ class FidelitySettings(Options):
     device: Device = "auto"
     dtype: Dtype = "auto"
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
-    pictures: Annotated[
-        Path | None,
-        Option("Draw the figures as HTML pages into this folder.", File("a folder")),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,9 +420,6 @@ class EqualMemorySettings(Options):
         tuple[float, ...] | None,
         Option("Shares to run the engine at, from the packed models.", shares("0.5,0.7")),
     ] = None
-    picture: Annotated[Path | None, Option("Draw bytes and times into this HTML page.", File())] = (
-        None
-    )
     neighbours: Neighbours = 0
 
     def stores(self, model: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ PROMPTS = "speq/measure/prompts/mixed.jsonl"
 # What a reader would bring, and what stands in for it here. The scratch folder has no speq/ of its
 # own, which `python -m speq` would take for the package.
 STAND_INS = {
+    "bench/results": str(ROOT / "bench/results"),
     PROMPTS: str(ROOT / PROMPTS),
     "MODEL": MODEL,
     "FOLDER_OR_HUB_ID": MODEL,

@@ -14,18 +14,12 @@ from speq.bench.neighbours import disturbed
 from speq.bench.paper import codec_costs
 from speq.bench.paper.candidates import candidates_of
 from speq.bench.paper.equal_memory_engine import EngineRuns
-from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, figure, rows_of
+from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
 from speq.bench.paper.recording import Recording
 from speq.bench.settings import EqualMemorySettings as Settings
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
-from speq.measure.report import (
-    Report,
-    check_picture,
-    print_table,
-    read_prompts,
-    write_picture,
-)
+from speq.measure.report import Report, print_table, read_prompts
 from speq.units import Progress, parse_bytes
 
 NOTE = (
@@ -70,8 +64,6 @@ def run(
 ) -> EqualMemoryReport:
     """Measure both parts. Raises SpeqError for nonsense settings."""
     check_target(json_file, force)
-    if settings.picture is not None:
-        check_picture(settings.picture, force)
     fractions = settings.fractions
     engine_fractions = _engine_fractions(settings)
     lengths = list(settings.draft_lengths)
@@ -108,8 +100,6 @@ def run(
     )
     if json_file is not None:
         report.write(json_file)
-    if settings.picture is not None:
-        write_picture(settings.picture, figure(model, rows))
     return report
 
 

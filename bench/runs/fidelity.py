@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speq.bench.runs import fidelity_pictures
 from speq.bench.runs.fidelity_counts import Fidelity, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, total
 from speq.bench.settings import FidelitySettings as Settings
@@ -91,8 +90,6 @@ def run(
 ) -> FidelityReport:
     """Compare on the first max_tokens tokens of each prompt. Raises SpeqError for nonsense."""
     check_target(json_file, force)
-    if settings.pictures is not None:
-        fidelity_pictures.check(settings.pictures, force)
     if settings.draft == "none":
         raise SpeqError("draft is none, and there is nothing to compare; give auto or a folder")
     texts = read_prompts(settings.prompts, settings.num_prompts)
@@ -117,8 +114,6 @@ def run(
     report = report_of(model, given, found)
     if json_file is not None:
         report.write(json_file)
-    if settings.pictures is not None:
-        fidelity_pictures.write(settings.pictures, model, report.rows, report.positions)
     return report
 
 

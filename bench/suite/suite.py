@@ -25,7 +25,7 @@ from speq.files.json_file import parse_json
 from speq.measure.report import Column, Report, current_commit
 from speq.version import __version__
 
-JOURNAL, REPORT = "steps.json", "report.md"
+JOURNAL, REPORT, PICTURES = "steps.json", "report.md", "report.html"
 
 # What is said of a step until it ends.
 INTERRUPTED = "was interrupted"
@@ -85,14 +85,25 @@ def run(
     report = Report("all", model, settings.as_json(), rows)
     text = page.written(report, steps, {k: v.seconds for k, v in done.items()}, folder)
     write_whole(folder / REPORT, text.encode())
+    draw(steps, folder)
     if json_file is not None:
         report.write(json_file)
     return report
 
 
+def draw(steps: list[Step], folder: Path) -> None:
+    """The pictures of what was measured. What cannot be drawn is left out, and the page says so."""
+    from speq.dashboard.bench_panels.report import gathered, page_of_sources
+    from speq.dashboard.page import write_page
+
+    files = [step.file(folder) for step in steps if not step.makes and step.file(folder).exists()]
+    write_page(page_of_sources(*gathered(files)), folder / PICTURES)
+
+
 def notes(report: Report) -> list[str]:
     """Where the report lies."""
-    return [f"the report: {Path(report.settings['out']) / REPORT}"]
+    folder = Path(report.settings["out"])
+    return [f"the report: {folder / REPORT}", f"its pictures: {folder / PICTURES}"]
 
 
 def speak(line: str) -> None:

@@ -17,6 +17,7 @@ from speq.cli.pack import pack
 from speq.cli.plan import plan
 from speq.cli.profile import profile
 from speq.cli.quantize import quantize
+from speq.cli.report import report
 from speq.cli.tune import tune
 from speq.errors import SpeqError
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, profile, check, pack, quantize, plan, tune, doctor):
+for function in (generate, chat, profile, report, check, pack, quantize, plan, tune, doctor):
     app.command()(command(function))
 app.add_typer(bench_app, name="bench")
 

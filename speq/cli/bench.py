@@ -5,6 +5,7 @@ A command is one line of `BENCHES`; its options are declared in `speq.bench.sett
 
 import importlib
 import inspect
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -184,6 +185,29 @@ BENCHES = (
     ),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Drawn(Options):
+    """What benches share beside their output."""
+
+    picture: Annotated[
+        Path | None, Option("Draw what was measured into this HTML page.", File())
+    ] = None
+
+    def write(self, report: Any) -> None:
+        """The page of a report, if it was asked for."""
+        if self.picture is None:
+            return
+        from speq.dashboard.bench_panels.report import page_of_bench
+        from speq.dashboard.page import write_page
+
+        # As a file would have it.
+        write_page(page_of_bench(json.loads(json.dumps(asdict(report)))), self.picture)
+
+
+# Writes pages of its own.
+UNDRAWN = ("all",)
+
 bench_app = typer.Typer(
     help="Measure. Every bench prints a table; --json FILE keeps it.", no_args_is_help=True
 )
@@ -199,9 +223,10 @@ def function_of(entry: Bench) -> Any:
 
     def run(**given: Any) -> None:
         output: opt.Output = given["output"]
-        output.check()
+        drawn: Drawn = given.get("drawn", Drawn())
+        output.check(drawn.picture)
         module = importlib.import_module(f"speq.bench.{entry.module}")
-        subject = [given[name] for name in given if name not in ("settings", "output")]
+        subject = [given[name] for name in given if name not in ("settings", "drawn", "output")]
         with output.progress() as progress:
             taken = inspect.signature(module.run).parameters
             offered = {"progress": progress, "quiet": output.quiet}
@@ -209,6 +234,7 @@ def function_of(entry: Bench) -> Any:
             report = module.run(
                 *subject, given["settings"], json_file=output.file, force=output.force, **more
             )
+        drawn.write(report)
         if output.printed:
             output.write(asdict(report))
         else:
@@ -218,7 +244,10 @@ def function_of(entry: Bench) -> Any:
 
     run.__name__, run.__doc__ = entry.name, entry.summary
     subject_hint = dict([entry.subject] if entry.subject else [])
-    run.__annotations__ = subject_hint | {"settings": entry.settings, "output": opt.Output}
+    drawn_hint = {} if entry.name in UNDRAWN else {"drawn": Drawn}
+    run.__annotations__ = (
+        subject_hint | {"settings": entry.settings} | drawn_hint | {"output": opt.Output}
+    )
     return run
 
 

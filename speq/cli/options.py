@@ -51,11 +51,13 @@ class Output(Options):
     def file(self) -> Path | None:
         return None if self.printed else self.json
 
-    def check(self) -> None:
-        """Raise SpeqError, before anything takes minutes, where the file cannot be written."""
+    def check(self, *others: Path | None) -> None:
+        """Raise SpeqError, before anything takes minutes, where the file cannot be written, nor one
+        of the others that the command writes."""
         from speq.files.atomic_file import check_target
 
-        check_target(self.file, self.force)
+        for path in (self.file, *others):
+            check_target(path, self.force)
 
     def write(self, result: dict[str, Any]) -> None:
         """The result, whole or not at all, if it was asked for."""

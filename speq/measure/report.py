@@ -1,6 +1,5 @@
 """One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
 
-import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from speq.errors import SpeqError
-from speq.files.atomic_file import check_target, write_whole
+from speq.files.atomic_file import write_whole
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.machine import describe_machine
@@ -81,23 +80,6 @@ def _too_wide(table: Table, screen: Console) -> bool:
     """Whether some cell would be broken."""
     unbounded = screen.options.update(max_width=1 << 16)
     return Measurement.get(screen, unbounded, table).maximum > screen.width
-
-
-def check_picture(path: Path, force: bool) -> None:
-    """Refuse before minutes are spent measuring."""
-    if importlib.util.find_spec("plotly") is None:
-        raise SpeqError(
-            "pictures are drawn by plotly, which is not installed; pip install 'speq[plots]'"
-        )
-    check_target(path, force)
-
-
-def write_picture(path: Path, figure: Any) -> None:
-    """Write a plotly figure as a page that needs nothing beside it, whole or not at all.
-
-    Raises SpeqError where that cannot be done.
-    """
-    write_whole(path, figure.to_html(include_plotlyjs=True, full_html=True).encode())
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:

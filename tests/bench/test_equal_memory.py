@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 
 from speq import SpeqError
-from speq.bench.paper import equal_memory_table
 from speq.bench.paper.candidates import (
     Candidate,
     CodecCost,
@@ -20,6 +19,7 @@ from speq.bench.paper.candidates import (
 from speq.bench.paper.equal_memory_table import AIM_COLUMNS, COLUMNS, Row, aims_of, rows_of
 from speq.bench.paper.recording import COUNTED, TRIAL, Recording, first_step, outcome_of
 from speq.bench.replay.replay import Times
+from speq.dashboard.bench_panels import equal_memory
 from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.stats import RunStats, StepStats
 from tests.helpers.paths import ROUTES
@@ -316,16 +316,18 @@ def test_what_a_recording_rests_on(recording: Recording) -> None:
 
 
 def test_the_picture_shows_the_rows() -> None:
-    pytest.importorskip("plotly")
     rows: list[Row] = []
     for part, fraction in (("replay", 0.4), ("replay", 0.5), ("engine", 0.5)):
         rows += rows_of(part, fraction, STANDINGS)
-    lines = equal_memory_table.figure("a model", rows).data
-    bytes_of = {line.name: line for line in lines if line.showlegend}
-    times_of = {line.name: line for line in lines if not line.showlegend}
+    report = {"bench": "equal-memory", "settings": {}, "rows": rows}
+    moved, times, codecs, aims = equal_memory.panels(report)
+    bytes_of = {line["name"]: line for line in moved.data}
+    times_of = {line["name"]: line for line in times.data}
     assert set(bytes_of) == set(times_of)
-    assert len(bytes_of) == 2 * len(STANDINGS)
+    # Lossless slots had no room.
+    assert len(bytes_of) == 2 * (len(STANDINGS) - 1)
     line, point = bytes_of["draft + raw, replay"], times_of["draft + raw, engine"]
-    assert (list(line.x), list(line.y), line.mode) == ([0.4, 0.5], [2.0, 2.0], "lines+markers")
-    assert (list(point.x), list(point.y), point.mode) == ([0.5], [120], "markers")
-    assert list(times_of["LRU lossless, replay"].y) == [None, None]
+    assert (line["x"], line["y"], line["mode"]) == ([40, 50], [2.0, 2.0], "lines+markers")
+    assert (point["x"], point["y"]) == ([50], [120])
+    assert "LRU lossless, replay" not in times_of
+    assert codecs.absent and aims.absent

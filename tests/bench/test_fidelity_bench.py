@@ -2,10 +2,10 @@
 
 import json
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.bench.runs import fidelity, fidelity_pictures
+from speq.bench.runs import fidelity
 from speq.bench.runs.fidelity import Settings
 from speq.bench.runs.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
+from speq.dashboard.bench_panels import fidelity as bench_panels
 from speq.decode.drafter import DraftBase
 from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.engine import Engine
@@ -382,77 +383,20 @@ def test_the_command_prints_tables_and_writes_json(
     assert (captured.out, target.read_bytes()) == ("", before)
 
 
-def test_pictures_without_plotly_are_refused(
-    arguments: list[object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    assert command(monkeypatch, *arguments, "--pictures", tmp_path / "pictures") == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        "error: pictures are drawn by plotly, which is not installed; pip install 'speq[plots]'\n"
-    )
-    assert not (tmp_path / "pictures").exists()
-
-
-def test_pictures_need_nothing_beside_them(
-    arguments: list[object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("plotly")
-    folder = tmp_path / "pictures"
-    assert command(monkeypatch, *arguments, "--pictures", folder) == 0
-    names = {"activation.html", "matches.html", "draft.html"}
-    assert {path.name for path in folder.iterdir()} == names
-    for name in names:
-        page = (folder / name).read_text(encoding="utf-8")
-        assert len(page) > 1_000_000  # plotly's own code
-        assert "Plotly.newPlot(" in page
-        assert "<script src" not in page.replace("'", '"').lower()
-        assert "<link" not in page
-    capsys.readouterr()
-    assert command(monkeypatch, *arguments, "--pictures", folder) == 1
-    assert "exists already; choose another name or add --force" in capsys.readouterr().err
-    assert command(monkeypatch, *arguments, "--pictures", folder, "--force") == 0
-
-
-def test_pictures_show_the_rows() -> None:
-    pytest.importorskip("plotly")
+def test_the_picture_shows_the_rows() -> None:
     found = Fidelity(
         layers=[RouteMatch(6, 1, 1, 15, 16), RouteMatch(2, 2, 4, 11, 16)],
         activations=[[4, 4, 4, 4], [8, 8, 0, 0]],
         positions=[Position(RouteMatch(named=9, choices=10), proposed=8, accepted=6)],
     )
-    report = fidelity.report_of("a model", {}, found)
-    layers = report.rows[:-1]
-    heatmap, bars = fidelity_pictures.activation("a model", layers).data
-    assert [list(row) for row in heatmap.z] == [[0.5] * 4, [1, 1, 0, 0]]
-    assert list(bars.y) == [2, 1]
-    stacked = {bar.name.partition(":")[0]: list(bar.y) for bar in
-               fidelity_pictures.matches("a model", layers).data}  # fmt: skip
-    assert stacked == {"hard": [0.75, 0.25], "soft": [0.125, 0.25], "mismatch": [0.125, 0.5]}
-    lines = {line.name: list(line.y) for line in
-             fidelity_pictures.along_a_draft("a model", report.positions).data}  # fmt: skip
-    assert lines["route recall, teacher-forced"] == [0.9]
-    assert lines["token accepted"] == [0.75]
-
-
-def test_a_full_disk_leaves_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("plotly")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "fsync", full)
-    found = Fidelity.empty(1, 4, 2)
-    found.layers[0].add([0], [0])
-    found.activations[0][0] = 1
-    report = fidelity.report_of("a model", {}, found)
-    with pytest.raises(SpeqError, match="cannot be written: No space left on device"):
-        fidelity_pictures.write(tmp_path, "a model", report.rows, report.positions)
-    assert not [*tmp_path.iterdir()]
+    report = json.loads(json.dumps(asdict(fidelity.report_of("a model", {}, found))))
+    activation, entropy, matches, draft = bench_panels.panels(report)
+    assert activation.data[0]["z"] == [[50] * 4, [100, 100, 0, 0]]
+    of_lines = {line["name"]: line["y"] for line in entropy.data}
+    assert of_lines == {"entropy of the choice": [2, 1], "evenly spread": [2, 2]}
+    stacked = {bar["name"].partition(":")[0]: bar["y"] for bar in matches.data}
+    assert stacked == {"hard": [75, 25], "soft": [12.5, 25], "mismatch": [12.5, 50]}
+    lines = {line["name"]: line["y"] for line in draft.data}
+    assert lines["route recall, teacher-forced, %"] == [90]
+    assert lines["token accepted, %"] == [75]
+    assert bench_panels.notes(report) == []

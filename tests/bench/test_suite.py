@@ -97,6 +97,10 @@ def test_what_is_done_is_not_done_again(
     assert "    speq bench tpot model --rounds 1\n" in page
     assert "[{'budget': '1GiB', 'tpot_ms': 12.25}]" in page
     assert (out / "tpot.txt").read_text().startswith("$ speq bench tpot model --rounds 1\n")
+    # These files say nothing of their benches.
+    pictures = (out / "report.html").read_text()
+    for name in ("tpot", "codec"):
+        assert f"Left out: {out / name}.json is neither of a bench nor of a run" in pictures
 
 
 def test_other_code_measures_again_and_makes_no_models_again(

@@ -1,0 +1,319 @@
+"""`speq report` and `--picture`: from files to one page, and what is refused."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from speq.dashboard.bench_panels import report
+from speq.dashboard.panel import Page, Panel, Table
+from speq.dashboard.run_record import Residency, RunRecord
+from speq.errors import SpeqError
+from tests.helpers.command import Command, command_in_process
+from tests.helpers.paths import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+CODEC = RESULTS / "codec-tiny-moe-widened-intel-xeon-2-cores.json"
+SYSTEMS = RESULTS / "systems-tiny-moe-widened-intel-xeon-2-cores.json"
+WANTED = "give JSON files that `speq bench NAME --json` or `speq profile` wrote, or folders of them"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return command_in_process(monkeypatch, capsys)
+
+
+def page_in(path: Path) -> dict[str, Any]:
+    """What a page was made of, as it stands in its HTML."""
+    text = path.read_text(encoding="utf-8")
+    start = text.index('{"title": ', text.index('id="page"'))
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(text[start:])[0]
+    return found
+
+
+# Pages.
+
+
+def test_one_file_is_a_page_of_its_panels() -> None:
+    page = report.page_of([CODEC])
+    content = json.loads(CODEC.read_text())
+    assert page.title == f"codec: {content['model']}"
+    assert [panel.name for panel in page.panels] == ["bits", "speeds"]
+    assert page.notes == []
+    assert page.facts == [
+        ("bench", "codec"),
+        ("model", content["model"]),
+        ("speq", f"{content['version']} at {content['commit']}"),
+        (
+            "machine",
+            f"{content['machine']['processor']}, 2 cores, 23.5 GiB, Linux x86_64, "
+            f"python {content['machine']['python']}, torch {content['machine']['torch']}",
+        ),
+        ("settings", "experts 256, threads 2"),
+    ]
+
+
+def test_several_files_are_told_apart() -> None:
+    copy = RESULTS / "hit-rate-tiny-moe-amd-epyc-2-cores.json"
+    page = report.page_of([CODEC, SYSTEMS, copy])
+    assert page.title == "3 measurements"
+    assert [name for name, _ in page.facts] == [CODEC.stem, SYSTEMS.stem, copy.stem]
+    assert page.facts[0][1].startswith("bench: codec; model: FOLDER/model; speq: 0.1.0 at ")
+    names = [panel.name for panel in page.panels]
+    assert names[:2] == [f"{CODEC.stem}-bits", f"{CODEC.stem}-speeds"]
+    assert len(set(names)) == len(names)
+    assert page.panels[0].title == f"Bits that a weight takes ({CODEC.stem})"
+    failed, *cut, stolen = page.notes
+    assert failed.startswith(f"{SYSTEMS.stem}: moe-speq failed at 1926MiB: ")
+    assert len(cut) == sum(row["cut"] is True for row in json.loads(SYSTEMS.read_text())["rows"])
+    assert stolen.startswith(f"{SYSTEMS.stem}: The host gave up to ")
+
+
+def test_a_file_given_twice_has_names_of_its_own() -> None:
+    page = report.page_of([CODEC, CODEC, CODEC])
+    bits = f"{CODEC.stem}-bits"
+    assert [panel.name for panel in page.panels][::2] == [bits, f"{bits}-2", f"{bits}-3"]
+
+
+def test_the_results_of_the_repository_are_one_page() -> None:
+    page = report.page_of([RESULTS])
+    files = sorted(path.stem for path in RESULTS.glob("*.json"))
+    assert [name for name, _ in page.facts] == files
+    assert len({panel.name for panel in page.panels}) == len(page.panels) > 2 * len(files)
+    assert not any("Left out" in note for note in page.notes)
+
+
+def test_what_a_folder_holds_besides_is_left_out_and_named(tmp_path: Path) -> None:
+    shutil.copy(CODEC, tmp_path / "codec.json")
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    (tmp_path / "cut.json").write_text(SYSTEMS.read_text()[:3000])
+    (tmp_path / "rows.json").write_text('{"bench": "tpot", "rows": 3, "settings": {}}')
+    (tmp_path / "text.txt").write_text("no JSON")
+    page = report.page_of([tmp_path])
+    assert [panel.name for panel in page.panels] == ["bits", "speeds"]
+    foreign, cut, damaged = page.notes
+    assert foreign == (
+        f"Left out: {tmp_path}/config.json is neither of a bench nor of a run; {WANTED}."
+    )
+    assert cut.startswith(f"Left out: {tmp_path}/cut.json is not valid JSON: ")
+    assert cut.endswith("; measure again.")
+    assert damaged == (
+        f"Left out: {tmp_path}/rows.json cannot be drawn: rows is 3; it must be a list of "
+        "objects: measure again."
+    )
+
+
+SLOT = Panel("slots", "Slots", "Read it.", [{"y": [1]}], {}, Table(("slots",), [[1]]))
+
+
+@pytest.fixture
+def run_panels(monkeypatch: pytest.MonkeyPatch) -> list[RunRecord]:
+    """The records that panels were asked for; each run is drawn as one panel."""
+    asked: list[RunRecord] = []
+
+    def panels_of(record: RunRecord) -> list[Panel]:
+        asked.append(record)
+        return [SLOT]
+
+    module = ModuleType("speq.dashboard.run_panels")
+    vars(module).update(panels_of=panels_of, facts_of=lambda record: [("model", record.model)])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asked
+
+
+def a_run() -> RunRecord:
+    return RunRecord(
+        model="tiny",
+        version="1",
+        commit=None,
+        machine={},
+        device="cpu",
+        link="disk",
+        options={},
+        sampling={},
+        prompt_tokens=3,
+        layers=1,
+        experts=2,
+        memory={},
+        planned=None,
+        expected=None,
+        stats={},
+        tokens=[],
+        steps=[],
+        left_out=0,
+        residency=Residency([], [], []),
+        cycles=[],
+    )
+
+
+def test_runs_stand_beside_benches(tmp_path: Path, run_panels: list[RunRecord]) -> None:
+    path = tmp_path / "run.json"
+    a_run().write(path)
+    alone = report.page_of([path])
+    assert (alone.title, alone.facts, alone.panels) == ("run: tiny", [("model", "tiny")], [SLOT])
+    page = report.page_of([path, CODEC])
+    assert [panel.name for panel in page.panels][:2] == ["run-slots", f"{CODEC.stem}-bits"]
+    assert page.facts[0] == ("run", "model: tiny")
+    assert run_panels == [a_run()] * 2
+
+
+def test_a_damaged_run_is_one_sentence(tmp_path: Path, run_panels: list[RunRecord]) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"format": "speq-run-1", "model": "tiny"}')
+    with pytest.raises(SpeqError, match=r"run.json is no run of format speq-run-1 .*; write one"):
+        report.page_of([path])
+    assert run_panels == []
+
+
+def test_a_machine_and_settings_of_any_shape_are_told() -> None:
+    assert report.told_machine(None) == "not recorded"
+    machine = {"processor": "P", "cores": 4, "gpu": "H200", "memory_bytes": 1 << 30}
+    assert report.told_machine(machine) == "P, 4 cores, 1 GiB, H200"
+    settings = {
+        "budgets": ["1GiB", "2GiB"],
+        "rounds": 0,
+        "prompts": None,
+        "reference": False,
+        "times": {"layer_s": 1.0},
+        "run": {"device": "auto", "dtype": None, "drafter": "int4"},
+        "note": "A remark.",
+    }
+    assert report.told(settings) == "budgets 1GiB,2GiB, rounds 0, drafter int4"
+
+
+# The command.
+
+
+def test_the_command_writes_one_page(tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "pictures" / "report.html"
+    ended = command("report", CODEC, SYSTEMS, "--out", out)
+    assert (ended.code, ended.err) == (0, "")
+    written = page_in(out)
+    wanted = report.page_of([CODEC, SYSTEMS])
+    assert ended.out == f"{out}: {len(wanted.panels)} pictures\n"
+    assert [panel["name"] for panel in written["panels"]] == [p.name for p in wanted.panels]
+    assert written["panels"][0]["table"]["rows"] == wanted.panels[0].table.rows
+    before = out.read_bytes()
+    ended = command("report", CODEC, "--out", out)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == f"error: {out} exists already; choose another name or add --force\n"
+    assert out.read_bytes() == before
+    ended = command("report", CODEC, "--out", out, "--force", "--quiet")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert len(page_in(out)["panels"]) == 2
+
+
+DEEP = "[" * 100 + "]" * 100
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "is not valid JSON: "),
+        (CODEC.read_text()[:-200], "is not valid JSON: "),
+        (DEEP, "is not valid JSON: it is nested deeper than 64 levels; measure again"),
+        ("[1, 2]", "holds a JSON list; it must hold an object: measure again"),
+        ("{}", f"is neither of a bench nor of a run; {WANTED}"),
+        ('{"bench": 3}', f"is neither of a bench nor of a run; {WANTED}"),
+        ('{"bench": "codec"}', "cannot be drawn: settings is missing; it must be an object"),
+        (
+            '{"bench": "codec", "settings": {}}',
+            "cannot be drawn: rows is missing; it must be a list of objects: measure again",
+        ),
+        (
+            '{"bench": "codec", "settings": {}, "rows": '
+            '[{"codec": "raw", "bits_per_weight": "x"}]}',
+            "cannot be drawn: rows[0].bits_per_weight is 'x'; it must be a number: measure again",
+        ),
+        (
+            '{"bench": "codec", "settings": {}, "rows": '
+            '[{"codec": "raw", "copy_gb_per_s": 1e999}]}',
+            "cannot be drawn: rows[0].copy_gb_per_s is inf; it must be a number: measure again",
+        ),
+        (
+            '{"bench": "codec", "settings": {}, "rows": [{"bits_per_weight": 3}]}',
+            "cannot be drawn: rows[0].codec is missing; it must be a name or a number",
+        ),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(
+    content: str, sentence: str, tmp_path: Path, command: Command
+) -> None:
+    path, out = tmp_path / "bench.json", tmp_path / "report.html"
+    path.write_text(content)
+    ended = command("report", path, "--out", out)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"error: {path} ") and ended.err.count("\n") == 1
+    assert sentence in ended.err
+    assert not out.exists()
+
+
+def test_nothing_to_draw_is_refused(tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "report.html"
+    ended = command("report", tmp_path / "no.json", "--out", out)
+    assert ended.code == 1 and ended.err.endswith(f"; {WANTED}\n")
+    ended = command("report", tmp_path, "--out", out)
+    assert ended.err == f"error: {tmp_path} holds nothing to draw; {WANTED}\n"
+    (tmp_path / "config.json").write_text("{}")
+    ended = command("report", tmp_path, "--out", out)
+    said = f"{tmp_path} holds nothing to draw: {tmp_path}/config.json is neither of a bench nor"
+    assert ended.err.startswith(f"error: {said}")
+    assert not out.exists()
+
+
+def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path, command: Command) -> None:
+    ended = command("report", tmp_path / "no.json", "--out", tmp_path)
+    said = f"error: {tmp_path} cannot be written; choose a file in a folder of yours\n"
+    assert (ended.code, ended.err) == (1, said)
+
+
+# What benches draw.
+
+
+def test_a_bench_draws_what_it_found(tmp_path: Path, command: Command) -> None:
+    """`bench memory` takes sizes from a config alone."""
+    folder, out, kept = tmp_path / "model", tmp_path / "memory.html", tmp_path / "memory.json"
+    folder.mkdir()
+    shutil.copy(ROOT / "models/tiny-moe/config.json", folder)
+    given = ("bench", "memory", folder, "--experts", "all,token")
+    ended = command(*given, "--json", kept, "--picture", out)
+    assert ended.code == 0, ended.err
+    drawn, of_file = page_in(out), report.page_of([kept])
+    assert [panel["name"] for panel in drawn["panels"]] == [
+        "memory-model-all",
+        "memory-model-token",
+    ]
+    tables = [panel["table"]["rows"] for panel in drawn["panels"]]
+    assert tables == [panel.table.rows for panel in of_file.panels]
+    # Nothing is replaced unasked, nor measured before that is known.
+    before = out.read_bytes()
+    ended = command(*given, "--picture", out)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == f"error: {out} exists already; choose another name or add --force\n"
+    assert out.read_bytes() == before
+    ended = command(*given, "--json", "-", "--picture", out, "--force")
+    assert ended.code == 0 and json.loads(ended.out)["bench"] == "memory"
+
+
+def test_a_full_disk_leaves_no_page(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", full)
+    ended = command("report", CODEC, "--out", tmp_path / "report.html")
+    assert ended.code == 1
+    assert "cannot be written: No space left on device" in ended.err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_pages_of_no_source_say_why() -> None:
+    page = report.page_of_sources([], ["a.json is not valid JSON"])
+    assert page == Page("0 measurements", [], [], ["Left out: a.json is not valid JSON."])
