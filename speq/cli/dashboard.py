@@ -1,0 +1,62 @@
+"""`speq dashboard`: a page on this machine that shows a generation while it runs."""
+
+import contextlib
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from speq.cli import options as opt
+from speq.config import Model, RunConfig
+from speq.options.declared import Option, Options
+from speq.options.kinds import Choice, Switch, Whole
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardSettings(Options):
+    """Where the page is served."""
+
+    host: Annotated[
+        str,
+        Option(
+            "Address of this machine to listen on; no other machine can reach it.",
+            Choice(("127.0.0.1", "::1")),
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, Option("Port to listen on; 0: any that is free.", Whole(0, 65535))] = 0
+    open: Annotated[bool, Option("Open the page in a browser.", Switch())] = False
+
+
+def dashboard(
+    model: Model,
+    settings: DashboardSettings,
+    run: RunConfig,
+    output: Annotated[opt.Output, opt.ON_SCREEN],
+) -> None:
+    """Serve a page that generates text and shows how; Ctrl-C ends it.
+
+    It prints the page's address. Who has the address may use the page: keep it to yourself.
+    """
+    from speq.dashboard.live.needed import check_serve
+
+    check_serve()
+    from speq.dashboard.live.metrics import Metrics
+    from speq.dashboard.live.server import LiveServer
+    from speq.dashboard.live.session import Session
+    from speq.dashboard.recording import Recording
+    from speq.dashboard.run_panels import panels_of
+
+    metrics = Metrics(Path(model).name)
+    with (
+        opt.log_of(output.quiet),
+        contextlib.closing(opt.load_generator(model, run, quiet=output.quiet)) as generator,
+        metrics.listening(generator.runtime.recorder),
+        Recording(generator) as recording,
+        contextlib.closing(Session(recording, panels_of, metrics)) as session,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        server = LiveServer(session, metrics, settings.host, settings.port)
+        print(server.url, flush=True)
+        if settings.open and not webbrowser.open(server.url):
+            output.note("no browser was found; open the address yourself")
+        server.run()
