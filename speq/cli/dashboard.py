@@ -41,7 +41,7 @@ def dashboard(
 
     check_serve()
     from speq.dashboard.live.metrics import Metrics
-    from speq.dashboard.live.server import LiveServer
+    from speq.dashboard.live.server import LiveServer, bound
     from speq.dashboard.live.session import Session
     from speq.dashboard.recording import Recording
     from speq.dashboard.run_panels import panels_of
@@ -49,13 +49,15 @@ def dashboard(
     metrics = Metrics(Path(model).name)
     with (
         opt.log_of(output.quiet),
+        # First: a port that is not to be had is refused before a model is loaded.
+        contextlib.closing(bound(settings.host, settings.port)) as listening,
         contextlib.closing(opt.load_generator(model, run, quiet=output.quiet)) as generator,
         metrics.listening(generator.runtime.recorder),
         Recording(generator) as recording,
         contextlib.closing(Session(recording, panels_of, metrics)) as session,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        server = LiveServer(session, metrics, settings.host, settings.port)
+        server = LiveServer(session, metrics, listening)
         print(server.url, flush=True)
         if settings.open and not webbrowser.open(server.url):
             output.note("no browser was found; open the address yourself")

@@ -48,7 +48,7 @@ def application(session: Session, metrics: Metrics, guard: Guard) -> App:
     async def generate(request: Request) -> Response:
         asked = given(await request.body())
         prompt = asked.pop("prompt", None)
-        return answer({"run": session.start(prompt, **asked)}, status=202)
+        return answer({"run": session.start(prompt, asked)}, status=202)
 
     @app.post("/stop")
     async def stop() -> Response:

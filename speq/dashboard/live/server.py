@@ -16,16 +16,16 @@ PATIENCE_S = 5
 
 
 class LiveServer:
-    """A session's page under `url`. The port is taken when the server is made; 0: any that is free.
+    """A session's page under `url`.
 
-    Raises SpeqError for a port that is not to be had, and a host that other machines reach.
+    listening  a socket that `bound` made, which the server closes; a browser that comes before
+               `run` waits for it
     """
 
-    def __init__(
-        self, session: Session, metrics: Metrics, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
-        self._socket = bound(checked_host(host), port)
-        self.guard = Guard(host, self._socket.getsockname()[1])
+    def __init__(self, session: Session, metrics: Metrics, listening: socket.socket) -> None:
+        self._socket = listening
+        host, port = listening.getsockname()[:2]
+        self.guard = Guard(host, port)
         config = uvicorn.Config(
             application(session, metrics, self.guard),
             loop="asyncio",
@@ -73,9 +73,13 @@ class Closing(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises SpeqError where the port is not to be had."""
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def bound(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket that listens; port 0: any that is free.
+
+    Raises SpeqError where the port is not to be had, and for a host that other machines reach.
+    """
+    family = socket.AF_INET6 if ":" in checked_host(host) else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))

@@ -91,8 +91,9 @@ class Session:
     def running(self) -> bool:
         return self._running
 
-    def start(self, prompt: Any, **sampling: Any) -> int:
-        """Begin a generation and return its number.
+    def start(self, prompt: Any, sampling: dict[str, Any]) -> int:
+        """Begin a generation and return its number. sampling: those of `SamplingParams` that are
+        given.
 
         Raises Busy while one runs, and SpeqError for what no run would take.
         """
