@@ -278,7 +278,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         options = options_of(each)
         name = name_of(prefix, each)
         has = "json" in options
-        assert has == (name not in ("chat", "pack", "quantize", "bench widen")), name
+        assert has == (name not in ("chat", "dashboard", "pack", "quantize", "bench widen")), name
         if has:
             assert options["json"] == declared(Output)[0]
         assert ("trace" in options) == (name == "generate")
