@@ -1,13 +1,14 @@
 """`speq dashboard`: a page on this machine that shows a generation while it runs."""
 
 import contextlib
+import threading
 import webbrowser
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from speq.cli import options as opt
 from speq.config import Model, RunConfig
+from speq.dashboard.live.guard import LOOPBACK
 from speq.options.declared import Option, Options
 from speq.options.kinds import Choice, Switch, Whole
 
@@ -20,9 +21,9 @@ class DashboardSettings(Options):
         str,
         Option(
             "Address of this machine to listen on; no other machine can reach it.",
-            Choice(("127.0.0.1", "::1")),
+            Choice(LOOPBACK),
         ),
-    ] = "127.0.0.1"
+    ] = LOOPBACK[0]
     port: Annotated[int, Option("Port to listen on; 0: any that is free.", Whole(0, 65535))] = 0
     open: Annotated[bool, Option("Open the page in a browser.", Switch())] = False
 
@@ -46,7 +47,7 @@ def dashboard(
     from speq.dashboard.recording import Recording
     from speq.dashboard.run_panels import panels_of
 
-    metrics = Metrics(Path(model).name)
+    metrics = Metrics(model)
     with (
         opt.log_of(output.quiet),
         # First: a port that is not to be had is refused before a model is loaded.
@@ -59,6 +60,13 @@ def dashboard(
     ):
         server = LiveServer(session, metrics, listening)
         print(server.url, flush=True)
-        if settings.open and not webbrowser.open(server.url):
-            output.note("no browser was found; open the address yourself")
+        if settings.open:
+            # Some browsers run in the terminal, and `open` returns when they have ended.
+            arguments = server.url, output
+            threading.Thread(target=open_browser, args=arguments, daemon=True).start()
         server.run()
+
+
+def open_browser(url: str, output: opt.Output) -> None:
+    if not webbrowser.open(url):
+        output.note("no browser was found; open the address yourself")

@@ -103,7 +103,7 @@ def test_a_generation(rig: Rig, generator: Generator) -> None:
     assert read.stats["new_tokens"] == TOKENS
 
 
-def test_metrics_of_what_was_generated(rig: Rig) -> None:
+def test_metrics_of_what_was_generated(rig: Rig, generator: Generator) -> None:
     with rig.browser.events() as events:
         rig.generate()
         told = to_the_end(events)
@@ -117,7 +117,7 @@ def test_metrics_of_what_was_generated(rig: Rig) -> None:
     }
     stats = told[-1][1]["stats"]
     assert read["vllm:generation_tokens_total"] == TOKENS
-    assert read["vllm:prompt_tokens_total"] == len(rig.recording._generator.encode("hello there"))
+    assert read["vllm:prompt_tokens_total"] == len(generator.encode("hello there"))
     assert read["vllm:request_success_total"] == 1
     assert read["vllm:num_requests_running"] == 0
     assert read["speq:moved_bytes_total"] == stats["moved_bytes"]
@@ -202,8 +202,11 @@ def test_routes_that_are_not_there(rig: Rig) -> None:
         assert get(f"/assets/{path}").status == 404
     assert get("/generate").status == 405
     assert post("/events", {}).status == 405
-    missing = OfGenerator.record
-    assert missing(rig.recording) is not None  # of an earlier test's run
+    none_yet = get("/run.json")
+    assert (none_yet.status, none_yet.sentence.partition(";")[0]) == (
+        404,
+        "nothing was generated yet",
+    )
 
 
 def test_the_page_and_its_files(rig: Rig) -> None:

@@ -1,5 +1,6 @@
 """What the live page generates with: a script, or a generator; and what it says over HTTP."""
 
+import contextlib
 import http.client
 import json
 import threading
@@ -97,7 +98,7 @@ class OfGenerator:
     def __init__(self, generator: speq.Generator) -> None:
         self._generator = generator
         self._tokens: list[TokenRecord] = []
-        self._prompt_tokens = 0
+        self._prompt_tokens: int | None = None
         self.before: Callable[[int], None] = lambda at: None
 
     def stream(
@@ -111,14 +112,15 @@ class OfGenerator:
         self._tokens = []
         self._prompt_tokens = len(self._generator.encode(prompt))
         stream = self._generator.stream(prompt, on_finish=on_finish, progress=progress, **sampling)
-        for at, token in enumerate(stream):
-            self.before(at)
-            self._tokens.append(TokenRecord(token.id, token.text, at, "exact", 0.0))
-            yield self._tokens[-1]
+        with contextlib.closing(stream):
+            for at, token in enumerate(stream):
+                self.before(at)
+                self._tokens.append(TokenRecord(token.id, token.text, at, "exact", 0.0))
+                yield self._tokens[-1]
 
     def record(self) -> RunRecord | None:
         run = self._generator.last_run
-        if run is None:
+        if run is None or self._prompt_tokens is None:
             return None
         return record_of(list(self._tokens), run.summary(), self._prompt_tokens)
 

@@ -38,7 +38,9 @@ class EventStream(Response):
                 asyncio.ensure_future(left(receive)),
             ]
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises what went wrong, which would be lost
             finally:
                 for task in tasks:
                     task.cancel()

@@ -142,7 +142,8 @@ class Session:
 
     def _work(self, prompt: str, sampling: dict[str, Any]) -> None:
         self._observer.begun()
-        reason, kind, data = FAILED, "failed", {"error": "the run was interrupted"}
+        reason, kind = FAILED, "failed"
+        data: dict[str, Any] = {"error": "the run was interrupted"}
         try:
             reason = self._generate(prompt, sampling)
             record = self.record()
