@@ -202,7 +202,7 @@ def test_routes_that_are_not_there(rig: Rig) -> None:
         assert get(f"/assets/{path}").status == 404
     assert get("/generate").status == 405
     assert post("/events", {}).status == 405
-    none_yet = get("/run.json")
+    none = get("/run.json")
     assert (none_yet.status, none_yet.sentence.partition(";")[0]) == (
         404,
         "nothing was generated yet",
