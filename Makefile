@@ -14,6 +14,8 @@ TRANSFORMERS ?= transformers==5.23.0
 VENV ?= .venv
 OUT ?= build/gpu
 GPU_ARGS ?=
+# What tests may not be skipped for lack of, such as browser.
+NEED ?=
 # Such as --torch 2.11.0 --transformers 5.17.0, which are gigabytes; without: as installed.
 REHEARSE_ARGS ?=
 
@@ -62,7 +64,7 @@ $(HOST): $(READY) $(shell find tests/cuda_host tests/cpu_pool -type f)
 	  --target speq_cuda_on_host speq_host_guard speq_regions >> build/host.log || { cat build/host.log >&2; exit 1; }
 	@touch $@
 
-PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(addprefix --need ,$(NEED))
 
 test: lint host
 	$(PYTEST) -m "not wide and not full and not gpu"

@@ -203,10 +203,7 @@ def test_routes_that_are_not_there(rig: Rig) -> None:
     assert get("/generate").status == 405
     assert post("/events", {}).status == 405
     none = get("/run.json")
-    assert (none_yet.status, none_yet.sentence.partition(";")[0]) == (
-        404,
-        "nothing was generated yet",
-    )
+    assert (none.status, none.sentence.partition(";")[0]) == (404, "nothing was generated yet")
 
 
 def test_the_page_and_its_files(rig: Rig) -> None:

@@ -1,0 +1,51 @@
+"""Screenshots of a page of pictures, whole, in both themes, on a wide and on a narrow screen.
+
+    python -m tools.shots PAGE.html FOLDER
+
+What people see is what no test asserts: look at these after a change of a page.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tools.chromium import launched, reason_absent
+
+WIDTHS_PX = (400, 1400)
+THEMES = ("light", "dark")
+
+
+def shots(page: Path, folder: Path) -> list[Path]:
+    """PNG files in `folder`, one for each theme and width."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    with launched() as browser:
+        for theme in THEMES:
+            for width in WIDTHS_PX:
+                opened = browser.new_page(
+                    viewport={"width": width, "height": 900}, color_scheme=theme
+                )
+                opened.goto(page.resolve().as_uri())
+                opened.evaluate("speqPage.opened")
+                made.append(folder / f"{page.stem}-{theme}-{width}.png")
+                opened.screenshot(path=made[-1], full_page=True)
+                opened.close()
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Take screenshots of a page of pictures.")
+    parser.add_argument("page", type=Path, metavar="PAGE.html")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
+    reason = reason_absent()
+    if reason is not None:
+        sys.exit(reason)
+    if not given.page.is_file():
+        sys.exit(f"{given.page} is no file; give a page that speq wrote")
+    for path in shots(given.page, given.folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
