@@ -34,7 +34,7 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[[str], Path]) -> Iterator[Generator]:
     made = Generator.from_pretrained(
-        tiny("qwen3_moe"), "900KiB", draft_length=3, reader_threads=2, context_length=96
+        tiny("qwen3_moe"), "1MiB", draft_length=3, reader_threads=2, context_length=96
     )
     yield made
     made.close()

@@ -147,7 +147,7 @@ def test_reasons_as_vllm_names_them(reason: str, named: str) -> None:
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[[str], Path]) -> Iterator[Generator]:
     made = Generator.from_pretrained(
-        tiny("qwen3_moe"), "900KiB", draft_length=3, reader_threads=2, context_length=64
+        tiny("qwen3_moe"), "1MiB", draft_length=3, reader_threads=2, context_length=64
     )
     yield made
     made.close()
