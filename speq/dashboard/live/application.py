@@ -77,7 +77,7 @@ def application(session: Session, metrics: Metrics, guard: Guard) -> App:
     async def gone(_: Request, __: ClientDisconnect) -> Response:
         return refusal(400, "the request was cut off")
 
-    return Guarded(app, guard)  # type: ignore[arg-type]
+    return Guarded(app, guard)
 
 
 def given(body: bytes) -> dict[str, Any]:

@@ -32,7 +32,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, fresh = asyncio.get_running_loop(), asyncio.Event()
-        with self._broadcast.listening(lambda: loop.call_soon_threadsafe(fresh.set)) as listener:
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(fresh.set)
+
+        with self._broadcast.listening(wake) as listener:
             tasks = [
                 asyncio.ensure_future(self._tell(listener, fresh, send)),
                 asyncio.ensure_future(left(receive)),

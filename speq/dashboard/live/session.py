@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from speq.config import SamplingParams
 from speq.dashboard.live.broadcast import Broadcast
@@ -14,6 +14,7 @@ from speq.dashboard.panel import Panel
 from speq.dashboard.run_record import RunRecord, TokenRecord
 from speq.errors import SpeqError, checked_text
 from speq.options.declared import build
+from speq.options.typed import SamplingOptions
 from speq.units import Progress
 
 logger = logging.getLogger("speq")
@@ -34,7 +35,7 @@ class Recording(Protocol):
         *,
         on_finish: Callable[[str, dict[str, Any]], None] | None = None,
         progress: Progress | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Generator[TokenRecord, None, None]:
         """As `Generator.stream`, of tokens with where they are from."""
 
