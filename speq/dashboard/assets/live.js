@@ -8,6 +8,9 @@
   // Of a scrolled text whose end counts as being seen.
   const NEAR_PX = 40;
   const MIB = 1 << 20;
+  // While a run goes on, pictures are drawn in one part of the time and left alone in so many: on the
+  // machine of the run, what draws them takes its processor.
+  const REST = 5;
 
   // --- What a run has come to ---
 
@@ -15,6 +18,8 @@
   let run = null;
   let panels = null;
   let due = false;
+  let drawing = false;
+  let hurry = () => {};
 
   function became(state, sentence) {
     document.body.dataset.state = state;
@@ -38,8 +43,8 @@
     const add = (what, value, write) => shown.push([what, value == null ? "–" : write(value)]);
     add("Time a token", tokenMs(), (value) => `${number(value, 1)} ms`);
     add("Tokens a step", stats?.accept_length_mean, (value) => number(value, 2));
-    add("Hit rate", stats?.hit_rate, (value) => `${number(100 * value, 1)} % of experts were in slots`);
-    add("Moved a token", stats?.moved_bytes_per_token, (value) => `${number(value / MIB, 2)} MiB of experts`);
+    add("Experts in slots (hit rate)", stats?.hit_rate, (value) => `${number(100 * value, 1)} %`);
+    add("Moved a token", stats?.moved_bytes_per_token, (value) => `${number(value / MIB, 2)} MiB`);
     return shown;
   }
 
@@ -52,9 +57,25 @@
     requestAnimationFrame(() => {
       due = false;
       if (run !== null) speqPage.facts(figures());
-      if (panels !== null) speqPage.show(panels);
-      panels = null;
+      if (!drawing) draw();
     });
+  }
+
+  async function draw() {
+    drawing = true;
+    while (panels !== null) {
+      const begun_ms = performance.now();
+      const these = panels;
+      panels = null;
+      await speqPage.show(these);
+      const took_ms = performance.now() - begun_ms;
+      if (document.body.dataset.state !== "running") continue;
+      await new Promise((resolve) => {
+        hurry = resolve;
+        setTimeout(resolve, REST * took_ms);
+      });
+    }
+    drawing = false;
   }
 
   // --- Events of the server ---
@@ -106,11 +127,13 @@
         stopped: "Stopped",
       }[finish_reason];
       became("finished", `${why}: ${spoken(figures())}.`);
+      hurry();
       later();
     },
 
     failed({ error }) {
       became("failed", `It failed: ${error}.`);
+      hurry();
     },
   };
 
