@@ -2,7 +2,8 @@
 
 Commands run in a scratch folder, on a copy of the bundled model. It stands in for models that a
 reader would bring, and the widened model is a small one unless `--wide` is given. Commands that
-measure for minutes are left out unless `--slow` is given.
+measure for minutes are left out unless `--slow` is given, and those that serve until an interrupt
+always.
 """
 
 import argparse
@@ -35,6 +36,7 @@ TEXTS = ("humaneval.jsonl", "text.jsonl")
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "paper-systems", "step")
 SLOW = ("bench", "quantize", "tune", "check")
+ENDLESS = ("dashboard",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,9 @@ def main() -> None:
         tasks: dict[tuple[str, ...], str] = {}
         for page in PAGES:
             for command in commands_of(page):
+                if command.words[0] in ENDLESS:
+                    print(f"left out, serves until an interrupt: {command}")
+                    continue
                 if slow(command) and not options.slow:
                     print(f"left out, measures for minutes: {command}")
                     continue

@@ -9,6 +9,7 @@ import typer
 from speq.cli.bench import bench_app
 from speq.cli.chat import chat
 from speq.cli.check import check
+from speq.cli.dashboard import dashboard
 from speq.cli.doctor import doctor
 from speq.cli.from_dataclass import command
 from speq.cli.generate import generate
@@ -29,7 +30,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (generate, chat, profile, report, check, pack, quantize, plan, tune, doctor):
+COMMANDS = (
+    *(generate, chat, profile, report, dashboard),
+    *(check, pack, quantize, plan, tune, doctor),
+)
+for function in COMMANDS:
     app.command()(command(function))
 app.add_typer(bench_app, name="bench")
 

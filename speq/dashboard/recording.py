@@ -5,9 +5,11 @@ a record is asked for.
 """
 
 import base64
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from collections.abc import Generator as Coroutine
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 from typing import Any, Unpack
@@ -24,6 +26,7 @@ from speq.options.typed import SamplingOptions
 from speq.scheduler.expert_key import ExpertKey
 from speq.stats import Event, LayerStats, RunStats, StepStats
 from speq.text.prompts import Prompt
+from speq.units import Progress
 from speq.version import __version__
 
 # Steps that are kept, the last ones: a page of more could not be read.
@@ -58,6 +61,8 @@ class Recording:
         self._prompt_tokens = 0
         self._sampling: dict[str, Any] = {}
         self._lock = threading.Lock()
+        # Both ask other programs or files, and records are made while a run goes on.
+        self._commit, self._machine = current_commit(), describe_machine()
 
     def __enter__(self) -> "Recording":
         self._generator.runtime.recorder.listeners.append(self._note)
@@ -71,24 +76,33 @@ class Recording:
     ) -> None:
         self._generator.runtime.recorder.listeners.remove(self._note)
 
-    def stream(self, prompt: Prompt, **sampling: Unpack[SamplingOptions]) -> Iterator[TokenRecord]:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        on_finish: Callable[[str, dict[str, Any]], None] | None = None,
+        progress: Progress | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Coroutine[TokenRecord, None, None]:
         """Generate, as `Generator.stream`, and say of each token where it is from."""
         self._prompt_tokens = len(self._generator.encode(prompt))
         self._sampling = dict(sampling)
         of_step, last = 0, -1
-        for token in self._generator.stream(prompt, **sampling):
-            noted = self._noted[-1]
-            of_step = of_step + 1 if noted.number == last else 0
-            last = noted.number
-            found = TokenRecord(
-                token.id,
-                token.text,
-                noted.number,
-                origin_of(noted.step, of_step),
-                milliseconds(noted.step.stall_s),
-            )
-            self._tokens.append(found)
-            yield found
+        stream = self._generator.stream(prompt, on_finish=on_finish, progress=progress, **sampling)
+        with contextlib.closing(stream):
+            for token in stream:
+                noted = self._noted[-1]
+                of_step = of_step + 1 if noted.number == last else 0
+                last = noted.number
+                found = TokenRecord(
+                    token.id,
+                    token.text,
+                    noted.number,
+                    origin_of(noted.step, of_step),
+                    milliseconds(noted.step.stall_s),
+                )
+                self._tokens.append(found)
+                yield found
 
     def _note(self, step: StepStats) -> None:
         runtime = self._generator.runtime
@@ -132,8 +146,8 @@ class Recording:
         return RunRecord(
             model=runtime.opened.checkpoint.path.name,
             version=__version__,
-            commit=current_commit(),
-            machine=describe_machine(),
+            commit=self._commit,
+            machine=self._machine,
             device=str(runtime.device),
             link="disk" if runtime.device.type == "cpu" else "PCIe",
             options=given(runtime.config, RunConfig),

@@ -1,0 +1,1 @@
+"""The live page: a server on this machine that shows a generation while it runs."""

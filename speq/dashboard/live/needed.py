@@ -1,0 +1,17 @@
+"""What the live page needs beside speq's own dependencies."""
+
+import importlib.util
+
+from speq.errors import SpeqError
+
+SERVE = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def check_serve(names: tuple[str, ...] = SERVE) -> None:
+    """Raise SpeqError where the extra `serve` is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SpeqError(
+            f"the live page is served by {', '.join(missing)}, not installed here; "
+            "pip install 'speq[serve]'"
+        )

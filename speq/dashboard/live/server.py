@@ -1,0 +1,93 @@
+"""Serves the live page on this machine until it is told to end."""
+
+import socket
+
+import uvicorn
+
+from speq.dashboard.live.application import application
+from speq.dashboard.live.broadcast import Broadcast
+from speq.dashboard.live.guard import Guard, checked_host
+from speq.dashboard.live.metrics import Metrics
+from speq.dashboard.live.session import Session
+from speq.errors import SpeqError
+
+# Connections that are still open at the end are cut after this.
+PATIENCE_S = 5
+
+
+class LiveServer:
+    """A session's page under `url`.
+
+    listening  a socket that `bound` made, which the server closes; a browser that comes before
+               `run` waits for it
+    """
+
+    def __init__(self, session: Session, metrics: Metrics, listening: socket.socket) -> None:
+        self._socket = listening
+        host, port = listening.getsockname()[:2]
+        self.guard = Guard(host, port)
+        config = uvicorn.Config(
+            application(session, metrics, self.guard),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            # It would show the token.
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=PATIENCE_S,
+        )
+        self._server = Closing(config, session.broadcast)
+
+    @property
+    def url(self) -> str:
+        """The page's address, token and all."""
+        return self.guard.url
+
+    def run(self) -> None:
+        """Serve until `stop`, or an interrupt where this is the main thread: raises
+        KeyboardInterrupt then.
+        """
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """End `run`; from any thread."""
+        self._server.should_exit = True
+
+
+class Closing(uvicorn.Server):
+    """Sends listeners home as it ends: it waits for their connections, which never end else."""
+
+    def __init__(self, config: uvicorn.Config, broadcast: Broadcast) -> None:
+        super().__init__(config)
+        self._broadcast = broadcast
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._broadcast.close()
+        await super().shutdown(sockets)
+
+
+def bound(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket that listens; port 0: any that is free.
+
+    Raises SpeqError where the port is not to be had, and for a host that other machines reach.
+    """
+    family = socket.AF_INET6 if ":" in checked_host(host) else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen()
+    except OSError as error:
+        made.close()
+        raise SpeqError(
+            f"port {port} of {host} cannot be listened on: {error.strerror}; give another --port, "
+            "or 0 for any that is free"
+        ) from error
+    return made
