@@ -490,10 +490,7 @@ window.speqPage = (() => {
       const [slots, wanted, total] = [held, asked, uses].map((each) => this.byLayer(each));
       const sum = (values) => values.reduce((one, other) => one + other, 0);
       return {
-        columns: [
-          ...["MoE layer", "experts in slots", "asked for in this step"],
-          ...["of these in no slot when it ended", "asked for so far, summed over steps"],
-        ],
+        columns: ["MoE layer", "in slots", "asked for", "of these in no slot", "asked for so far"],
         rows: slots.map((row, layer) => [
           ...[layer, sum(row), sum(wanted[layer])],
           ...[sum(wanted[layer].map((bit, expert) => bit && !row[expert] ? 1 : 0)), sum(total[layer])],
