@@ -8,11 +8,12 @@ What people see is what no test asserts: look at these after a change of a page.
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
 from tools.chromium import launched, reason_absent
 
 WIDTHS_PX = (400, 1400)
-THEMES = ("light", "dark")
+THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 def shots(page: Path, folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,30 @@ def shown(browser: Any, sample: Path) -> Iterator[Opened]:
     """The sample page, for tests that leave it as it is."""
     with opened(browser, sample) as page:
         yield page
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A page with one panel of the sample: that is drawn sooner."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    def page(name: str) -> Path:
+        path = folder / f"{name}.html"
+        if not path.exists():
+            write_page(Page(name, [], [panel_of_sample(name)]), path)
+        return path
+
+    return page
+
+
+def panel_of_sample(name: str) -> Panel:
+    return next(each for each in sample_page().panels if each.name == name)
+
+
+def frames_of_sample(name: str) -> Frames:
+    given = panel_of_sample(name).frames
+    assert given is not None
+    return given
 
 
 def bits(text: str, given: Frames) -> np.ndarray[Any, Any]:
@@ -118,8 +142,10 @@ def test_nothing_is_complained_of_and_nothing_asked_for(browser: Any, sample: Pa
             assert page.failed == []
 
 
-def test_policy_stops_requests_and_foreign_scripts(browser: Any, sample: Path) -> None:
-    with opened(browser, sample) as page:
+def test_policy_stops_requests_and_foreign_scripts(
+    browser: Any, alone: Callable[[str], Path]
+) -> None:
+    with opened(browser, alone("lines")) as page:
         refused = page.page.evaluate("fetch('https://example.org').then(() => 'went', () => 'no')")
         assert refused == "no"
         page.page.evaluate(
@@ -189,16 +215,16 @@ def test_cells_are_written_readably(browser: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_long_tables_show_all_rows_when_asked(browser: Any, sample: Path) -> None:
+def test_long_tables_show_all_rows_when_asked(browser: Any, alone: Callable[[str], Path]) -> None:
     given = heat().table.rows
-    with opened(browser, sample) as page:
+    with opened(browser, alone("heat")) as page:
         assert 100 < len(page.cells("heat")) < len(given)
         page.page.get_by_role("button", name="Show all 1,440 rows").click()
         assert len(page.cells("heat")) == len(given)
 
 
 def test_absent_panels_say_why(shown: Opened) -> None:
-    panel = next(each for each in sample_page().panels if each.absent)
+    panel = panel_of_sample("drafted")
     section = shown.page.locator(f"#panel-{panel.name}")
     assert section.locator(".absent").inner_text() == panel.absent
     assert shown.charts(panel.name) == []
@@ -234,12 +260,11 @@ def test_texts_are_no_markup(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("panel", ["experts", "hosted"])
-def test_frames_are_those_given(browser: Any, sample: Path, panel: str) -> None:
-    given = next(each.frames for each in sample_page().panels if each.name == panel)
-    assert given is not None
+def test_frames_are_those_given(browser: Any, alone: Callable[[str], Path], panel: str) -> None:
+    given = frames_of_sample(panel)
     last = len(given.labels) - 1
     steps = [("End", last), ("ArrowLeft", last - 1), ("Home", 0), ("ArrowRight", 1)]
-    with opened(browser, sample) as page:
+    with opened(browser, alone(panel)) as page:
         for key, step in steps:
             move(page, panel, key, step)
             now, total = page.charts(panel)
@@ -257,28 +282,24 @@ def test_frames_are_those_given(browser: Any, sample: Path, panel: str) -> None:
             ]
 
 
-def test_words_tell_states_apart(browser: Any, sample: Path) -> None:
+@pytest.mark.parametrize("panel", ["experts", "hosted"])
+def test_words_tell_states_apart(browser: Any, alone: Callable[[str], Path], panel: str) -> None:
     """The words on hovering, of each state, and of those that the host's memory has too."""
-    for panel in ("experts", "hosted"):
-        given = next(each.frames for each in sample_page().panels if each.name == panel)
-        assert given is not None
-        expected = states(given, len(given.labels) - 1)
-        host = bits(given.host, given) if given.host else np.zeros_like(expected)
-        with opened(browser, sample) as page:
-            chart = page.charts(panel)[0]
-        said: dict[tuple[int, bool], set[str]] = {}
-        for state, there, words in zip(
-            expected.flat, host.flat, np.array(chart["data"][0]["text"]).flat, strict=True
-        ):
-            said.setdefault((int(state), bool(there)), set()).add(str(words))
-        assert all(len(words) == 1 for words in said.values())
-        assert len(set.union(*said.values())) == len(said) == (4 if given.host is None else 8)
+    given = frames_of_sample(panel)
+    expected = states(given, len(given.labels) - 1)
+    host = bits(given.host, given) if given.host else np.zeros_like(expected)
+    with opened(browser, alone(panel)) as page:
+        texts = np.array(page.charts(panel)[0]["data"][0]["text"])
+    said: dict[tuple[int, bool], set[str]] = {}
+    for state, there, words in zip(expected.flat, host.flat, texts.flat, strict=True):
+        said.setdefault((int(state), bool(there)), set()).add(str(words))
+    assert all(len(words) == 1 for words in said.values())
+    assert len(set.union(*said.values())) == len(said) == (4 if given.host is None else 8)
 
 
-def test_table_of_the_step_follows_the_slider(browser: Any, sample: Path) -> None:
-    given = next(each.frames for each in sample_page().panels if each.name == "experts")
-    assert given is not None
-    with opened(browser, sample) as page:
+def test_table_of_the_step_follows_the_slider(browser: Any, alone: Callable[[str], Path]) -> None:
+    given = frames_of_sample("experts")
+    with opened(browser, alone("experts")) as page:
         for key, step in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2)):
             move(page, "experts", key, step)
             held, asked = bits(given.slots[step], given), bits(given.used[step], given)
@@ -287,8 +308,8 @@ def test_table_of_the_step_follows_the_slider(browser: Any, sample: Path) -> Non
             assert np.array_equal(np.array(page.cells("experts")).astype(int), expected)
 
 
-def test_play_goes_to_the_end_and_stops(browser: Any, sample: Path) -> None:
-    with opened(browser, sample) as page:
+def test_play_goes_to_the_end_and_stops(browser: Any, alone: Callable[[str], Path]) -> None:
+    with opened(browser, alone("hosted")) as page:
         panel = page.page.locator("#panel-hosted")
         move(page, "hosted", "ArrowLeft", 4)
         move(page, "hosted", "ArrowLeft", 3)
@@ -299,10 +320,10 @@ def test_play_goes_to_the_end_and_stops(browser: Any, sample: Path) -> None:
         assert panel.locator("input").input_value() == "5"
 
 
-def test_themes(browser: Any, sample: Path) -> None:
+def test_themes(browser: Any, alone: Callable[[str], Path]) -> None:
     """The system's at first, then the one that the button says; charts follow."""
     colours = theme_colours()
-    with opened(browser, sample, scheme="dark") as page:
+    with opened(browser, alone("bars"), scheme="dark") as page:
         for theme, button in ((1, "Light theme"), (0, "Dark theme"), (1, "Light theme")):
             (chart,) = page.charts("bars")
             assert chart["data"][0]["marker"]["color"] == rgb(colours["draft"][theme])
@@ -310,7 +331,7 @@ def test_themes(browser: Any, sample: Path) -> None:
             assert ground == rgb(colours["background"][theme])
             page.page.get_by_role("button", name=button).click()
             page.page.evaluate("speqPage.show([])")
-    with opened(browser, sample, scheme="light") as page:
+    with opened(browser, alone("bars"), scheme="light") as page:
         page.page.emulate_media(color_scheme="dark")
         page.page.wait_for_function(
             "rgb => document.querySelector('#panel-bars .chart').data[0].marker.color === rgb",

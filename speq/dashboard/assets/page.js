@@ -117,16 +117,21 @@ window.speqPage = (() => {
     return Math.ceil(named.length / columns);
   }
 
-  // Beside a wide chart, below a narrow one.
   function barOf(bar, narrow) {
-    const place = narrow
-      ? { orientation: "h", yref: "container", y: 0, yanchor: "bottom", title: { side: "top" } }
-      : { title: { side: "right" } };
-    const base = merged({ thickness: 14, outlinewidth: 0 }, place);
+    const base = { thickness: narrow ? 8 : 14, outlinewidth: 0, title: { side: "right" } };
     return merged(base, { ...bar, title: titled(bar?.title) ?? {} });
   }
 
   const RAMP = [[0, "@low"], [0.5, "@middle"], [1, "@high"]];
+
+  function traceOf(trace, narrow) {
+    if (trace.type === "heatmap" && !trace.coloraxis) {
+      return { colorscale: RAMP, hoverongaps: false, ...trace, colorbar: barOf(trace.colorbar, narrow) };
+    }
+    // A pattern lies on the bar's colour, rather than on the background.
+    const pattern = trace.marker?.pattern;
+    return pattern ? merged({ marker: { pattern: { fillmode: "overlay" } } }, trace) : trace;
+  }
 
   function figureOf(data, layout, width, height_px) {
     const narrow = width < NARROW_PX;
@@ -136,8 +141,7 @@ window.speqPage = (() => {
       for (const key of [xaxis, yaxis]) if (key) axes.add(`${key[0]}axis${key.slice(1)}`);
     }
     const rows = layout.showlegend === false ? 0 : legendRows(data, width);
-    const bars = data.some((each) => each.type === "heatmap" && each.showscale !== false && !each.coloraxis);
-    const height = height_px + rows * LEGEND_ROW_PX + (narrow && (bars || layout.coloraxis) ? 60 : 0);
+    const height = height_px + rows * LEGEND_ROW_PX;
     const base = {
       ...{ width, height, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" },
       margin: { l: 8, r: 12, t: narrow ? 12 : 32, b: 8 },
@@ -146,7 +150,10 @@ window.speqPage = (() => {
       // A finger that scrolls the page shall not move the chart.
       dragmode: narrow ? false : "zoom",
       hoverlabel: { align: "left" },
-      legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom" },
+      legend: {
+        ...{ orientation: "h", traceorder: "normal", x: 0, xanchor: "left" },
+        ...{ yref: "container", y: 0, yanchor: "bottom" },
+      },
     };
     const full = merged(base, layout);
     for (const key of axes) {
@@ -157,10 +164,7 @@ window.speqPage = (() => {
       full.coloraxis = { colorscale: RAMP, ...layout.coloraxis };
       full.coloraxis.colorbar = barOf(layout.coloraxis.colorbar, narrow);
     }
-    const traces = data.map((trace) => {
-      if (trace.type !== "heatmap" || trace.coloraxis) return trace;
-      return { colorscale: RAMP, hoverongaps: false, ...trace, colorbar: barOf(trace.colorbar, narrow) };
-    });
+    const traces = data.map((trace) => traceOf(trace, narrow));
     return { data: painted(traces), layout: painted(full) };
   }
 
@@ -442,11 +446,11 @@ window.speqPage = (() => {
         ...{ type: "scatter", mode: "markers", hoverinfo: "skip", showlegend: false },
         x: missed.map((cell) => cell % experts),
         y: missed.map((cell) => Math.floor(cell / experts)),
-        marker: { symbol: "x", size: this.crossPx(), color: "@text", line: { width: 0 } },
+        marker: { symbol: "x", size: this.crossPx(), color: "@cross", line: { width: 0 } },
       };
       const most = uses.reduce((most, use) => Math.max(most, use), 1);
       const total = {
-        ...{ ...each, z: this.byLayer(uses), zmin: 0, zmax: most, colorbar: { title: "steps" } },
+        ...{ ...each, z: this.byLayer(uses), zmin: 0, zmax: most, colorbar: { title: "steps", ...(most < 9 ? { dtick: 1 } : {}) } },
         hovertemplate: "layer %{y}, expert %{x}<br>asked for in %{z} steps<extra></extra>",
       };
       const ticks = { showgrid: false, zeroline: false, tickformat: "d" };
@@ -486,10 +490,7 @@ window.speqPage = (() => {
       const [slots, wanted, total] = [held, asked, uses].map((each) => this.byLayer(each));
       const sum = (values) => values.reduce((one, other) => one + other, 0);
       return {
-        columns: [
-          ...["MoE layer", "experts in slots", "asked for in this step"],
-          ...["of these in no slot when it ended", "asked for so far, summed over steps"],
-        ],
+        columns: ["MoE layer", "in slots", "asked for", "of these in no slot", "asked for so far"],
         rows: slots.map((row, layer) => [
           ...[layer, sum(row), sum(wanted[layer])],
           ...[sum(wanted[layer].map((bit, expert) => bit && !row[expert] ? 1 : 0)), sum(total[layer])],
