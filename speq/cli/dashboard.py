@@ -45,7 +45,7 @@ def dashboard(
     from speq.dashboard.live.server import LiveServer, bound
     from speq.dashboard.live.session import Session
     from speq.dashboard.recording import Recording
-    from speq.dashboard.run_panels import panels_of
+    from speq.dashboard.run_panels.run_page import panels_of
 
     metrics = Metrics(model)
     with (

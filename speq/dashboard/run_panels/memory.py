@@ -1,7 +1,7 @@
 """The memory budget, item by item."""
 
 from speq.dashboard.figures import PATTERNS, bars, layout
-from speq.dashboard.panel import Panel, Table
+from speq.dashboard.panel import Cell, Panel, Table
 from speq.dashboard.run_record import RunRecord
 
 MIB = 1 << 20
@@ -31,19 +31,16 @@ def panel(run: RunRecord) -> Panel:
         for at, (name, size) in enumerate(items.items())
     ]
     budget = run.memory["budget"]
+    rows: list[list[Cell]] = [
+        [name.replace("_", " "), size, size / budget] for name, size in items.items()
+    ]
+    rows += [[f"{name.replace('_', ' ')}, beside it", size, None] for name, size in beside.items()]
     return Panel(
         "memory",
         "The memory budget, item by item",
         "The bar is the whole budget, and each part of it is what one item takes.",
         data,
         layout("MiB", "the device's memory", barmode="stack", yaxis_showticklabels=False),
-        Table(
-            ("item", "bytes", "of the budget"),
-            [[name.replace("_", " "), size, size / budget] for name, size in items.items()]
-            + [
-                [f"{name.replace('_', ' ')}, beside it", size, None]
-                for name, size in beside.items()
-            ],
-        ),
+        Table(("item", "bytes", "of the budget"), rows),
         height_px=260,
     )

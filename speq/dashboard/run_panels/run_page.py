@@ -1,7 +1,7 @@
 """A run as a page: its pictures in their order, and what stands above and below them."""
 
 from speq.dashboard.panel import Page, Panel
-from speq.dashboard.run_panels.run_page import (
+from speq.dashboard.run_panels import (
     bytes_moved,
     drafts,
     expectations,
