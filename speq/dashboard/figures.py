@@ -4,6 +4,7 @@ pattern, a dash or a symbol: nobody needs to tell colours apart.
 https://plotly.com/javascript/reference/
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +90,16 @@ def heat(
         "colorbar": {"title": {"text": title, "side": "right"}, "tickformat": form},
         **more,
     }
+
+
+def mirrored(most_below: float, most_above: float) -> tuple[list[float], list[str]]:
+    """(places, texts) of the ticks of an axis whose numbers grow both ways from zero."""
+    most = max(most_below, most_above, 1e-9)
+    step = 10.0 ** math.floor(math.log10(most))
+    step *= next(times for times in (0.2, 0.5, 1, 2) if most / (step * times) <= 6)
+    first, last = -math.floor(most_below / step), math.floor(most_above / step)
+    places = [round(at * step, 9) for at in range(first, last + 1)]
+    return places, [f"{abs(place):g}" for place in places]
 
 
 def layout(x: str, y: str, **more: Any) -> Layout:

@@ -2,19 +2,18 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from speq.dashboard.bench_panels import report
-from speq.dashboard.panel import Page, Panel, Table
-from speq.dashboard.run_record import Residency, RunRecord
+from speq.dashboard.panel import Page
+from speq.dashboard.run_panels import run_page
 from speq.errors import SpeqError
 from tests.helpers.command import Command, command_in_process
 from tests.helpers.paths import ROOT
+from tests.helpers.run_records import RUN
 
 RESULTS = ROOT / "bench" / "results"
 CODEC = RESULTS / "codec-tiny-moe-widened-intel-xeon-2-cores.json"
@@ -107,66 +106,48 @@ def test_what_a_folder_holds_besides_is_left_out_and_named(tmp_path: Path) -> No
     )
 
 
-SLOT = Panel("slots", "Slots", "Read it.", [{"y": [1]}], {}, Table(("slots",), [[1]]))
-
-
-@pytest.fixture
-def run_panels(monkeypatch: pytest.MonkeyPatch) -> list[RunRecord]:
-    """The records that panels were asked for; each run is drawn as one panel."""
-    asked: list[RunRecord] = []
-
-    def panels_of(record: RunRecord) -> list[Panel]:
-        asked.append(record)
-        return [SLOT]
-
-    module = ModuleType("speq.dashboard.run_panels")
-    vars(module).update(panels_of=panels_of, facts_of=lambda record: [("model", record.model)])
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return asked
-
-
-def a_run() -> RunRecord:
-    return RunRecord(
-        model="tiny",
-        version="1",
-        commit=None,
-        machine={},
-        device="cpu",
-        link="disk",
-        options={},
-        sampling={},
-        prompt_tokens=3,
-        layers=1,
-        experts=2,
-        memory={},
-        planned=None,
-        expected=None,
-        stats={},
-        tokens=[],
-        steps=[],
-        left_out=0,
-        residency=Residency([], [], []),
-        cycles=[],
-    )
-
-
-def test_runs_stand_beside_benches(tmp_path: Path, run_panels: list[RunRecord]) -> None:
+def test_runs_stand_beside_benches(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    a_run().write(path)
-    alone = report.page_of([path])
-    assert (alone.title, alone.facts, alone.panels) == ("run: tiny", [("model", "tiny")], [SLOT])
+    RUN.write(path)
+    assert report.page_of([path]) == run_page.page_of(RUN)
     page = report.page_of([path, CODEC])
-    assert [panel.name for panel in page.panels][:2] == ["run-slots", f"{CODEC.stem}-bits"]
-    assert page.facts[0] == ("run", "model: tiny")
-    assert run_panels == [a_run()] * 2
+    names = [f"run-{panel.name}" for panel in run_page.panels_of(RUN)]
+    assert [panel.name for panel in page.panels][:-2] == names
+    assert page.panels[-2].name == f"{CODEC.stem}-bits"
+    assert page.facts[0][0] == "run"
+    assert page.facts[0][1].startswith("model: by-hand; machine: abacus, 2 cores; ")
+    assert page.notes == [f"run: {note}" for note in run_page.page_of(RUN).notes]
 
 
-def test_a_damaged_run_is_one_sentence(tmp_path: Path, run_panels: list[RunRecord]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"stats": {}},
+        {"memory": {}},
+        {"memory": None},
+        {"steps": []},
+        {"layers": 7},
+        {"cycles": [{"draft_length": 1}]},
+        {"link": "a rope"},
+        {"steps": "abc"},
+        {"expected": 3},
+    ],
+    ids=str,
+)
+def test_a_damaged_run_is_one_sentence(damage: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(json.loads(RUN.to_json()) | damage))
+    with pytest.raises(
+        SpeqError, match=r"run.json is .*; write (it again|one) with `speq profile`"
+    ):
+        report.page_of([path])
+
+
+def test_a_cut_run_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"format": "speq-run-1", "model": "tiny"}')
     with pytest.raises(SpeqError, match=r"run.json is no run of format speq-run-1 .*; write one"):
         report.page_of([path])
-    assert run_panels == []
 
 
 def test_a_machine_and_settings_of_any_shape_are_told() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speq.dashboard.figures import mirrored
 from speq.dashboard.panel import Panel
 from speq.dashboard.run_panels.overlap import both, busy, joined, overlap_of
 from speq.dashboard.run_panels.roofline import bandwidth_of
@@ -266,3 +267,19 @@ def test_facts_and_notes() -> None:
     assert len(page_of(RUN).notes) == 1
     late = page_of(changed(left_out=9)).notes[1]
     assert re.search(r"last 3; 9 steps before them are left out", late)
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "texts"),
+    [
+        (40.0, 100.0, ["40", "20", "0", "20", "40", "60", "80", "100"]),
+        (0.0, 7.3, ["0", "2", "4", "6"]),
+        (0.0, 0.34, ["0", "0.1", "0.2", "0.3"]),
+        (2500.0, 900.0, ["2500", "2000", "1500", "1000", "500", "0", "500"]),
+    ],
+)
+def test_ticks_that_grow_both_ways(below: float, above: float, texts: list[str]) -> None:
+    places, found = mirrored(below, above)
+    assert found == texts
+    zero = texts.index("0")
+    assert places == [(-1 if at < zero else 1) * float(text) for at, text in enumerate(texts)]

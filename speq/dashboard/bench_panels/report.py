@@ -98,10 +98,17 @@ def bench_source(name: str, report: dict[str, Any], place: str) -> Source:
 
 def run_source(path: Path, content: dict[str, Any]) -> Source:
     """Of a recorded run."""
-    from speq.dashboard.run_panels.run_page import facts_of, panels_of
+    from speq.dashboard.run_panels.run_page import page_of
 
     record = run_of(content, str(path))
-    return Source(path.stem, f"run: {record.model}", facts_of(record), panels_of(record))
+    try:
+        page = page_of(record)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise SpeqError(
+            f"{path} is damaged ({type(error).__name__}: {error}); write it again with "
+            "`speq profile`"
+        ) from error
+    return Source(path.stem, page.title, page.facts, page.panels, page.notes)
 
 
 def page_of_sources(sources: Sequence[Source], left_out: Iterable[str] = ()) -> Page:

@@ -55,9 +55,9 @@ def facts_of(run: RunRecord) -> list[tuple[str, str]]:
         ("drafted tokens accepted", shown(stats["acceptance_rate"], "{:.1%}")),
         ("speq", run.version if run.commit is None else f"{run.version} at {run.commit}"),
     ]
-    if run.options:
-        options = ", ".join(f"{name}={value}" for name, value in run.options.items())
-        found.append(("options", options))
+    options = [f"{name}={value}" for name, value in run.options.items() if name != "memory_budget"]
+    if options:
+        found.append(("options", ", ".join(options)))
     if run.planned is not None:
         found.append(("planned", run.planned))
     return found

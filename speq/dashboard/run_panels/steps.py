@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from speq.dashboard.figures import bars, layout
+from speq.dashboard.figures import bars, layout, mirrored
 from speq.dashboard.panel import Panel, Table
 from speq.dashboard.run_panels.link import act_of
 from speq.dashboard.run_record import RunRecord, StepRecord
@@ -66,13 +66,24 @@ def panel(run: RunRecord) -> Panel:
         )
         for name, (values, colour, pattern) in (above | below).items()
     ]
+    places, texts = mirrored(
+        max((each.hidden + each.exposed for each in parts), default=0.0),
+        max((step.end_ms - step.start_ms for step in decode), default=0.0),
+    )
     return Panel(
         "steps",
         "Time of each step",
         "A bar above the line is one step's time by what was done, and the bar below it is the "
         "time in which the link was busy meanwhile.",
         data if decode else [],
-        layout("step", "ms: link below, step above", barmode="relative", bargap=0.15),
+        layout(
+            "step",
+            "ms: link below, step above",
+            barmode="relative",
+            bargap=0.15,
+            yaxis_tickvals=places,
+            yaxis_ticktext=texts,
+        ),
         Table(
             (
                 *("step", "drafted", "accepted", "emitted", "step (ms)", "drafting (ms)"),
