@@ -1,7 +1,9 @@
 """Screenshots of a page of pictures, whole, in both themes, on a wide and on a narrow screen.
 
     python -m tools.shots PAGE.html FOLDER
+    python -m tools.shots PAGE.html FOLDER --panel overlap
 
+The second one takes a single picture of the page, in the light theme: those in docs/ are made so.
 What people see is what no test asserts: look at these after a change of a page.
 """
 
@@ -13,6 +15,7 @@ from typing import Literal
 from tools.chromium import launched, reason_absent
 
 WIDTHS_PX = (400, 1400)
+PICTURE_PX = 1000
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
@@ -34,16 +37,32 @@ def shots(page: Path, folder: Path) -> list[Path]:
     return made
 
 
+def shot_of(page: Path, folder: Path, panel: str) -> Path:
+    """A PNG file in `folder` of one panel, by its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f"{panel}.png"
+    with launched() as browser:
+        opened = browser.new_page(viewport={"width": PICTURE_PX, "height": 900})
+        opened.goto(page.resolve().as_uri())
+        opened.evaluate("speqPage.opened")
+        opened.locator(f"#panel-{panel}").screenshot(path=made)
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Take screenshots of a page of pictures.")
     parser.add_argument("page", type=Path, metavar="PAGE.html")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--panel", help="take this picture alone, by its name")
     given = parser.parse_args()
     reason = reason_absent()
     if reason is not None:
         sys.exit(reason)
     if not given.page.is_file():
         sys.exit(f"{given.page} is no file; give a page that speq wrote")
+    if given.panel is not None:
+        print(shot_of(given.page, given.folder, given.panel))
+        return
     for path in shots(given.page, given.folder):
         print(path)
 

@@ -4,14 +4,20 @@ import base64
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from speq import Generator, SpeqError
 from speq.dashboard.recording import Recording, bits_of, spans_of
+from speq.dashboard.run_panels.run_page import panels_of
 from speq.dashboard.run_record import RunRecord, read_run
 from speq.stats import Event, StepStats
+from tests.helpers.host_device import HostDevice, host_device
+from tests.helpers.panels import check
+from tests.helpers.tiny_models import write_model
 
 PROMPT = "hello there"
 
@@ -165,6 +171,45 @@ def test_anything_else_is_refused(content: str, sentence: str, tmp_path: Path) -
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(SpeqError, match=sentence):
         read_run(tmp_path / "run.json")
+
+
+def on_a_device_with_streams(model: Path, budget: str, **options: Any) -> RunRecord:
+    with host_device(HostDevice(7)):
+        generator = Generator.from_pretrained(
+            model, budget, device="cuda", prefetch="three-phase", reader_threads=2, **options
+        )
+        try:
+            return recorded(generator, tokens=12)
+        finally:
+            generator.close()
+
+
+@pytest.mark.wide
+def test_a_device_with_streams_copies_over_pcie(tiny: Callable[[str], Path]) -> None:
+    record = on_a_device_with_streams(tiny("qwen3_moe"), "2MiB", draft_length=3)
+    assert (record.link, record.device) == ("PCIe", "cuda:0")
+    # All experts lie in the host's memory.
+    assert record.residency.host is None
+    moved = sum(sum(bytes_ for *_, bytes_ in step.transfers) for step in record.steps)
+    assert moved == record.stats["moved_bytes"] + record.stats["prefill_moved_bytes"] > 0
+    panels = panels_of(record)
+    for panel in panels:
+        check(panel)
+    (overlap,) = [panel for panel in panels if panel.name == "overlap"]
+    assert "copying over PCIe, hidden" in [trace["name"] for trace in overlap.data]
+
+
+@pytest.mark.wide
+def test_a_host_that_holds_some_experts_says_which(tmp_path: Path) -> None:
+    sizes = {"num_experts": 32, "num_experts_per_tok": 4}
+    model = write_model(tmp_path / "model", "olmoe", torch.bfloat16, **sizes)
+    record = on_a_device_with_streams(model, "700KiB", draft_length=0, host_budget="700KiB")
+    assert record.residency.host is not None
+    held = int(flags(record.residency.host, record).sum())
+    assert 0 < held < record.layers * record.experts
+    # Records are at least as long as their experts' words.
+    expert_bytes = 3 * 64 * 32 * 2
+    assert held * expert_bytes <= record.memory["host_records"]
 
 
 def test_bits_by_hand() -> None:

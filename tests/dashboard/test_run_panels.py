@@ -1,5 +1,6 @@
 """Pictures of a run: the numbers of a record that was made by hand."""
 
+import base64
 import re
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from speq.dashboard.figures import mirrored
+from speq.dashboard.page import render
 from speq.dashboard.panel import Panel
 from speq.dashboard.run_panels.overlap import both, busy, joined, overlap_of
 from speq.dashboard.run_panels.roofline import bandwidth_of
@@ -283,3 +285,33 @@ def test_ticks_that_grow_both_ways(below: float, above: float, texts: list[str])
     assert found == texts
     zero = texts.index("0")
     assert places == [(-1 if at < zero else 1) * float(text) for at, text in enumerate(texts)]
+
+
+def test_a_page_of_a_large_model_is_small_enough() -> None:
+    layers, experts, steps = 48, 128, 256
+    random = np.random.default_rng(0)
+    flags = [
+        base64.b64encode(random.bytes(layers * experts // 8)).decode() for _ in range(2 * steps)
+    ]
+    times = random.uniform(0, 1, (steps, layers, 2)).cumsum(axis=1).round(3)
+    run = changed(
+        layers=layers,
+        experts=experts,
+        steps=[
+            replace(
+                DRAFTED,
+                number=at,
+                start_ms=120.0 + 100 * at,
+                end_ms=220.0 + 100 * at,
+                reason="18.4 ms a token expected (k=2 19.1, k=4 18.9), most of it verification",
+                transfers=[[*(120.0 + 100 * at + each), 12_345_678] for each in times[at]],
+                stalls=[[*(130.0 + 100 * at + each)] for each in times[at]],
+                layers=random.integers(0, 40, (layers, 6)).tolist(),
+            )
+            for at in range(steps)
+        ],
+        residency=replace(
+            RUN.residency, steps=list(range(steps)), slots=flags[:steps], used=flags[steps:]
+        ),
+    )
+    assert len(render(page_of(run)).encode()) < 5_000_000
