@@ -232,7 +232,7 @@ def sizes_of(
             f"{shape.experts.expert_width}, and INT4 codes need even sizes; give another model"
         )
     shared = [bool(SHARED_EXPERT.search(name)) for name in shape.dense_names]
-    small = sum(shape.other_sizes) * itemsize + shape.buffer_bytes
+    small = sum(shape.other_bytes(subject.words)) + shape.own_bytes
 
     def of_shared(sizes: Sequence[int]) -> int:
         return sum(nbytes for nbytes, is_shared in zip(sizes, shared, strict=True) if is_shared)

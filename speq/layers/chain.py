@@ -148,9 +148,10 @@ def chain_norm(module: nn.Module) -> bool:
 
 def chain_router(module: nn.Module) -> bool:
     """Have a router run as ChainRouter, if it is a usual one; tell whether it does."""
-    name, weight, top_k = type(module).__name__, module.weight, module.top_k
+    name = type(module).__name__
     if name not in ROUTERS and name != DIVIDING_ROUTER:
         return False
+    weight, top_k = module.weight, module.top_k
     assert isinstance(weight, Tensor)
     assert isinstance(top_k, int)
     dividing = name == DIVIDING_ROUTER
