@@ -156,6 +156,7 @@ MIXTRAL_NAMES = ExpertNames(
 PHIMOE_NAMES = ExpertNames(
     MIXTRAL_NAMES.blocks, routers=("router", "gate"), projections=MIXTRAL_NAMES.projections
 )
+HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
 
 FAMILIES = {
     family.model_type: family
@@ -194,6 +195,28 @@ FAMILIES = {
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3Experts",
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_pairs,
+        ),
+        Family(
+            "minimax_m2",
+            "MiniMaxM2Experts",
+            names=MIXTRAL_NAMES,
+            router_inputs=("e_score_correction_bias",),
+            num_experts="num_local_experts",
+            expert_width="intermediate_size",
+        ),
+        Family("ernie4_5_moe", "Ernie4_5_MoeExperts", num_experts="moe_num_experts"),
+        Family(
+            "hunyuan_v1_moe",
+            "HunYuanMoEV1Experts",
+            names=HUNYUAN_NAMES,
+            expert_width="intermediate_size",
         ),
     )
 }
