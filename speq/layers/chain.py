@@ -19,14 +19,18 @@ from speq.kernels.ops import MAX_LINEAR_ROWS, linear
 # Classes of transformers whose forward is the usual one, and is written anew here.
 ATTENTIONS = frozenset(
     f"{family}Attention"
-    for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe", "Glm4Moe", "MiniMaxM2")
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen"),
+    )
 )
 NORMS = frozenset(
     f"{family}RMSNorm"
-    for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "Glm4Moe")
-) | frozenset(
-    f"{family}RMSNorm"
-    for family in ("Glm4MoeLite", "DeepseekV3", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1")
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
+        *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1"),
+    )
 )
 # Softmax, top-k and perhaps a division by the sum; Mixtral's always divides, and keeps float32.
 ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"})

@@ -204,6 +204,14 @@ FAMILIES = {
             check=check_pairs,
         ),
         Family(
+            "dots1",
+            "Dots1Experts",
+            num_experts="n_routed_experts",
+            typed_masks=True,
+            check=check_pairs,
+        ),
+        Family("solar_open", "SolarOpenExperts", num_experts="n_routed_experts", check=check_pairs),
+        Family(
             "minimax_m2",
             "MiniMaxM2Experts",
             names=MIXTRAL_NAMES,

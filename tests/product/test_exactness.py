@@ -128,7 +128,10 @@ def share(cells: list[Cell], family: str, families: int) -> list[Cell]:
 
 
 # Families that are built like another one here run in the wider checks.
-LIKE_OTHERS = ("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3")
+LIKE_OTHERS = (
+    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
+    *("dots1", "solar_open"),
+)
 BY_FAMILY = [
     pytest.param(family, marks=[pytest.mark.wide] if family in LIKE_OTHERS else [])
     for family in FAMILIES

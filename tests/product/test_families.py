@@ -31,7 +31,7 @@ from speq.models.resident import mapped_regions
 from speq.routing import Route
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
 
-BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open")
 
 
 def test_two_threads_leave_the_familys_own_experts() -> None:

@@ -127,7 +127,8 @@ def test_models_of_the_paper(
         ("DeepSeek-V3", 58, 256, 8, 654, 31.9),
         ("MiniMax-M2", 62, 256, 8, 224.7, 7.5),
         ("ERNIE-4.5-21B-A3B-PT", 27, 64, 6, 20.4, 2.7),
-        ("Hunyuan-A13B-Instruct", 32, 64, 8, 77.3, 5.7),
+        ("Hunyuan-A13B-Instruct", 32, 64, 8, 77.3, 5.76),
+        ("Solar-Open-100B", 48, 128, 8, 96.6, 11.2),
     ],
 )
 def test_models_of_later_families(

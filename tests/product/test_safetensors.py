@@ -197,6 +197,7 @@ MOE_LAYERS = {
     "glm4_moe": (1, 2),
     "glm4_moe_lite": (1, 2),
     "deepseek_v3": (1, 2),
+    "dots1": (1, 2),
     "ernie4_5_moe": (1, 2),
 }
 
