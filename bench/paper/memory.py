@@ -53,7 +53,7 @@ from speq.planning.subject import Subject
 from speq.units import Progress, format_bytes, tracked
 
 # Tensors of shared experts; what gates them is not theirs.
-SHARED_EXPERT = re.compile(r"\.shared_experts?\.")
+SHARED_EXPERT = re.compile(r"\.shared_(?:experts?|mlp)\.")
 
 COLUMNS: dict[str, Column] = {
     "model": ("model", "{}"),
