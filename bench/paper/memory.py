@@ -53,7 +53,7 @@ from speq.planning.subject import Subject
 from speq.units import Progress, format_bytes, tracked
 
 # Tensors of shared experts; what gates them is not theirs.
-SHARED_EXPERT = re.compile(r"\.shared_experts?\.")
+SHARED_EXPERT = re.compile(r"\.shared_(?:experts?|mlp)\.")
 
 COLUMNS: dict[str, Column] = {
     "model": ("model", "{}"),
@@ -232,7 +232,7 @@ def sizes_of(
             f"{shape.experts.expert_width}, and INT4 codes need even sizes; give another model"
         )
     shared = [bool(SHARED_EXPERT.search(name)) for name in shape.dense_names]
-    small = sum(shape.other_sizes) * itemsize + shape.buffer_bytes
+    small = sum(shape.other_bytes(subject.words)) + shape.own_bytes
 
     def of_shared(sizes: Sequence[int]) -> int:
         return sum(nbytes for nbytes, is_shared in zip(sizes, shared, strict=True) if is_shared)

@@ -23,7 +23,7 @@ SIZES = (
     ("hidden_size",),
     ("intermediate_size",),
     ("moe_intermediate_size",),
-    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 )
 EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
 # Elements compared of a tensor, and rows of each matrix of an expert.

@@ -6,13 +6,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# What transformers calls all experts of a layer in one tensor, with gate above up.
+GATE_UP = "gate_up_proj"
+FUSED = (GATE_UP, "down_proj")
 
 
 class ExpertMatrix(NamedTuple):
-    """A matrix of an expert: its model layer, its expert and one of PROJECTIONS."""
+    """A matrix of experts: its model layer, its expert, and one of PROJECTIONS.
+
+    Where the expert is None it is one of FUSED, [E, ...] of all experts of the layer.
+    """
 
     layer: int
-    expert: int
+    expert: int | None
     projection: str
 
 
@@ -20,11 +26,12 @@ class ExpertMatrix(NamedTuple):
 class ExpertNames:
     """Names on disk, all that checkpoints of a family use; those of transformers come first.
 
-    An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, a router's
-    `layers.L.BLOCK.ROUTER.weight`. Quantised checkpoints take either's names.
+    An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, that of all experts of a
+    layer `layers.L.BLOCK.EXPERTS.FUSED`, a router's `layers.L.BLOCK.ROUTER.weight`. Quantised
+    checkpoints take either's names.
 
     blocks       what a layer calls the block that has the router and the experts
-    routers      what the block calls its router
+    routers      what the block calls its router; on disk, what holds the router's weight
     experts      what the block calls its experts
     projections  what an expert calls PROJECTIONS, in their order
     """
@@ -61,17 +68,24 @@ class ExpertNames:
             rf"(?:^|\.){self.within_layer}(?P<expert>\d+)\.(?P<projection>{projection})\.weight$"
         )
 
+    @cached_property
+    def _fused(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:^|\.){self.within_layer}(?P<projection>{_any(FUSED)})$")
+
     def matrix(self, name: str) -> ExpertMatrix | None:
-        """Which expert's matrix a tensor is; None: of no routed expert."""
+        """Which experts' matrix a tensor is; None: of no routed expert."""
         match = self._expert.search(name)
-        if match is None:
-            return None
-        projection = self.projection_of[match["projection"]]
-        return ExpertMatrix(int(match["layer"]), int(match["expert"]), projection)
+        if match is not None:
+            projection = self.projection_of[match["projection"]]
+            return ExpertMatrix(int(match["layer"]), int(match["expert"]), projection)
+        match = self._fused.search(name)
+        return (
+            None if match is None else ExpertMatrix(int(match["layer"]), None, match["projection"])
+        )
 
     def is_expert(self, name: str) -> bool:
-        """Whether a tensor belongs to a routed expert."""
-        return self._expert.search(name) is not None
+        """Whether a tensor belongs to routed experts."""
+        return self.matrix(name) is not None
 
     def module(self, layer: int, expert: int, projection: str) -> str:
         """The name that transformers gives an expert's matrix, without `.weight`."""

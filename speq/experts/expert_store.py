@@ -9,7 +9,14 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, RawCodec
-from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
+from speq.experts.expert_names import (
+    FUSED,
+    GATE_UP,
+    PROJECTIONS,
+    USUAL_NAMES,
+    ExpertMatrix,
+    ExpertNames,
+)
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
@@ -80,6 +87,13 @@ class ExpertLayout:
     expert_width: int
     names: ExpertNames = USUAL_NAMES
 
+    def shape(self, matrix: ExpertMatrix) -> tuple[int, ...]:
+        """What a tensor of experts' matrices is on disk."""
+        hidden, width = self.hidden_size, self.expert_width
+        rows = 2 * width if matrix.projection == GATE_UP else width
+        shape = (hidden, width) if matrix.projection == "down_proj" else (rows, hidden)
+        return shape if matrix.expert is not None else (self.num_experts, *shape)
+
 
 class SafetensorsExpertStore:
     """Experts read straight from the shards a model was published in.
@@ -96,23 +110,22 @@ class SafetensorsExpertStore:
         order = {layer: at for at, layer in enumerate(layout.layers)}
         shape = self._common_shape(checkpoint, layout)
         self._codec = RawCodec(shape)
-        width, hidden = layout.expert_width, layout.hidden_size
-        wanted = {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
-        wanted["down_proj"] = (hidden, width)
         found: dict[tuple[int, int], dict[str, Range]] = {}
         for name, (file, info) in checkpoint.tensors.items():
             matrix = layout.names.matrix(name)
             if matrix is None or matrix.layer not in order:
                 continue
-            projection = matrix.projection
-            if info.shape != wanted[projection] or info.dtype != shape.dtype:
+            wanted = layout.shape(matrix)
+            if info.shape != wanted or info.dtype != shape.dtype:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
-                    f"and the other experts make it {shape.dtype} {list(wanted[projection])}; "
-                    f"{OTHER_VERSION}"
+                    f"and the other experts make it {shape.dtype} {list(wanted)}; {OTHER_VERSION}"
                 )
-            key = (order[matrix.layer], matrix.expert)
-            found.setdefault(key, {})[projection] = (file, info.offset, info.nbytes)
+            held = range(layout.num_experts) if matrix.expert is None else (matrix.expert,)
+            nbytes = info.nbytes // len(held)
+            for at, expert in enumerate(held):
+                parts = found.setdefault((order[matrix.layer], expert), {})
+                parts[matrix.projection] = (file, info.offset + at * nbytes, nbytes)
         self._parts = self._complete(found, checkpoint, layout)
         self.reading_bytes = ENDS_BYTES + ALIGNMENT
         self._ends: SimpleQueue[Tensor] = SimpleQueue()
@@ -138,14 +151,20 @@ class SafetensorsExpertStore:
         for layer in range(self.num_layers):
             for expert in range(self.num_experts):
                 parts = found.get((layer, expert), {})
-                for projection in PROJECTIONS:
+                projections = FUSED if GATE_UP in parts else PROJECTIONS
+                for projection in projections:
                     if projection not in parts:
                         raise SpeqError(
                             f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
                             f"{layout.layers[layer]}; config.json promises {self.num_experts} "
                             f"experts in each such layer; {OTHER_VERSION}"
                         )
-                records.append([parts[projection] for projection in PROJECTIONS])
+                if len(parts) > len(projections):
+                    raise SpeqError(
+                        f"{checkpoint.path} has experts of layer {layout.layers[layer]} twice, "
+                        f"alone and in one tensor of all; {OTHER_VERSION}"
+                    )
+                records.append([parts[projection] for projection in projections])
         return records
 
     @property

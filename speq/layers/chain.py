@@ -19,12 +19,19 @@ from speq.kernels.ops import MAX_LINEAR_ROWS, linear
 # Classes of transformers whose forward is the usual one, and is written anew here.
 ATTENTIONS = frozenset(
     f"{family}Attention"
-    for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe", "Glm4Moe")
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen"),
+    )
 )
 NORMS = frozenset(
     f"{family}RMSNorm"
-    for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "Glm4Moe")
-) | {"Glm4MoeLiteRMSNorm"}
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
+        *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1"),
+    )
+)
 # Softmax, top-k and perhaps a division by the sum; Mixtral's always divides, and keeps float32.
 ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"})
 DIVIDING_ROUTER = "MixtralTopKRouter"
@@ -148,9 +155,10 @@ def chain_norm(module: nn.Module) -> bool:
 
 def chain_router(module: nn.Module) -> bool:
     """Have a router run as ChainRouter, if it is a usual one; tell whether it does."""
-    name, weight, top_k = type(module).__name__, module.weight, module.top_k
+    name = type(module).__name__
     if name not in ROUTERS and name != DIVIDING_ROUTER:
         return False
+    weight, top_k = module.weight, module.top_k
     assert isinstance(weight, Tensor)
     assert isinstance(top_k, int)
     dividing = name == DIVIDING_ROUTER

@@ -53,16 +53,23 @@ class OffloadedExperts(nn.Module):
         self.switch = BankSwitch()
         # The logits of the pass under way: a list, as an attribute of a module is slow to set.
         self._heard: list[Tensor] = []
-        self._next_router: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+        self._next_logits: Callable[[Tensor], Tensor] | None = None
 
     def attach(
-        self, layer: int, switch: BankSwitch, router: nn.Module, next_router: nn.Module | None
+        self,
+        layer: int,
+        switch: BankSwitch,
+        router: nn.Module,
+        next_logits: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """Make this module MoE layer number `layer`, under `switch`, and listen to its router."""
+        """Make this module MoE layer number `layer`, under `switch`, and listen to its router.
+
+        next_logits  what the router of the layer behind it says of rows; no module, which would
+                     become a child of this one
+        """
         self.layer = layer
         self.switch = switch
-        # Only the bound method: as an attribute the module would become a child of this one.
-        self._next_router = None if next_router is None else next_router.forward
+        self._next_logits = next_logits
         router.register_forward_hook(self._keep_logits)
 
     def _keep_logits(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
@@ -70,14 +77,14 @@ class OffloadedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         assert self.switch.bank is not None, "no bank was chosen for this pass"
-        following = partial(self._foresee, hidden_states) if self._next_router else None
+        following = partial(self._foresee, hidden_states) if self._next_logits else None
         logits = self._heard.pop() if self._heard else None
         route = Route(topk_ids, topk_weights, logits, following)
         return self.switch.bank(self.layer, hidden_states, route)
 
     @torch.inference_mode()
     def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
-        assert self._next_router is not None
+        assert self._next_logits is not None
         # All rows need no index, which an accelerator would have to be sent.
         asked = hidden_states if len(rows) == len(hidden_states) else hidden_states[rows]
-        return self._next_router(asked)[0]
+        return self._next_logits(asked)

@@ -1,6 +1,6 @@
 """The matrices of a model outside its experts and routers: which there are, how they are held."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,26 +21,36 @@ Plain = nn.Linear | nn.Embedding
 # The codes that a module's matrix may be a residual of, where it is one that drafts run on codes;
 # given its name and its words.
 Base = Callable[[str, Tensor], Int4Pair | None]
-# Makes what holds matrices in the place of their words, by the names of the modules.
-Records = Callable[[nn.Module, MappedWeights], Mapping[str, ExactMatrix]]
+# Makes what holds matrices in the place of their words, by the names of the modules, which it is
+# given.
+Records = Callable[[Iterable[tuple[str, Plain]], MappedWeights], Mapping[str, ExactMatrix]]
 
 
-def plain_modules(model: nn.Module) -> Iterator[tuple[str, Plain]]:
+def plain_modules(
+    model: nn.Module, routers: Iterable[nn.Module] = ()
+) -> Iterator[tuple[str, Plain]]:
     """transformers' own dense layers and embedding, by name. Classes derived from them are left as
-    they are, and so are routers, which are none.
+    they are, and so is what routers are made of.
     """
+    left = {id(module) for router in routers for module in router.modules()}
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, nn.Embedding):
+        if type(module) in (nn.Linear, nn.Embedding) and id(module) not in left:
             yield name, module
 
 
-def hold_dense(model: nn.Module, switch: BankSwitch, records: Mapping[str, ExactMatrix]) -> None:
+def hold_dense(
+    model: nn.Module,
+    switch: BankSwitch,
+    records: Mapping[str, ExactMatrix],
+    routers: Iterable[nn.Module] = (),
+) -> None:
     """Put modules of ours in the place of all dense layers and of the embedding.
 
     records  matrices that are held as records, by the name of the module; others stay words
+    routers  modules that are left as they are
     """
     raw: dict[int, RawMatrix] = {}
-    for name, module in [*plain_modules(model)]:
+    for name, module in [*plain_modules(model, routers)]:
         matrix = records.get(name)
         if matrix is None:
             matrix = raw.setdefault(id(module.weight), RawMatrix(module.weight.detach()))
@@ -74,7 +84,7 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def encode_dense(
-    model: nn.Module,
+    plain: Iterable[tuple[str, Plain]],
     mapped: MappedWeights,
     threads: int,
     device: torch.device,
@@ -84,6 +94,7 @@ def encode_dense(
 ) -> dict[str, ExactMatrix]:
     """Records of all matrices, or the words of those that take no less as records.
 
+    plain   the modules that have them, by name
     mapped  what the weights of a model that was just loaded are mapped from
     base    what records are residuals of, on the device; None, and where it has none: lossless ones
     packed  lossless records that a pack holds, which are read instead of being made
@@ -93,7 +104,7 @@ def encode_dense(
     """
     names: dict[int, list[str]] = {}
     weights: dict[int, Tensor] = {}
-    for name, module in plain_modules(model):
+    for name, module in plain:
         names.setdefault(id(module.weight), []).append(name)
         weights[id(module.weight)] = module.weight
     made: dict[str, ExactMatrix] = {}

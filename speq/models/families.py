@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
@@ -21,10 +21,19 @@ _PATCHING = threading.Lock()
 
 
 class MoEBlock(NamedTuple):
-    """A block of a loaded model that has routed experts."""
+    """A block of a loaded model that has routed experts.
+
+    beside  what the router is given beside hidden states
+    """
 
     experts: OffloadedExperts
     router: nn.Module
+    beside: tuple[Tensor, ...] = ()
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """What the router says of rows [T, H]: [T, E]."""
+        said: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.beside)
+        return said[0]
 
 
 def unchecked(config: Any, num_experts: int, where: object) -> None:
@@ -52,7 +61,7 @@ def check_deepseek_v2(config: Any, num_experts: int, where: object) -> None:
         check_groups(config, num_experts, where)
 
 
-def check_glm4(config: Any, num_experts: int, where: object) -> None:
+def check_pairs(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for groups too small: two experts rank one, and top-k chooses among them."""
     check_groups(config, num_experts, where)
     size, top_k = num_experts // config.n_group, config.num_experts_per_tok
@@ -71,6 +80,7 @@ class Family:
     model_type    in config.json, and the name of transformers' module
     experts_class class of a block's experts, which ours replaces
     names         of experts and routers on disk; the first ones are attributes of the model too
+    router_inputs   attributes of the block that its router is given beside hidden states
     num_experts, expert_width   attributes of the config
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
@@ -84,6 +94,7 @@ class Family:
     model_type: str
     experts_class: str
     names: ExpertNames = USUAL_NAMES
+    router_inputs: tuple[str, ...] = ()
     num_experts: str = "num_experts"
     expert_width: str = "moe_intermediate_size"
     window: bool = False
@@ -129,8 +140,13 @@ class Family:
             block = getattr(layer, self.names.blocks[0], None)
             experts = getattr(block, self.names.experts, None)
             if isinstance(experts, OffloadedExperts):
-                blocks[index] = MoEBlock(experts, getattr(block, self.names.routers[0]))
+                beside = tuple(getattr(block, name) for name in self.router_inputs)
+                blocks[index] = MoEBlock(experts, getattr(block, self.names.routers[0]), beside)
         return blocks
+
+    def routers(self, model: nn.Module) -> list[nn.Module]:
+        """The routers of its blocks."""
+        return [block.router for block in self.moe_blocks(model).values()]
 
 
 # As their authors publish them; transformers has the usual names for them.
@@ -140,6 +156,7 @@ MIXTRAL_NAMES = ExpertNames(
 PHIMOE_NAMES = ExpertNames(
     MIXTRAL_NAMES.blocks, routers=("router", "gate"), projections=MIXTRAL_NAMES.projections
 )
+HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
 
 FAMILIES = {
     family.model_type: family
@@ -171,13 +188,43 @@ FAMILIES = {
             attention=cached_latents,
             check=check_deepseek_v2,
         ),
-        Family("glm4_moe", "Glm4MoeExperts", num_experts="n_routed_experts", check=check_glm4),
+        Family("glm4_moe", "Glm4MoeExperts", num_experts="n_routed_experts", check=check_pairs),
         Family(
             "glm4_moe_lite",
             "Glm4MoeLiteExperts",
             num_experts="n_routed_experts",
             attention=cached_latents,
-            check=check_glm4,
+            check=check_pairs,
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3Experts",
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_pairs,
+        ),
+        Family(
+            "dots1",
+            "Dots1Experts",
+            num_experts="n_routed_experts",
+            typed_masks=True,
+            check=check_pairs,
+        ),
+        Family("solar_open", "SolarOpenExperts", num_experts="n_routed_experts", check=check_pairs),
+        Family(
+            "minimax_m2",
+            "MiniMaxM2Experts",
+            names=MIXTRAL_NAMES,
+            router_inputs=("e_score_correction_bias",),
+            num_experts="num_local_experts",
+            expert_width="intermediate_size",
+        ),
+        Family("ernie4_5_moe", "Ernie4_5_MoeExperts", num_experts="moe_num_experts"),
+        Family(
+            "hunyuan_v1_moe",
+            "HunYuanMoEV1Experts",
+            names=HUNYUAN_NAMES,
+            expert_width="intermediate_size",
         ),
     )
 }

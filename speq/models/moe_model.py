@@ -23,7 +23,7 @@ from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
-from speq.models.dense import Records, held_bytes, held_matrices, hold_dense
+from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
@@ -62,18 +62,17 @@ class MoEModel:
         self.device = device.torch
         self._uploads = None if isinstance(device, Processor) else Uploads(device)
         self.dtype: torch.dtype = hf_model.dtype
-        blocks = family.moe_blocks(hf_model)
-        routers = [block.router for block in blocks.values()]
-        for layer, block in enumerate(blocks.values()):
-            next_router = routers[layer + 1] if layer + 1 < len(routers) else None
-            block.experts.attach(layer, self._switch, block.router, next_router)
+        blocks = list(family.moe_blocks(hf_model).values())
+        foreseen = [*(block.logits for block in blocks[1:]), None]
+        for layer, (block, next_logits) in enumerate(zip(blocks, foreseen, strict=True)):
+            block.experts.attach(layer, self._switch, block.router, next_logits)
         self.num_moe_layers = len(blocks)
-        hold_dense(hf_model, self._switch, records)
+        hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
             count = len(hf_model.model.layers)
             kinds = self._config.layer_types[:count] if family.typed_masks else [ANY_KIND] * count
-            walk_chains(hf_model, family, kinds, ahead=host_rope(self._config) is None)
+            walk_chains(hf_model, family, kinds, ahead=host_rope(hf_model.model) is None)
         self._walks = isinstance(hf_model.model.forward, ChainDecoder)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
@@ -103,7 +102,7 @@ class MoEModel:
         """Why no graph of a pass may be recorded; None where one may."""
         if self._family.on_the_host is not None:
             return self._family.on_the_host
-        kind = host_rope(self._config)
+        kind = host_rope(self._hf_model.model)
         if kind is not None:
             return f"rotary embeddings of type {kind} look at positions on the host"
         return None
@@ -262,11 +261,10 @@ def windows_of(family: Family, config: Any) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
-def host_rope(config: Any) -> str | None:
+def host_rope(body: Any) -> str | None:
     """The type of rotary embeddings that look at all positions of a pass; None for others."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [kind for kind in rope.values() if isinstance(kind, dict)]
-    for kind in sorted(str(each.get("rope_type")) for each in (by_layer or [rope])):
+    given = getattr(body.rotary_emb, "rope_type", None)
+    for kind in sorted(map(str, given.values() if isinstance(given, dict) else [given])):
         if kind == "longrope" or "dynamic" in kind:
             return kind
     return None
@@ -341,7 +339,8 @@ def load(
         )
     check = checkpoint.tensor_check()
     mapped = MappedWeights(checkpoint, check)
-    held = {} if records is None else records(model, mapped)
+    plain = plain_modules(model, family.routers(model))
+    held = {} if records is None else records(plain, mapped)
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)
     check.finish(partial(progress, "comparing weights with their checksums"))

@@ -1,5 +1,6 @@
 """The numbers of a model that its memory depends on, from config.json alone."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ LOGIT_TRANSIENT_BYTES = 36
 # What a position of a route takes in the fused kernels beside its values: where its expert's rows
 # begin, and what alignment adds.
 POSITION_BYTES = 128
+# Tensors that are made in another dtype stay in it, whatever is computed in.
+SKELETON_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,11 @@ class ModelShape:
     dense             rows and columns of the matrices of the embedding, which is the first, and of
                       dense layers; one that two share comes once
     dense_names       of the tensors of these on disk
-    other_sizes       elements of each other parameter outside the experts; all are held in the
-                      compute dtype
+    other_sizes       elements of each other parameter and buffer outside the experts that is held
+                      in the compute dtype
     tied              whether the head shares the embedding, of which else a token reads a row
-    buffer_bytes      what is held beside them in a dtype of its own
+    wide_sizes        elements of each that is held in float32 where 16 bits are computed in
+    own_bytes         what is held beside all these in a dtype of its own
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
     """
@@ -65,14 +69,16 @@ class ModelShape:
     dense_names: tuple[str, ...]
     other_sizes: tuple[int, ...]
     tied: bool
-    buffer_bytes: int
+    wide_sizes: tuple[int, ...]
+    own_bytes: int
     draft_layers: tuple[DenseShape, ...]
     max_context: int
 
     @property
     def resident_weights(self) -> int:
         """Parameters outside the experts."""
-        return sum(rows * columns for rows, columns in self.dense) + sum(self.other_sizes)
+        dense = sum(rows * columns for rows, columns in self.dense)
+        return dense + sum(self.other_sizes) + sum(self.wide_sizes)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -80,7 +86,14 @@ class ModelShape:
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of everything but experts as words, computing in `dtype`."""
-        return self.resident_weights * dtype.itemsize + self.buffer_bytes
+        dense = sum(rows * columns for rows, columns in self.dense)
+        return dense * dtype.itemsize + sum(self.other_bytes(dtype)) + self.own_bytes
+
+    def other_bytes(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of each tensor of `other_sizes` and `wide_sizes`, computing in `dtype`."""
+        wide = max(dtype.itemsize, torch.float32.itemsize)
+        others = (elements * dtype.itemsize for elements in self.other_sizes)
+        return (*others, *(elements * wide for elements in self.wide_sizes))
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """An upper estimate of what one pass on the CPU takes: activations and kernels."""
@@ -174,10 +187,11 @@ def config_in(path: Path) -> Any:
 
 
 def skeleton(family: Family, config: Any, where: object) -> nn.Module:
-    """The model without experts and without storage."""
+    """The model without experts and without storage, in bfloat16."""
     try:
         with family.without_experts(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            # Of a copy, in which it notes the dtype.
+            return AutoModelForCausalLM.from_config(deepcopy(config), dtype=SKELETON_DTYPE)
     except Exception as error:  # an impossible config can fail anywhere in the model's code
         raise SpeqError(
             f"no {family.model_type} model can be built from {where}: {type(error).__name__}: "
@@ -191,7 +205,8 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         getattr(config, family.num_experts),
         getattr(config, family.expert_width),
     )
-    check_config(config, num_experts, where)
+    top_k = one_top_k(config, where)
+    check_config(config, num_experts, top_k, where)
     family.check(config, num_experts, where)
     model = skeleton(family, config, where)
     layers = tuple(family.moe_blocks(model))
@@ -207,13 +222,18 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         )
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
-    for name, module in plain_modules(model):
+    for name, module in plain_modules(model, family.routers(model)):
         dense[id(module.weight)] = module.weight.shape[0], module.weight.shape[1]
         dense_names.setdefault(id(module.weight), f"{name}.weight")
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
+    others = [*model.named_parameters(), *model.named_buffers()]
+    others = [(name, tensor) for name, tensor in others if id(tensor) not in dense]
+    own = [tensor for _, tensor in others if tensor.dtype != SKELETON_DTYPE]
+    following = [(name, tensor) for name, tensor in others if tensor.dtype == SKELETON_DTYPE]
+    wide = {name for name, _ in following if is_widened(model, name)}
     return ModelShape(
         experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width, family.names),
-        top_k=config.num_experts_per_tok,
+        top_k=top_k,
         activation=config.hidden_act,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -222,19 +242,38 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         attention=family.attention(config),
         dense=tuple(dense.values()),
         dense_names=tuple(dense_names.values()),
-        other_sizes=tuple(p.numel() for p in model.parameters() if id(p) not in dense),
+        other_sizes=tuple(tensor.numel() for name, tensor in following if name not in wide),
         tied=config.tie_word_embeddings,
-        buffer_bytes=sum(b.nbytes for b in model.buffers()),
+        wide_sizes=tuple(tensor.numel() for name, tensor in following if name in wide),
+        own_bytes=sum(tensor.nbytes for tensor in own),
         draft_layers=dense_shapes(model, family.names.blocks[0]),
         max_context=max_context(config, where),
     )
 
 
-def check_config(config: Any, num_experts: int, where: object) -> None:
+def is_widened(model: Any, name: str) -> bool:
+    """Whether transformers loads a tensor in float32 where 16 bits are computed in."""
+    return any(part in name for part in model._keep_in_fp32_modules_strict or ())
+
+
+def one_top_k(config: Any, where: object) -> Any:
+    """Experts of a token, which some configs give layer by layer. Raises SpeqError where they
+    differ, or are no number.
+    """
+    given = config.num_experts_per_tok
+    layers = set(given[: config.num_hidden_layers]) if isinstance(given, list) else {given}
+    if len(layers) != 1:
+        raise SpeqError(
+            f"{where} gives layers different numbers of experts for a token, {sorted(layers)}; "
+            "speq runs models that have one number for all: give another model"
+        )
+    return layers.pop()
+
+
+def check_config(config: Any, num_experts: int, top_k: Any, where: object) -> None:
     """Refuse what transformers would only stumble over in the middle of a pass."""
     if num_experts < 1:
         raise SpeqError(f"{where} promises {num_experts} experts a layer; it must be at least 1")
-    top_k = config.num_experts_per_tok
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise SpeqError(
             f"{where} has num_experts_per_tok {top_k!r}; it must be from 1 to the {num_experts} "

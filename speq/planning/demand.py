@@ -176,7 +176,7 @@ def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int
     """
     shape, size = subject.shape, subject.dtype.itemsize
     yield from subject.dense.sizes
-    yield from (elements * size for elements in shape.other_sizes)
+    yield from shape.other_bytes(subject.dtype)
     if holding.draft_bytes and subject.draft is not None:
         for part, dtype in subject.draft.shapes.values():
             yield subject.count * math.prod(part) * dtype.itemsize

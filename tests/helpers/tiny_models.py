@@ -1,5 +1,6 @@
 """Small random checkpoints of every supported family, written as real ones are."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,70 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 1.8,
     },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+    },
+    "solar_open": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "head_dim": 32,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "head_dim": 32,
+        "rotary_dim": 16,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+    },
+    "hunyuan_v1_moe": {
+        "num_experts": 8,
+        "moe_topk": [3, 3, 3],
+        "intermediate_size": 48,
+        "head_dim": 32,
+        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
+# Ends of names of what is published in float32, whatever the other weights are in.
+IN_FLOAT32 = {
+    "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),
+    "hunyuan_v1_moe": (".mlp.gate.wg.weight",),
+}
+CORRECTION = ("e_score_correction_bias",)
 
 
 def write_tokenizer(path: Path) -> None:
@@ -144,10 +207,13 @@ def write_model(
     config = AutoConfig.for_model(model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
-    for module in model.modules():
-        # Which experts are chosen depends on it; in float32, whatever the other weights are in.
-        if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = 0.2 * torch.randn(config.n_routed_experts)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(IN_FLOAT32.get(model_type, CORRECTION)):
+            tensor.data = tensor.data.float()
+        if name.endswith(CORRECTION):  # which experts are chosen depends on it
+            tensor.data.copy_(0.2 * torch.randn(tensor.shape))
+        if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
+            tensor.data.normal_(std=config.initializer_range)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)
     return path
@@ -169,7 +235,23 @@ def write_perturbed(path: Path, source: Path, noise: float, seed: int = 0) -> Pa
     return path
 
 
-def load_plain(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+def write_fused(path: Path, source: Path) -> Path:
+    """A copy that has all experts of a layer in two tensors, as transformers holds them."""
+    path.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in load_plain(source, dtype="auto").state_dict().items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            tensors[name] = tensor.contiguous()
+    alone = re.compile(r"\.experts\.\d+\.")
+    fused = {name: tensor for name, tensor in tensors.items() if not alone.search(name)}
+    save_file(fused, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def load_plain(path: Path, dtype: torch.dtype | str = torch.float32) -> Any:
     """The same checkpoint as plain transformers loads it: the oracle.
 
     Its plainest experts: the grouped ones do not compute in float64.

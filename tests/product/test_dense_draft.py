@@ -138,6 +138,12 @@ DENSE = {
     "deepseek_v2": ([*LATENT, "self_attn.q_proj"], SHARED),
     "glm4_moe": (ATTENTION, SHARED),
     "glm4_moe_lite": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
+    "deepseek_v3": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
+    "dots1": (ATTENTION, SHARED),
+    "solar_open": (ATTENTION, SHARED),
+    "minimax_m2": (ATTENTION, []),
+    "ernie4_5_moe": (ATTENTION, SHARED),
+    "hunyuan_v1_moe": (ATTENTION, [f"mlp.shared_mlp.{name}" for name in MLP]),
 }
 
 

@@ -128,7 +128,10 @@ def share(cells: list[Cell], family: str, families: int) -> list[Cell]:
 
 
 # Families that are built like another one here run in the wider checks.
-LIKE_OTHERS = ("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite")
+LIKE_OTHERS = (
+    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
+    *("dots1", "solar_open"),
+)
 BY_FAMILY = [
     pytest.param(family, marks=[pytest.mark.wide] if family in LIKE_OTHERS else [])
     for family in FAMILIES
@@ -286,6 +289,18 @@ VARIANTS = {
         {"clip_qkv": 1.5, "tie_word_embeddings": True},
     ),
     "qwen2_moe in gelu": ("qwen2_moe", {"hidden_act": "gelu"}),
+    "deepseek_v3 without latent queries": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "ernie4_5_moe with biases and tied weights": (
+        "ernie4_5_moe",
+        {"use_bias": True, "tie_word_embeddings": True, "moe_num_shared_experts": 0},
+    ),
+    "hunyuan_v1_moe without scaled turns": (
+        "hunyuan_v1_moe",
+        {"rope_scaling": None, "moe_topk": 2, "attention_bias": True},
+    ),
 }
 
 

@@ -14,14 +14,24 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe
 from speq import Generator, SpeqError
 from speq.devices.device import Processor
 from speq.experts.expert_names import USUAL_NAMES, ExpertMatrix
+from speq.experts.expert_store import expert_slot, read_matrices
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import moe_model
-from speq.models.families import FAMILIES, MIXTRAL_NAMES, PHIMOE_NAMES, Family, family_of
+from speq.models.families import (
+    FAMILIES,
+    HUNYUAN_NAMES,
+    MIXTRAL_NAMES,
+    PHIMOE_NAMES,
+    Family,
+    family_of,
+)
+from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.resident import mapped_regions
-from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+from speq.routing import Route
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
 
-BIASED = ("glm4_moe", "glm4_moe_lite")
+BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open")
 
 
 def test_two_threads_leave_the_familys_own_experts() -> None:
@@ -68,6 +78,11 @@ def test_two_threads_leave_the_familys_own_experts() -> None:
         (MIXTRAL_NAMES, "model.layers.3.block_sparse_moe.experts.1.w1.weight", (3, 1, "gate_proj")),
         (MIXTRAL_NAMES, "model.layers.3.block_sparse_moe.experts.1.w2.weight", (3, 1, "down_proj")),
         (MIXTRAL_NAMES, "model.layers.3.mlp.experts.1.up_proj.weight", (3, 1, "up_proj")),
+        (USUAL_NAMES, "model.layers.3.mlp.experts.gate_up_proj", (3, None, "gate_up_proj")),
+        (USUAL_NAMES, "model.layers.3.mlp.experts.down_proj", (3, None, "down_proj")),
+        (MIXTRAL_NAMES, "model.layers.3.mlp.experts.down_proj", (3, None, "down_proj")),
+        (USUAL_NAMES, "model.layers.3.mlp.experts.up_proj", None),
+        (USUAL_NAMES, "model.layers.3.mlp.experts.gate_up_proj_bias", None),
     ],
 )  # fmt: skip
 def test_experts_by_their_names(names: object, name: str, matrix: object) -> None:
@@ -84,6 +99,7 @@ def test_routers_by_their_names() -> None:
         assert found is not None
         assert found[1] == "7"
     assert PHIMOE_NAMES.router.search("model.layers.7.mlp.router.weight")
+    assert HUNYUAN_NAMES.router.search("model.layers.7.mlp.gate.wg.weight")
     assert not MIXTRAL_NAMES.router.search("model.layers.7.mlp.router.weight")
 
 
@@ -118,6 +134,103 @@ def test_a_routers_correction_is_loaded_in_float32(
         assert not any(region.start <= bias.data_ptr() < region.end for region in mapped)
     assert model.nbytes == opened.shape.resident_bytes(dtype)
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "ending"),
+    [("ernie4_5_moe", "mlp.gate.weight"), ("hunyuan_v1_moe", "gate.wg.weight")],
+)
+def test_routers_that_transformers_keeps_in_float32(
+    family: str, ending: str, tiny_bfloat16: Callable[[str], Path]
+) -> None:
+    """They are published so, stay so, are counted so, and are none of the dense layers."""
+    path = tiny_bfloat16(family)
+    opened = open_model(path)
+    model = moe_model.load(opened.family, opened.checkpoint, torch.bfloat16, Processor())
+    stored = load_file(path / "model.safetensors")
+    weights = {name: w for name, w in model.body.named_parameters() if name.endswith(ending)}
+    assert len(weights) == len(opened.shape.experts.layers)
+    for name, weight in weights.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, stored[f"model.{name}"])
+        assert f"model.{name}" not in opened.shape.dense_names
+    assert model.nbytes == opened.shape.resident_bytes(torch.bfloat16)
+    opened.close()
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe"])
+def test_what_the_next_router_would_say(family: str, tiny: Callable[[str], Path]) -> None:
+    """Whatever it is given beside hidden states: its logits are a product with its weight."""
+    opened = open_model(tiny(family))
+    model = moe_model.load(opened.family, opened.checkpoint, torch.float32, Processor())
+    stored = load_file(tiny(family) / "model.safetensors")
+    weights = [stored[name] for name in sorted(stored) if opened.family.names.router.search(name)]
+    heard = Foreseen()
+    cache = KVCache(3, opened.shape.attention.kv_shapes, 8, torch.float32, torch.device("cpu"))
+    model.forward(heard, cache, torch.tensor([[5, 6, 7]]))
+    opened.close()
+    assert len(heard.inputs) == len(weights) == model.num_moe_layers
+    assert heard.said[-1] is None
+    for inputs, said, weight in zip(heard.inputs[:-1], heard.said[:-1], weights[1:], strict=True):
+        assert said is not None
+        torch.testing.assert_close(said, torch.nn.functional.linear(inputs[[0, 2]], weight))
+
+
+class Foreseen:
+    """A bank without experts, which asks for the routes of the layers behind."""
+
+    drafts = False
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.said: list[torch.Tensor | None] = []
+
+    def __call__(self, layer: int, hidden_states: torch.Tensor, route: Route) -> torch.Tensor:
+        self.inputs.append(hidden_states)
+        self.said.append(None if route.following is None else route.following([0, 2]))
+        return torch.zeros_like(hidden_states)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "minimax_m2"])
+def test_experts_of_a_layer_in_one_tensor(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One range of the file for each expert and tensor; the same records as of experts alone."""
+    path = write_fused(tmp_path / "fused", tiny(family))
+    alone, fused = open_model(tiny(family)), open_model(path)
+    stores = alone.store, fused.store
+    assert [(store.num_layers, store.num_experts) for store in stores] == [
+        (stores[0].num_layers, stores[0].num_experts)
+    ] * 2
+    for layer in range(stores[0].num_layers):
+        for expert in range(stores[0].num_experts):
+            ours, theirs = (read_matrices(s, layer, expert, expert_slot(s)) for s in stores)
+            assert all(map(torch.equal, ours, theirs))
+    alone.close()
+    fused.close()
+    plain = greedy_tokens(load_plain(path), [5, 6, 7], 24)
+    generator = Generator.from_pretrained(path, "16MiB", dtype="float32", draft_length=3)
+    result = generator.generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
+    generator.close()
+    assert result.token_ids == plain
+    assert result.stats["draft_length_mean"] > 0
+
+
+def test_experts_in_one_tensor_that_do_not_fit(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Transposed, one too few, and beside the same experts alone."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    path = write_fused(tmp_path / "fused", tiny("qwen2_moe"))
+    sound = load_file(path / "model.safetensors")
+    alone = load_file(tiny("qwen2_moe") / "model.safetensors")
+    for tensors, message in (
+        (sound | {name: sound[name].transpose(1, 2).contiguous()}, r"make it .*\[8, 96, 64\]"),
+        (sound | {name: sound[name][:7].contiguous()}, r"\[7, 96, 64\].* make it"),
+        (sound | alone, "has experts of layer 0 twice, alone and in one tensor of all"),
+        ({n: t for n, t in sound.items() if n != name}, "lacks gate_proj of expert 0 in layer 0"),
+    ):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(SpeqError, match=message):
+            open_model(path)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(

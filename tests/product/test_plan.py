@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speq import SpeqError
@@ -45,6 +46,7 @@ CONFIGS = DATA / "configs"
 QWEN = CONFIGS / "Qwen1.5-MoE-A2.7B"
 DEEPSEEK = CONFIGS / "DeepSeek-V2-Lite"
 PHI = CONFIGS / "Phi-3.5-MoE-instruct"
+LATER = DATA / "published"
 GIB = 1 << 30
 
 
@@ -116,6 +118,29 @@ def test_models_of_the_paper(
     weights = of.shape.resident_weights + of.count * of.codec.shape.weights
     assert round(weights / 1e9, 1) == billions
     assert (of.num_layers, of.shape.experts.num_experts, of.shape.top_k) == (layers, experts, top_k)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "top_k", "billions", "rest_gib"),
+    [
+        # Worked out from the sizes by hand, layer by layer; the rest in bfloat16.
+        ("DeepSeek-V3", 58, 256, 8, 654, 31.9),
+        ("MiniMax-M2", 62, 256, 8, 224.7, 7.5),
+        ("ERNIE-4.5-21B-A3B-PT", 27, 64, 6, 20.4, 2.7),
+        ("Hunyuan-A13B-Instruct", 32, 64, 8, 77.3, 5.76),
+        ("Solar-Open-100B", 48, 128, 8, 96.6, 11.2),
+    ],
+)
+def test_models_of_later_families(
+    name: str, layers: int, experts: int, top_k: int, billions: float, rest_gib: float
+) -> None:
+    of = subject(LATER / name)
+    assert (of.num_layers, of.shape.experts.num_experts, of.shape.top_k) == (layers, experts, top_k)
+    weights = of.count * of.codec.shape.weights
+    assert weights / 1e9 == pytest.approx(billions, rel=0.002)
+    assert of.shape.resident_bytes(torch.bfloat16) / GIB == pytest.approx(rest_gib, abs=0.06)
+    made = planned(LATER / name, f"{int(rest_gib) + 20}GiB")
+    assert max(by_way(made).values()) > 2 * top_k
 
 
 @pytest.mark.parametrize("path", [QWEN, DEEPSEEK, PHI])

@@ -213,17 +213,20 @@ def test_drafts_are_rewound_and_run_again(tiny: Callable[[str], Path]) -> None:
 
 
 class Counted:
-    """A bank that is told by the host when a layer's experts are asked for."""
+    """A bank that is told by the host when a layer's experts are asked for.
+
+    What it answers depends on rows and routes, and rounds nothing: INT4 experts would make last
+    bits large differences.
+    """
 
     drafts = True
 
-    def __init__(self, bank: DraftExperts) -> None:
-        self._bank = bank
+    def __init__(self) -> None:
         self.routes: list[tuple[int, list[list[int]]]] = []
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self.routes.append((layer, route.topk_ids.tolist()))
-        return self._bank(layer, hidden_states, route)
+        return hidden_states * (route.topk_ids * route.topk_weights).sum(1, True).sin() / 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -233,7 +236,7 @@ def test_verifications_are_recorded_between_their_experts(
     """Chains of several lengths, some kept in part, over the end of a bucket and at the cache's."""
     device = Recorder()
     with ready(tiny(family)) as made:
-        told, wanted = Counted(made.bank), Counted(made.bank)
+        told, wanted = Counted(), Counted()
         eager = EagerVerification(made.model, made.plain, wanted)
         recorded = RecordedVerification(made.model, made.recorded, told, device)  # type: ignore[arg-type]
         length = 0

@@ -188,6 +188,7 @@ def open_store(path: Path) -> tuple[Checkpoint, SafetensorsExpertStore]:
 OWN_NAMES = {
     "mixtral": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "phimoe": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+    "minimax_m2": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
 }
 USUAL_NAMES = ("model.layers.{}.mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
 MOE_LAYERS = {
@@ -195,6 +196,9 @@ MOE_LAYERS = {
     "deepseek_v2": (1, 2),
     "glm4_moe": (1, 2),
     "glm4_moe_lite": (1, 2),
+    "deepseek_v3": (1, 2),
+    "dots1": (1, 2),
+    "ernie4_5_moe": (1, 2),
 }
 
 
