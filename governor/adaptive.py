@@ -4,6 +4,9 @@ A roofline model, learnt online, expects the time of a cycle of every length. Me
 correct it. Acceptance gives the tokens that a cycle yields. The governor takes the length of the
 highest throughput, 0 included. It probes other lengths within a small share of the time. So
 speculation that does not pay is off, except for the few cycles that would notice if it did.
+
+Where drafts may be trees, a tree of each length is one more choice. Trees yield other tokens than
+chains and take other times, so both are measured apart. The terms of the model are common to them.
 """
 
 import math
@@ -57,8 +60,9 @@ STOP, USUAL = 1.25, 8
 
 
 class Option(NamedTuple):
-    """The present expectation of a draft length.
+    """The present expectation of a draft length, of chains or of trees.
 
+    nodes      tokens of a tree at most; None: a chain
     cycle      the cycle by the model alone
     cycle_s    its time, corrected by measurements
     token_s    the same per expected token
@@ -71,6 +75,12 @@ class Option(NamedTuple):
     token_s: float
     deviation: float
     hoped: float
+    nodes: int | None = None
+
+    @property
+    def name(self) -> str:
+        drafted = f"k={self.cycle.draft_length}"
+        return drafted if self.nodes is None else f"{drafted} as a tree"
 
     def hoped_token_s(self, luck: float) -> float:
         return self.cycle_s * math.exp(-luck * self.deviation) / self.hoped
@@ -102,10 +112,29 @@ class Credit:
 
 
 @dataclass(slots=True)
+class Kind:
+    """What is known of drafts of one kind, chains or trees.
+
+    nodes     tokens of a tree at most; None: chains
+    measured  cycles of each length, and of plain decoding
+    """
+
+    nodes: int | None
+    acceptance: Acceptance
+    measured: MeasuredCycles
+
+    @classmethod
+    def of(cls, longest: int, nodes: int | None) -> "Kind":
+        lengths = tuple(k for k in LENGTHS if k <= longest)
+        return cls(nodes, Acceptance(longest), MeasuredCycles(lengths))
+
+
+@dataclass(slots=True)
 class AdaptiveDraftLength:
     """The governor of `--draft-length auto`.
 
     longest     longest draft
+    nodes       tokens of a tree at most; None: drafts are chains
     objectives  bounds on time per token and per cycle, kept to if any length can
     prior       what is believed beforehand. Without it, or where it says nothing of experts, the
                 first cycles are the calibration
@@ -114,9 +143,10 @@ class AdaptiveDraftLength:
     longest: int = LONGEST
     objectives: Objectives = field(default_factory=Objectives)
     prior: Prior | None = None
-    acceptance: Acceptance = field(init=False)
+    nodes: int | None = None
     model: CycleModel = field(init=False)
-    measured: MeasuredCycles = field(init=False)
+    chains: Kind = field(init=False)
+    trees: Kind | None = field(init=False)
     # One credit for probes that draft, one for plain cycles while drafting is better.
     _drafts: Credit = field(default_factory=lambda: Credit(DRAFT_SHARE, 4.0, 8.0))
     _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
@@ -126,7 +156,7 @@ class AdaptiveDraftLength:
     # Plain cycles since the last draft, and cycles for which a draft was held to be better.
     _plain_run: int = SETTLE
     _in_favour: int = 0
-    # By draft length: the expected tokens of a cycle. By place in `measured.lengths`: the options.
+    # Plain decoding and chains, by place in the lengths that are measured; then trees.
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
@@ -135,16 +165,31 @@ class AdaptiveDraftLength:
     _cold: bool = False
 
     def __post_init__(self) -> None:
-        self.acceptance = Acceptance(self.longest)
         prior = self.prior
         self.model = CycleModel() if prior is None else CycleModel.of(prior)
-        self.measured = MeasuredCycles(tuple(k for k in LENGTHS if k <= self.longest))
+        self.chains = Kind.of(self.longest, None)
+        self.trees = None if self.nodes is None else Kind.of(self.longest, self.nodes)
         if prior is not None and prior.acceptance is not None:
-            self.acceptance.believe(prior.acceptance, prior.tokens)
+            for kind in self._kinds:
+                kind.acceptance.believe(prior.acceptance, prior.tokens)
         if prior is not None and self.model.ready:
             self._first_plain = 0
             self._plain_s = interpolated(prior.verify, 1)
             self._drafts.left_s = BELIEVED / prior.drafts * self._plain_s
+
+    @property
+    def _kinds(self) -> list[Kind]:
+        return [self.chains] if self.trees is None else [self.chains, self.trees]
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of chains."""
+        return self.chains.acceptance
+
+    @property
+    def measured(self) -> MeasuredCycles:
+        """Of chains."""
+        return self.chains.measured
 
     def begin(self) -> None:
         self._cold = True
@@ -180,14 +225,19 @@ class AdaptiveDraftLength:
         """
         if self.model.drafts < USUAL:
             return True
-        model, cycle = self.model, self._options[self._chosen].cycle
+        model, option = self.model, self._options[self._chosen]
+        cycle = option.cycle
         seen = model.new_experts(drafted)
         surprise = (new_experts + 1) / (seen + 1)
-        more = model.distinct(drafted + 2) - model.distinct(drafted + 1)
-        new = (model.new_experts(drafted + 2) - model.new_experts(drafted + 1)) * surprise
+        rows, next_rows = (
+            1 + model.nodes(passes, option.nodes) for passes in (drafted, drafted + 1)
+        )
+        more = model.distinct(next_rows) - model.distinct(rows)
+        new = (model.new_experts(next_rows) - model.new_experts(rows)) * surprise
         exposed = cycle.exposed if cycle.new_s < cycle.compute_s else 1.0
         cost_s = model.draft_token_s + more * model.compute.slope + new * model.link.value * exposed
-        stands = reach * self.acceptance.accepted
+        kind = self.chains if option.nodes is None or self.trees is None else self.trees
+        stands = reach * kind.acceptance.accepted
         self._stopped = cost_s > STOP * stands * self._options[self._held].token_s
         return not self._stopped
 
@@ -195,10 +245,19 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         # A stopped draft counts for the length decided on, in its time and in its tokens: else only
         # lucky drafts would count, and the length would look cheap.
-        length = step.draft_length
+        kind, length = self.chains, step.draft_length
+        if self._options and self._options[self._chosen].nodes is not None and length:
+            assert self.trees is not None, "chosen"
+            # A tree that is less deep than it had passes spent them on other branches.
+            kind, length = self.trees, step.passes
+        drafted = length
         if self._stopped:
             length = self._options[self._chosen].cycle.draft_length
-        self.acceptance.observe(step.draft_length, step.accepted, self._stopped)
+        for each in self._kinds:
+            if each is kind:
+                each.acceptance.observe(drafted, step.accepted, self._stopped)
+            else:
+                each.acceptance.observe(0, 0)
         if self._cold:
             # Slots held what the prompt left in them. Only the first cycle is like that.
             self._cold = False
@@ -209,7 +268,9 @@ class AdaptiveDraftLength:
         self.model.observe(step)
         self._plain_run = 0 if step.draft_length else self._plain_run + 1
         settled = step.draft_length > 0 or self._plain_run > SETTLE
-        self.measured.observe(length if settled else -1, cycle_s, step.emitted)
+        for each in self._kinds:
+            counts = settled and (each is kind or not step.draft_length)
+            each.measured.observe(length if counts else -1, cycle_s, step.emitted)
         if not step.draft_length:
             if settled:
                 weight = max(self.measured.weight(0), 1.0)
@@ -227,29 +288,40 @@ class AdaptiveDraftLength:
             credit.left_s -= max(cycle_s - token_s * step.emitted, LEAST_LOSS * token_s)
 
     def outlook(self) -> list[Cycle]:
-        return [option.cycle for option in self._options]
+        return [option.cycle for option in self._options if option.nodes is None]
 
     def _weigh(self) -> list[Option]:
-        luck = 1 + self._luck * self.acceptance.deviation / self.acceptance.overall
+        options = self._weigh_kind(self.chains)
+        if self.trees is not None:
+            options += self._weigh_kind(self.trees)[1:]  # plain decoding is among the chains
+        return options
+
+    def _weigh_kind(self, kind: Kind) -> list[Option]:
+        # Trees that were never drafted are taken to yield what chains do.
+        tried = kind is self.chains or kind.measured.farthest(0.0)
+        acceptance = kind.acceptance if tried else self.chains.acceptance
+        luck = 1 + self._luck * kind.acceptance.deviation / acceptance.overall
         # By k: the tokens of a cycle, and the tokens of a lucky one.
         yields, hopes = [1.0], [1.0]
         stands = stands_hoped = 1.0
-        for probability in self.acceptance.probabilities():
+        for probability in acceptance.probabilities():
             stands *= probability
             stands_hoped *= min(probability * luck, 1.0)
             yields.append(yields[-1] + stands)
             hopes.append(hopes[-1] + stands_hoped)
-        lengths = self.measured.lengths
-        cycles = self.model.cycles(lengths, [yields[length] for length in lengths])
+        lengths = kind.measured.lengths
+        emitted = [yields[length] for length in lengths]
+        cycles = self.model.cycles(lengths, emitted, kind.nodes)
         modelled_s = [cycle.cycle_s for cycle in cycles]
         options = []
         for cycle, time_s, (mean, variance) in zip(
-            cycles, modelled_s, self.measured.corrections(modelled_s), strict=True
+            cycles, modelled_s, kind.measured.corrections(modelled_s), strict=True
         ):
             cycle_s = time_s * math.exp(mean)
             hoped = hopes[cycle.draft_length]
             token_s = cycle_s / cycle.tokens
-            options.append(Option(cycle, cycle_s, token_s, math.sqrt(variance), hoped))
+            deviation = math.sqrt(variance)
+            options.append(Option(cycle, cycle_s, token_s, deviation, hoped, kind.nodes))
         return options
 
     def _best(self, allowed: list[int]) -> int:
@@ -277,7 +349,8 @@ class AdaptiveDraftLength:
         self._in_favour += 1
         if self._in_favour == SECOND_LOOK and plain_s < HOPELESS * token_s:
             self._burst = BURST
-            self.measured.doubt(0)
+            for kind in self._kinds:
+                kind.measured.doubt(0)
         loss_s = max(plain_s - token_s, LEAST_LOSS * token_s)
         if not self._burst and self._plains.left_s > BURST * loss_s:
             self._burst = BURST
@@ -287,9 +360,8 @@ class AdaptiveDraftLength:
         """Another length that may be better, if the credit covers being wrong about it."""
         token_s = self._options[self._held].token_s
         chosen, most = None, 0.0
-        reach = REACH + self.measured.farthest(MEASURED)
         for at in allowed:
-            if at == 0 or at > reach:
+            if at == 0 or not self._within_reach(at):
                 continue
             option = self._options[at]
             gain = 1 - option.hoped_token_s(self._luck) / token_s
@@ -300,6 +372,13 @@ class AdaptiveDraftLength:
             if worth > most:
                 chosen, most = at, worth
         return chosen
+
+    def _within_reach(self, at: int) -> bool:
+        """Whether an option is little longer than the longest measured one of its kind."""
+        kind, place = self.chains, at
+        if self.trees is not None and self._options[at].nodes is not None:
+            kind, place = self.trees, at - len(self.chains.measured.lengths) + 1
+        return place <= REACH + kind.measured.farthest(MEASURED)
 
     def _nearest(self) -> int:
         """The length that misses the objectives by least."""
@@ -315,23 +394,26 @@ class AdaptiveDraftLength:
         at, options = self._chosen, self._options
         cycle, cycle_s = options[at].cycle, options[at].cycle_s
         beside = ", ".join(
-            f"k={other.cycle.draft_length} {other.token_s * 1e3:.1f}"
+            f"{other.name} {other.token_s * 1e3:.1f}"
             for other in options[max(at - 1, 0) : at + 2]
             if other is not options[at]
         )
+        nodes = options[at].nodes
+        kind = self.chains if nodes is None or self.trees is None else self.trees
+        shape = "" if nodes is None else f"a tree of {nodes} tokens at most: "
         reason = (
-            f"{options[at].token_s * 1e3:.1f} ms a token expected ({beside}), "
-            f"most of it {cycle.limit}; {self.acceptance.accepted:.0%} accepted"
+            f"{shape}{options[at].token_s * 1e3:.1f} ms a token expected ({beside}), "
+            f"most of it {cycle.limit}; {kind.acceptance.accepted:.0%} accepted"
         )
         if ground == "probe":
             held = options[self._held]
-            reason += f"; k={held.cycle.draft_length} {held.token_s * 1e3:.1f} is held to be best"
+            reason += f"; {held.name} {held.token_s * 1e3:.1f} is held to be best"
         elif ground == "bound":
             reason += "; no length meets the objectives, this one misses them by least"
         forecast = Forecast(
             cycle.draft_length, cycle.serial_s, cycle.overlapped_s, cycle_s, cycle.tokens
         )
-        return Decision(cycle.draft_length, reason, ground, forecast)
+        return Decision(cycle.draft_length, reason, ground, forecast, nodes)
 
 
 def make_governor(
@@ -339,12 +421,14 @@ def make_governor(
     objectives: Objectives,
     prior: Prior | None = None,
     longest: int = LONGEST,
+    nodes: int | None = None,
 ) -> Governor:
     """The governor of a run.
 
     draft_length  a fixed length, or None for the governor that measures
     prior         where that governor begins; longest: its longest draft
+    nodes         tokens of a tree at most; None: drafts are chains
     """
     if draft_length is None:
-        return AdaptiveDraftLength(longest, objectives, prior)
-    return FixedDraftLength(draft_length)
+        return AdaptiveDraftLength(longest, objectives, prior, nodes)
+    return FixedDraftLength(draft_length, nodes=nodes)

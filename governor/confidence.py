@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 # Bounds between classes of leads, in logits. Leads of 0.1 decide among the INT4 copies measured so
-# far; copies that are worse by powers of two have classes as well.
-BOUNDS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+# far; copies that are worse by powers of two have classes as well. A token that is not the draft's
+# choice has a lead below 0.
+AHEAD = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+BOUNDS = (*(-bound for bound in reversed(AHEAD)), 0.0, *AHEAD)
 # First assumed: a token that leads by x stands as often as a logistic function of x / SCALE says.
 # It weighs as much as so many tokens of a class.
 SCALE, PRIOR_TOKENS = 0.1, 4.0
@@ -26,7 +28,7 @@ HORIZON = 100.0
 
 def _assumed() -> list[float]:
     """By class, at the middle of its leads."""
-    edges = (0.0, *BOUNDS, 2 * BOUNDS[-1])
+    edges = (2 * BOUNDS[0], *BOUNDS, 2 * BOUNDS[-1])
     middles = ((low + high) / 2 for low, high in pairwise(edges))
     return [1 / (1 + math.exp(-middle / SCALE)) for middle in middles]
 
@@ -35,7 +37,8 @@ def _assumed() -> list[float]:
 class Confidence:
     """The probability that a drafted token stands if those before it do, by its lead.
 
-    A lead is in logits. None is that of a drafter that does not know it: a class of its own.
+    A lead is in logits, and below 0 for a token that is behind the draft's choice. None is that of
+    a drafter that does not know it: a class of its own.
     """
 
     _stood: list[float] = field(init=False)
@@ -50,15 +53,12 @@ class Confidence:
         at = self._class(lead)
         return self._stood[at] / self._tokens[at]
 
-    def learn(self, leads: list[float | None], accepted: int) -> None:
-        """Count a draft of which the first `accepted` tokens stood and the next one did not. Tokens
-        behind that one say nothing.
-        """
-        for position, lead in enumerate(leads[: accepted + 1]):
-            at = self._class(lead)
-            kept = min(1.0, HORIZON / (self._tokens[at] + 1))
-            self._tokens[at] = (self._tokens[at] + 1) * kept
-            self._stood[at] = (self._stood[at] + (position < accepted)) * kept
+    def learn(self, lead: float | None, stood: bool) -> None:
+        """Count a token behind tokens that stand. Others say nothing."""
+        at = self._class(lead)
+        kept = min(1.0, HORIZON / (self._tokens[at] + 1))
+        self._tokens[at] = (self._tokens[at] + 1) * kept
+        self._stood[at] = (self._stood[at] + stood) * kept
 
     @staticmethod
     def _class(lead: float | None) -> int:

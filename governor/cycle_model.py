@@ -13,7 +13,7 @@ Lengths that were never measured are extrapolated.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 from speq.governor.averages import Line, Mean, Ratio
 from speq.governor.prior import Prior
@@ -24,8 +24,8 @@ from speq.stats import StepStats
 # unions measured on trained models (b = 0.8) and N(t) of MoESD (b = 1.0) within some percent, for
 # as many rows as are ever verified.
 BEND, SPREAD = 0.1, 0.85
-# Assumed first: a draft token's time over a plain token's.
-DRAFT_SHARE = 0.6
+# Assumed first: a draft token's time over a plain token's, and tokens of a tree for each pass.
+DRAFT_SHARE, FAN = 0.6, 3.0
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class CycleModel:
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
     compute: Line = field(default_factory=Line)
     spread: Mean = field(default_factory=lambda: Mean(SPREAD))
+    fan: Mean = field(default_factory=lambda: Mean(FAN))  # tokens of a tree over passes
     link: Ratio = field(default_factory=Ratio)
     expert_bytes: Ratio = field(default_factory=Ratio)
     plain: Traffic = field(default_factory=Traffic)
@@ -89,14 +90,16 @@ class CycleModel:
 
     def observe(self, step: StepStats) -> None:
         """Learn from a finished cycle."""
-        rows = step.draft_length + 1
+        rows = step.rows
         if not step.requests or not (self.single or rows == 1):
             return
         self._learn_spread(rows, step.requests)
         if step.draft_length:
             self.drafts += 1
             tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
-            self.draft_token.add(tokens_s / step.draft_length)
+            self.draft_token.add(tokens_s / (step.passes or step.draft_length))
+        if step.branches and step.passes:
+            self.fan.add((step.rows - 1) / step.passes)
         verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
         self.compute.add(step.requests, verify_s)
         traffic = self.drafting if step.draft_length else self.plain
@@ -136,6 +139,10 @@ class CycleModel:
         known = traffic.exposed if traffic.exposed.known else self.plain.exposed
         return min(max(known.value, 0.0), 1.0) if known.known else 1.0
 
+    def nodes(self, passes: int, most: int | None) -> float:
+        """Drafted tokens of so many passes: in a tree of `most` at most, or in a chain."""
+        return passes if most is None else min(passes * self.fan.value, most)
+
     @property
     def draft_token_s(self) -> float:
         if self.draft_token.weight:
@@ -146,8 +153,12 @@ class CycleModel:
         """Time of a verification that asks for so many distinct experts, all in slots."""
         return self.compute.y + self.compute.slope * (experts - self.compute.x)
 
-    def cycles(self, lengths: Iterable[int], tokens: Iterable[float]) -> list[Cycle]:
+    def cycles(
+        self, lengths: Iterable[int], tokens: Iterable[float], most_nodes: int | None = None
+    ) -> list[Cycle]:
         """The expected cycles of some draft lengths, given the tokens that each will yield.
+
+        most_nodes  of a tree that so many passes draft; None: the drafts are chains
 
         T_pcie,init is part of the exposed share.
         """
@@ -160,7 +171,7 @@ class CycleModel:
         found = []
         for draft_length, emitted in zip(lengths, tokens, strict=True):
             missed, exposed = drafting if draft_length else plain
-            experts = self._distinct(_log_rows(draft_length))
+            experts = self._distinct(_log_rows(self.nodes(draft_length, most_nodes)))
             moved = experts * missed
             found.append(
                 Cycle(
@@ -177,6 +188,6 @@ class CycleModel:
         return found
 
 
-@cache
-def _log_rows(draft_length: int) -> float:
-    return math.log(draft_length + 1)
+@lru_cache(maxsize=1024)
+def _log_rows(drafted: float) -> float:
+    return math.log(drafted + 1)

@@ -16,12 +16,16 @@ Ground = Literal["fixed", "best", "probe", "bound"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A draft length (0: decode plainly) and the reason for it."""
+    """A draft length (0: decode plainly) and the reason for it.
+
+    nodes  tokens of a tree at most; None: the draft is a chain
+    """
 
     draft_length: int
     reason: str
     ground: Ground = "fixed"
     forecast: Forecast | None = None
+    nodes: int | None = None
 
 
 class Governor(Protocol):
@@ -48,16 +52,20 @@ class Governor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedDraftLength:
-    """Always the same length."""
+    """Always the same length.
+
+    nodes  tokens of a tree at most; None: drafts are chains
+    """
 
     draft_length: int
     reason: str = "fixed"
+    nodes: int | None = None
 
     def begin(self) -> None:
         pass
 
     def decide(self) -> Decision:
-        return Decision(self.draft_length, self.reason)
+        return Decision(self.draft_length, self.reason, nodes=self.nodes)
 
     def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
         return True

@@ -27,11 +27,14 @@ class LookaheadBuffer:
         self.used.clear()
         self.reach = [1.0]
 
-    def extend(self, probability: float) -> float:
+    def extend(self, probability: float, parent: int | None = None) -> float:
         """One more token is drafted, which stands with this probability if those before it do.
         Return the probability that all of them do.
+
+        parent  the token before it; None: the last one
         """
-        self.reach.append(self.reach[-1] * probability)
+        before = self.reach[-1 if parent is None else parent]
+        self.reach.append(before * probability)
         return self.reach[-1]
 
     def reach_of(self, token: int) -> float:

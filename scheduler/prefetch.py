@@ -223,8 +223,7 @@ class ThreePhase:
 
     def _guess(self, layer: int, route: Route) -> None:
         """Add what is probably wanted by tokens that no draft has run."""
-        rows = range(len(route.ids))
-        unnamed = [node for node in rows if (node, layer) not in self.lookahead.predicted]
+        unnamed = [node for node in route.rows if (node, layer) not in self.lookahead.predicted]
         guess = route.foresee(unnamed) if unnamed else None
         if guess is None:
             return

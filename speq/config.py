@@ -16,6 +16,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
+# With the pending token as many rows as native kernels run alike.
+MAX_DRAFT_NODES = 63
 # Share of the host's free memory that experts take where nothing is said: the rest is for programs
 # beside this one, and for what the process itself takes.
 HOST_SHARE = 0.8
@@ -78,6 +80,23 @@ DraftLength = Annotated[
         Whole(0, MAX_DRAFT_LENGTH, word="auto"),
     ),
 ]
+DraftNodes = Annotated[
+    int | None,
+    Option(
+        "Let the INT4 copy draft trees of so many tokens at most, with as many passes as tokens "
+        "are drafted per step; with draft length auto the governor chooses between these and "
+        "chains. Default: chains.",
+        Whole(1, MAX_DRAFT_NODES),
+    ),
+]
+PruneRows = Annotated[
+    str,
+    Option(
+        "Give up drafted tokens in the midst of a verification where their experts cost more than "
+        "they are worth, which changes no output: on, off, or auto: where drafts are trees.",
+        Choice(("auto", "on", "off")),
+    ),
+]
 Profile = Annotated[
     str,
     Option(
@@ -121,6 +140,8 @@ class RunConfig(Options):
     draft: Draft = "auto"
     draft_dense: DraftDense = "auto"
     draft_length: DraftLength = None
+    draft_nodes: DraftNodes = None
+    prune_rows: PruneRows = "auto"
     cache_policy: Annotated[
         str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))
     ] = "lookahead"
@@ -176,12 +197,25 @@ class RunConfig(Options):
         return build(cls, given | options)
 
     @property
+    def gives_up_rows(self) -> bool:
+        """Whether verifications give up drafted tokens."""
+        by_itself = self.prune_rows == "auto" and self.draft_nodes is not None
+        return by_itself or self.prune_rows == "on"
+
+    @property
     def reads_copies(self) -> bool:
         """Whether published experts may be read from a packed copy in the cache folder."""
         return self.packed_copy == "auto" and self.codec == "auto"
 
     def check_together(self) -> None:
-        """Raise SpeqError for objectives where there is nothing to choose by them."""
+        """Raise SpeqError for objectives where there is nothing to choose by them, and for trees
+        of a drafter that makes none.
+        """
+        if self.draft_nodes is not None and self.drafter not in ("auto", "int4"):
+            raise SpeqError(
+                f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "
+                "drafted by the INT4 copy alone, so leave one of the two out"
+            )
         for name in ("tpot_slo_ms", "latency_slo_ms"):
             if getattr(self, name) is not None and self.draft_length is not None:
                 raise SpeqError(

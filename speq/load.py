@@ -215,7 +215,7 @@ def first_context_of(config: RunConfig, opened: Opened, wanted: int) -> int:
     limit, fixed = opened.shape.max_context, config.context_length
     if fixed is not None and fixed > limit:
         raise SpeqError(f"context_length is {fixed}; the model's limit is {limit}")
-    return min(fixed or wanted or CONTEXT_STEP, limit)
+    return min(fixed or (wanted or CONTEXT_STEP) + (config.draft_nodes or 0), limit)
 
 
 def check_context(context: int, fixed: int | None, longest: int) -> int:
@@ -245,10 +245,16 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
         context,
         on_cpu,
         config.reader_threads,
-        LONGEST if config.draft_length is None else config.draft_length,
+        most_drafted(config),
         beside,
         graphs=not on_cpu and config.graphs == "auto",
     )
+
+
+def most_drafted(config: RunConfig) -> int:
+    """Tokens of a draft at most, of a chain or a tree."""
+    length = LONGEST if config.draft_length is None else config.draft_length
+    return max(length, config.draft_nodes or 0) if length else 0
 
 
 def check_host_budget(host_budget: int | None, on_cpu: bool) -> None:
@@ -446,7 +452,8 @@ def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) ->
     prior = None
     if settled.holding.drafter == "int4":
         prior = settled.prior if profile is None else Prior.of_profile(profile)
-    return make_governor(config.draft_length, objectives_of(config), prior, settled.longest)
+    objectives, nodes = objectives_of(config), config.draft_nodes
+    return make_governor(config.draft_length, objectives, prior, settled.longest, nodes)
 
 
 def labelled(progress: Progress | None, label: str) -> Done | None:

@@ -1,6 +1,6 @@
 """What a router decided for some tokens in one MoE layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ class Guess:
 class Route:
     """topk_ids [T, K] int64, topk_weights [T, K], router_logits [T, E] where they were seen.
 
+    live       rows whose experts are asked for, ascending; None: all. Others are given up
     following  what the next MoE layer's router says of some of the rows, as they are when they
                enter this layer's experts. Hidden states change little from layer to layer. None in
                the last layer.
@@ -40,6 +41,7 @@ class Route:
     topk_weights: Tensor
     router_logits: Tensor | None = None
     following: Following | None = None
+    live: tuple[int, ...] | None = None
     _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _host_weights: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
@@ -68,8 +70,9 @@ class Route:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """topk_ids and topk_weights."""
-        return self.host_ids.numpy(), self.host_weights.float().numpy()
+        """topk_ids and topk_weights of live rows."""
+        ids, weights = self.host_ids.numpy(), self.host_weights.float().numpy()
+        return (ids, weights) if self.live is None else (ids[[*self.live]], weights[[*self.live]])
 
     @property
     def weights(self) -> list[list[float]]:
@@ -79,8 +82,13 @@ class Route:
 
     @property
     def experts(self) -> list[int]:
-        """The distinct experts of all rows, ascending."""
+        """The distinct experts of all rows, live or not, ascending."""
         return sorted({expert for row in self.ids for expert in row})
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Live rows, ascending."""
+        return range(len(self.topk_ids)) if self.live is None else self.live
 
     def foresee(self, rows: list[int]) -> Guess | None:
         """What these rows probably want of the next layer; None in the last layer."""

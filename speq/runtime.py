@@ -22,6 +22,7 @@ from speq.devices.card import summary, watching
 from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.files.alignment import aligned_bytes
+from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.governor.holding import Holding
 from speq.layers.draft_experts import DraftExperts
@@ -144,9 +145,13 @@ class Runtime:
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
 
+        Trees have room beside them, as far as the model or a fixed context_length allows.
+
         Raises SpeqError where the model, the budget or a fixed context_length forbids it.
         """
         limit = check_context(context, self.config.context_length, self.shape.max_context)
+        if self.holding.drafts:
+            context = min(context + (self.config.draft_nodes or 0), limit)
         if context > self.plan.context:
             holding, plan = self._roomy(context, limit)
             before = self.holding, self.plan
@@ -203,10 +208,13 @@ class Runtime:
         )
         sampler = sampler_on(loaded.device)
         drafter: Drafter = PlainDecoding()
+        confidence = Confidence()
         governor: Governor = FixedDraftLength(0, self._no_draft_reason())
         if self.holding.drafts:
             drafter = DRAFTERS[self.holding.drafter](
-                DraftBase(self.model, cache, loaded.draft_bank, sampler, loaded.graphs_on)
+                DraftBase(
+                    self.model, cache, loaded.draft_bank, sampler, loaded.graphs_on, confidence
+                )
             )
             governor = loaded.governor
         transfer, timed = self._transfer(slots)
@@ -215,7 +223,7 @@ class Runtime:
             loaded.opened.store.codec.experts(slots, loaded.arena),
             transfer,
             MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
-            Scheduling(self.config.cache_policy, self.config.prefetch),
+            Scheduling(self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows),
             loaded.device,
             self.recorder,
             timed,
@@ -230,6 +238,7 @@ class Runtime:
             recorder=self.recorder,
             chunk=plan.chunk,
             sampler=sampler,
+            confidence=confidence,
         )
 
     def _transfer(self, slots: Tensor) -> tuple[TransferEngine, Timed]:

@@ -77,6 +77,9 @@ class Forecast:
 class StepStats:
     """One step: a prefill, or one round of draft, verification and acceptance.
 
+    draft_length   tokens of the draft, on its longest path; branches: those beside that path
+    passes         of what drafted
+    given_up       tokens of the draft that were given up in its verification
     requests       distinct (layer, expert) pairs the exact model asked for
     hits           those that lay in a slot when asked for
     late           those that were under way when asked for
@@ -98,6 +101,9 @@ class StepStats:
 
     phase: str
     draft_length: int = 0
+    branches: int = 0
+    passes: int = 0
+    given_up: int = 0
     accepted: int = 0
     emitted: int = 0
     requests: int = 0
@@ -132,6 +138,11 @@ class StepStats:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def rows(self) -> int:
+        """Tokens that were scored: the pending one and the draft's."""
+        return 1 + self.draft_length + self.branches
 
     def layer(self, layer: int) -> LayerStats:
         """The figures of one layer, to add to."""
@@ -277,10 +288,13 @@ FIGURES = {
     "tpot_ms": "time per output token after the first: time in decode steps over the tokens that "
     "they emitted",
     "steps": "rounds of drafting and verifying",
-    "draft_length_mean": "drafted tokens per step",
+    "draft_length_mean": "drafted tokens per step; of a tree those on its longest path",
+    "branches_mean": "drafted tokens beside the longest path, per step",
+    "given_up_mean": "drafted tokens given up in their verification, per step: their experts would "
+    "have cost more than they were worth",
     "accept_length_mean": "tokens that a step yields: the accepted ones and one of the exact "
     "model's own (the bonus token)",
-    "acceptance_rate": "accepted tokens over drafted tokens",
+    "acceptance_rate": "accepted tokens over drafted ones, those beside the longest path left out",
     "route_recall": "share of the exact model's expert choices that the draft's routes had named "
     "(accepted tokens only)",
     "hit_rate": "share of requested experts that lay in a slot when their layer asked; a layer "
@@ -403,6 +417,8 @@ class RunStats:
             "tpot_ms": ratio(total("duration_s") * 1e3, total("emitted")),
             "steps": len(decode),
             "draft_length_mean": ratio(total("draft_length"), len(decode)),
+            "branches_mean": ratio(total("branches"), len(decode)),
+            "given_up_mean": ratio(total("given_up"), len(decode)),
             "accept_length_mean": ratio(total("emitted"), len(decode)),
             "acceptance_rate": ratio(total("accepted"), total("draft_length")),
             "route_recall": ratio(total("named"), total("choices")),

@@ -9,7 +9,7 @@ import torch
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.config import SamplingParams
-from speq.decode.drafter import GoOn
+from speq.decode.drafter import DraftBounds, GoOn
 from speq.decode.engine import Engine
 from speq.decode.offload import Offload
 from speq.decode.sequence import Draft, Sequence
@@ -22,6 +22,7 @@ from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
+from speq.scheduler.row_pruning import LiveRows
 from speq.scheduler.supply import ExpertSupply
 from speq.stats import Recorder, RunStats, StepStats
 
@@ -96,10 +97,10 @@ class Recorded:
         self.found = Replayed(RunStats(0.0, {}))
 
     def propose(
-        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
         """Name the drafted routes, token by token and layer by layer, as far as `go_on` lets it."""
-        whole, drafted = self.round_of(draft_length), 0
+        whole, drafted = self.round_of(bounds.length), 0
         for token, layers in enumerate(whole.drafted):
             if token and not go_on(token, whole.leads[token - 1]):
                 break
@@ -171,7 +172,8 @@ class Replay:
         link = SimulatedLink(clock, recorder, time_of, times.moved_bytes, times.begun)
         supply = ExpertSupply(ExpertCache(scheduling.slots, policy), link, recorder)
         prefetcher = PREFETCHERS[scheduling.prefetch](supply, LookaheadBuffer(layers))
-        offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, supply, NOTHING)
+        rows = LiveRows(supply, prefetcher.lookahead, None)
+        offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, supply, NOTHING, rows)
         self._recorded = Recorded(clock, recorder, link, offload)
         model: Any = self._recorded
         self._engine = Engine(

@@ -1,15 +1,15 @@
 #include "cpu/attention.h"
 
+#include <algorithm>
 #include <limits>
-#include <vector>
 
 #include "cpu/norm.h"
 
 namespace speq::cpu {
 namespace {
 
-// Entries whose scores exist at a time. Blocks begin at multiples of it, so that what a row adds
-// up, and in which order, does not depend on the rows beside it.
+// Positions whose scores exist at a time. Blocks begin at multiples of it, so that what a row adds
+// up, and in which order, does not depend on the rows beside it, nor on where its entries lie.
 constexpr std::int64_t kEntries = 512;
 
 // Rotates a head by its position; transformers rounds after each operation.
@@ -37,18 +37,32 @@ AddRows add_rows_for(Word word) {
   }
 }
 
+// Nodes from the root down to one of them.
+std::vector<std::int64_t> path_to(std::int64_t node, const std::int64_t *parents) {
+  std::vector<std::int64_t> path;
+  for (; node >= 0; node = parents == nullptr ? node - 1 : parents[node]) {
+    path.push_back(node);
+  }
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
 } // namespace
 
 Attention::Attention(const AttentionProblem &problem)
     : problem_(problem),
-      queries_(problem.rows * problem.heads, problem.width, problem.word, problem.word) {
+      queries_(problem.rows * problem.heads, problem.width, problem.word, problem.word),
+      root_(problem.start + problem.rows - problem.nodes) {
+  for (std::int64_t node = problem.nodes - problem.rows; node < problem.nodes; ++node) {
+    paths_.push_back(path_to(node, problem.parents));
+  }
   with_type(problem_.word, [&](auto type) { prepare<decltype(type)>(); });
 }
 
 template <typename Type> void Attention::prepare() {
-  const auto &[rows, heads, kv_heads, width, rotary, capacity, start, window, word, queries, keys,
-               values, cos, sin, query_weight, key_weight, query_norm, key_norm, eps, scale,
-               cached_keys, cached_values, out] = problem_;
+  const auto &[rows, heads, kv_heads, width, rotary, capacity, start, window, nodes, parents, word,
+               queries, keys, values, cos, sin, query_weight, key_weight, query_norm, key_norm, eps,
+               scale, cached_keys, cached_values, out] = problem_;
   std::vector<Type> turned(std::max(heads, kv_heads) * width);
   for (std::int64_t row = 0; row < rows; ++row) {
     const auto turn = [&](const void *words, std::int64_t count, const void *weight,
@@ -89,10 +103,8 @@ void Attention::run(std::int64_t begin, std::int64_t end) const {
 }
 
 template <typename Type> void Attention::attend(std::int64_t kv_head) const {
-  const std::int64_t width = problem_.width, start = problem_.start;
+  const std::int64_t width = problem_.width, nodes = problem_.nodes;
   const std::int64_t group = problem_.heads / problem_.kv_heads, count = problem_.rows * group;
-  const std::int64_t end = start + problem_.rows;
-  const std::int64_t seen_first = std::max<std::int64_t>(start + 1 - problem_.window, 0);
   const DotExact dot = queries_.dot();
   const AddRows add_rows = add_rows_for(problem_.word);
   const auto soften = micro_kernels().soften;
@@ -102,25 +114,37 @@ template <typename Type> void Attention::attend(std::int64_t kv_head) const {
 
   // Of the query of row r and of head g among those that share this one, at r * group + g.
   std::vector<const void *> queries(count);
-  std::vector<float> scores(count * kEntries), sums(count * width, 0.0f);
-  std::vector<float *> score_rows(count);
+  std::vector<float> scores(count * kEntries), node_scores(count * nodes), sums(count * width, 0);
+  std::vector<float *> score_rows(count), node_score_rows(count);
   std::vector<SoftmaxSum> totals(count, {-std::numeric_limits<float>::infinity(), 0.0f});
+  std::int64_t seen_first = std::numeric_limits<std::int64_t>::max(), end = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     queries[i] = queries_.row(i / group * problem_.heads + kv_head * group + i % group);
     score_rows[i] = &scores[i * kEntries];
+    node_score_rows[i] = &node_scores[i * nodes];
+    const std::int64_t own = behind(i / group);
+    seen_first = std::min(seen_first, std::max<std::int64_t>(own - problem_.window, 0));
+    end = std::max(end, own);
   }
+  dot(keys + (first_entry + root_) * width, width, nodes, queries.data(), count,
+      node_score_rows.data());
   for (std::int64_t block = seen_first / kEntries * kEntries; block < end; block += kEntries) {
     const std::int64_t first = std::max(block, seen_first);
-    const std::int64_t last = std::min(block + kEntries, end);
-    dot(keys + (first_entry + first) * width, width, last - first, queries.data(), count,
-        score_rows.data());
+    const std::int64_t last = std::min(block + kEntries, end), past = std::min(last, root_);
+    if (first < past) {
+      dot(keys + (first_entry + first) * width, width, past - first, queries.data(), count,
+          score_rows.data());
+    }
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t own = start + i / group + 1; // behind the last entry that the row sees
+      const std::int64_t row = i / group, own = behind(row);
       const std::int64_t from = std::max(first, own - problem_.window), to = std::min(last, own);
       if (from >= to) {
         continue;
       }
       float *weights = score_rows[i] + (from - first), *sum = &sums[i * width];
+      for (std::int64_t at = std::max(from, root_); at < to; ++at) {
+        weights[at - from] = node_score_rows[i][entry_at(row, at) - root_];
+      }
       const float factor = soften(weights, to - from, problem_.scale, totals[i]);
       for (std::int64_t k = 0; k < width; ++k) {
         sum[k] *= factor;
@@ -128,7 +152,16 @@ template <typename Type> void Attention::attend(std::int64_t kv_head) const {
       for (std::int64_t k = 0; k < to - from; ++k) {
         weights[k] = rounded_to<Type>(weights[k]); // as torch's attention rounds them
       }
-      add_rows(values + (first_entry + from) * width, width, to - from, weights, sum);
+      for (std::int64_t at = from, next; at < to; at = next) {
+        // Entries that lie one behind another are added up in one call.
+        const std::int64_t entry = entry_at(row, at);
+        next = std::max(at + 1, std::min(root_, to));
+        while (next < to && entry_at(row, next) == entry + next - at) {
+          ++next;
+        }
+        add_rows(values + (first_entry + entry) * width, width, next - at, weights + (at - from),
+                 sum);
+      }
     }
   }
   for (std::int64_t i = 0; i < count; ++i) {

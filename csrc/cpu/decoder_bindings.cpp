@@ -69,10 +69,25 @@ std::int64_t norm_columns(const std::optional<Tensor> &weight, std::int64_t colu
   return weight->size(0);
 }
 
+// The parents of a tree's nodes, each of which lies before its children; null without a tree.
+const std::int64_t *parents_of(const std::optional<Tensor> &parents) {
+  if (!parents.has_value()) {
+    return nullptr;
+  }
+  check(*parents, "parents", 1, ScalarType::Long);
+  const std::span<const std::int64_t> ids = ids_of(*parents);
+  for (std::size_t node = 0; node < ids.size(); ++node) {
+    STD_TORCH_CHECK(node == 0 ? ids[node] == -1 : ids[node] >= 0 && ids[node] < std::int64_t(node),
+                    "parents must name -1 for the root, which is node 0, and for each other node ",
+                    "one before it; that of node ", node, " is ", ids[node]);
+  }
+  return ids.data();
+}
+
 void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> query_norm,
                    std::optional<Tensor> key_norm, double eps, Tensor cos, Tensor sin,
                    Tensor cached_keys, Tensor cached_values, std::int64_t start,
-                   std::int64_t window, double scale, Tensor out) {
+                   std::int64_t window, double scale, std::optional<Tensor> parents, Tensor out) {
   const ScalarType type = queries.scalar_type();
   for (const Tensor *tensor : {&queries, &keys, &values, &cos, &sin, &out}) {
     check(*tensor, "queries, keys, values, cos, sin and out", 2, type);
@@ -95,6 +110,9 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
                   "cos and sin must have a row for each of queries, no wider than a head");
   const std::int64_t query_columns = norm_columns(query_norm, queries.size(1), type);
   const std::int64_t key_columns = norm_columns(key_norm, keys.size(1), type);
+  const std::int64_t nodes = parents.has_value() ? parents->size(0) : rows;
+  STD_TORCH_CHECK(nodes >= rows && start >= nodes - rows,
+                  "rows must be the last nodes of their tree, whose entries lie before theirs");
   const Word word = word_of(queries, "queries");
   if (rows == 0) {
     return;
@@ -108,6 +126,8 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
       capacity,
       start,
       window,
+      nodes,
+      parents_of(parents),
       word,
       queries.const_data_ptr(),
       keys.const_data_ptr(),
@@ -124,7 +144,7 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
       cached_values.mutable_data_ptr(),
       out.mutable_data_ptr(),
   });
-  const std::int64_t seen = std::min(window, start) + rows;
+  const std::int64_t seen = std::min(window, start) + nodes;
   parallel_for(0, kv_heads, grain(2 * seen * width * bytes_of(word)),
                [&](std::int64_t begin, std::int64_t end) { attention.run(begin, end); });
 }

@@ -3,7 +3,7 @@
 Greedy or sampled, the text is then what the exact model alone would have written, token for token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from torch import Tensor
 
@@ -12,23 +12,29 @@ from speq.decode.sequence import Draft, Outcome, Sequence
 
 
 def accept(
-    draft: Draft, logits: Tensor, sequence: Sequence, sampler: Sampler | None = None
+    draft: Draft,
+    logits: Tensor,
+    sequence: Sequence,
+    sampler: Sampler | None = None,
+    live: Container[int] | None = None,
 ) -> Outcome:
     """Walk down the draft from the pending token as far as the exact model agrees.
 
     logits   [N + 1, V] of the exact model at the draft's nodes
     sampler  chooses where they lie; in host memory if it is left out
+    live     nodes whose logits are the exact model's, the others having been given up; None: all
     """
-    return walk(draft, (sampler or HostSampler()).choices(draft, logits, sequence))
+    return walk(draft, (sampler or HostSampler()).choices(draft, logits, sequence), live)
 
 
-def walk(draft: Draft, choice: Callable[[int], int]) -> Outcome:
+def walk(draft: Draft, choice: Callable[[int], int], live: Container[int] | None = None) -> Outcome:
     """choice: the exact model's token after a node; asked for nodes on the path alone."""
     path: list[int] = [0]
     tokens: list[int] = []
     while True:
         tokens.append(choice(path[-1]))
-        matching = [c for c in draft.children(path[-1]) if draft.token_ids[c - 1] == tokens[-1]]
+        children = [c for c in draft.children(path[-1]) if live is None or c in live]
+        matching = [c for c in children if draft.token_ids[c - 1] == tokens[-1]]
         if not matching:
             return Outcome(path, tokens)
         path.append(matching[0])

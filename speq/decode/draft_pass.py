@@ -11,6 +11,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.recorded import RecordedPasses
+from speq.models.tree import Tree
 from speq.routing import Route
 
 # Told (layer, route).
@@ -18,8 +19,10 @@ OnLayer = Callable[[int, Route], None]
 
 
 class DraftPass(Protocol):
-    def run(self, token_id: int, on_route: OnLayer) -> Tensor:
+    def run(self, token_id: int, on_route: OnLayer, tree: Tree | None = None) -> Tensor:
         """Write the token's entries behind the cache's length, which stays as it is.
+
+        tree  whose last node the token is; None: it follows the entries of the cache
 
         Returns logits [1, V], which the next run may overwrite. on_route is told the route of every
         layer, whose tensors the next run may overwrite as well.
@@ -41,16 +44,18 @@ class EagerPass:
     def __init__(self, model: MoEModel, cache: KVCache, bank: DraftExperts) -> None:
         self._model, self._cache, self._bank = model, cache, bank
 
-    def run(self, token_id: int, on_route: OnLayer) -> Tensor:
+    def run(self, token_id: int, on_route: OnLayer, tree: Tree | None = None) -> Tensor:
         self._bank.on_route = on_route
         try:
-            return self._model.score(self._bank, self._cache, [token_id]).logits
+            return self._model.score(self._bank, self._cache, [token_id], tree).logits
         finally:
             self._bank.on_route = None
 
 
 class RecordedPass:
-    """Launches a graph; routes are told when that is done."""
+    """Launches a graph; routes are told when that is done. A token that does not follow the cache's
+    entries is launched kernel by kernel.
+    """
 
     def __init__(
         self, model: MoEModel, cache: KVCache, bank: DraftExperts, device: Accelerator
@@ -58,10 +63,11 @@ class RecordedPass:
         self._eager = EagerPass(model, cache, bank)
         self.passes = RecordedPasses("drafts", device, cache, DraftOutput(model, cache, bank))
 
-    def run(self, token_id: int, on_route: OnLayer) -> Tensor:
-        results = self.passes.run([token_id])
+    def run(self, token_id: int, on_route: OnLayer, tree: Tree | None = None) -> Tensor:
+        follows = tree is None or tree.is_chain
+        results = self.passes.run([token_id]) if follows else None
         if results is None:
-            return self._eager.run(token_id, on_route)
+            return self._eager.run(token_id, on_route, tree)
         logits, topk_ids, topk_weights = results
         rows = zip(topk_ids.split(1), topk_weights.split(1), strict=True)
         for layer, (ids, weights) in enumerate(rows):

@@ -1,18 +1,37 @@
 """The protocol of drafters, and the one that proposes nothing."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Accelerator
+from speq.governor.confidence import Confidence
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 
-# Asked before each further token of a draft, told how many there are and the lead of the last.
-GoOn = Callable[[int, float | None], bool]
+
+class GoOn(Protocol):
+    def __call__(self, drafted: int, lead: float | None, parent: int | None = None) -> bool:
+        """Whether a draft goes on behind one of its tokens; asked before each pass but the first.
+
+        drafted  passes so far
+        lead     of that token, as `Draft.leads` has it
+        parent   the node before it; None: the one that the last pass ran
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBounds:
+    """How far a draft may go.
+
+    length  passes of what drafts, and so tokens one behind another
+    nodes   tokens in all of a tree; None: the draft is a chain
+    """
+
+    length: int
+    nodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +42,7 @@ class DraftBase:
     int4       the INT4 copy of the experts, where one is held
     sampler    chooses tokens where the model computes
     graphs_on  the device that passes may be recorded on; None: they are not
+    confidence  how likely drafted tokens are to stand
     """
 
     model: MoEModel
@@ -30,6 +50,7 @@ class DraftBase:
     int4: DraftExperts | None
     sampler: Sampler
     graphs_on: Accelerator | None = None
+    confidence: Confidence = field(default_factory=Confidence)
 
 
 class Drafter(Protocol):
@@ -41,12 +62,13 @@ class Drafter(Protocol):
     needs_int4: ClassVar[bool]
 
     def propose(
-        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
-        """Propose up to `draft_length` tokens behind the sequence's pending one.
+        """Propose tokens behind the sequence's pending one.
 
-        on_route is told the routes as they become known, and go_on asked before each token but the
-        first; drafters whose tokens come all at once, or without routes, need call neither.
+        on_route is told the routes as they become known, by the numbers of nodes, and go_on asked
+        before each pass but the first. Drafters whose tokens come all at once, or without routes,
+        need call neither. Drafters that make no trees draft chains.
         """
 
 
@@ -56,6 +78,6 @@ class PlainDecoding:
     needs_int4: ClassVar[bool] = False
 
     def propose(
-        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
         return Draft()

@@ -8,19 +8,21 @@ they emitted; what they measured goes by way of the recorder, and no other.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from speq.decode.accept import accept
-from speq.decode.drafter import Drafter, PlainDecoding
+from speq.decode.drafter import DraftBounds, Drafter, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.decode.verification import EagerVerification, Verification
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
+from speq.governor.prices import Prices
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
 from speq.scheduler.lookahead import LookaheadBuffer
+from speq.scheduler.row_pruning import Stakes
 from speq.stats import Recorder, StepStats
 
 
@@ -30,7 +32,9 @@ class Engine:
 
     sampler     chooses tokens where the model computes
     confidence  how likely drafted tokens are to stand
+    prices      what missing experts and tokens cost
     draft       of the last step
+    live        nodes of it that were not given up in its verification
     """
 
     model: MoEModel
@@ -43,6 +47,8 @@ class Engine:
     chunk: int
     sampler: Sampler = field(default_factory=HostSampler)
     confidence: Confidence = field(default_factory=Confidence)
+    prices: Prices = field(default_factory=Prices)
+    live: list[int] = field(default_factory=list, init=False)
     draft: Draft = field(default_factory=Draft, init=False)
 
     def start(
@@ -74,38 +80,49 @@ class Engine:
         """
         governor = self.governor if draft_length is None else FixedDraftLength(draft_length)
         stats = self.recorder.begin("decode")
-        decision = within(governor.decide(), sequence)
-        draft = self.propose(sequence, decision.draft_length, governor)
+        decision = within(governor.decide(), sequence, self.cache)
+        bounds = DraftBounds(decision.draft_length, decision.nodes)
+        draft = self.propose(sequence, bounds, governor)
         with self.recorder.timed("verify"):
             scored = self.verify(sequence.pending_id, draft)
-            outcome = accept(draft, scored.logits, sequence, self.sampler)
+            outcome = accept(draft, scored.logits, sequence, self.sampler, self.live)
         emitted = self.commit(sequence, draft, outcome, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
-        governor.observe(self.recorder.finish())
+        finished = self.recorder.finish()
+        governor.observe(finished)
+        self.prices.observe(finished)
         return emitted
 
-    def propose(self, sequence: Sequence, draft_length: int, governor: Governor) -> Draft:
-        """Draft up to so many tokens, as long as each is worth it by the experts named so far and
-        the chance that the tokens so far stand.
+    def propose(self, sequence: Sequence, bounds: DraftBounds, governor: Governor) -> Draft:
+        """Draft so far, as long as each pass is worth it by the experts named so far and the chance
+        that the token that it runs stands.
         """
         prefetcher = self.offload.prefetcher
-        prefetcher.begin(draft_length)
+        prefetcher.begin(bounds.length)
 
-        def go_on(drafted: int, lead: float | None) -> bool:
-            reach = prefetcher.lookahead.extend(self.confidence.probability(lead))
+        def go_on(drafted: int, lead: float | None, parent: int | None = None) -> bool:
+            reach = prefetcher.lookahead.extend(self.confidence.probability(lead), parent)
             return governor.go_on(drafted, prefetcher.new_experts, reach)
 
         with self.mending(), self.recorder.timed("draft"):
-            draft = self.drafter.propose(sequence, draft_length, prefetcher.request, go_on)
+            draft = self.drafter.propose(sequence, bounds, prefetcher.request, go_on)
             prefetcher.end()
         self.draft = draft
         return draft
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
-        """Score the pending token and the whole draft with the exact experts, in one pass."""
-        with self.mending():
-            return self.verification.score(pending_id, draft)
+        """Score the pending token and the draft with the exact experts, in one pass. Nodes that are
+        not `live` behind it were given up.
+        """
+        reach, prices = draft.reach(self.confidence.probability), self.prices
+        rows = self.offload.rows
+        rows.begin(Stakes([-1, *draft.parents], reach, prices.expert_s, prices.token_s))
+        try:
+            with self.mending():
+                return self.verification.score(pending_id, draft)
+        finally:
+            self.live = rows.end()
 
     def commit(
         self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats
@@ -114,10 +131,13 @@ class Engine:
         self.offload.supply.report()
         self.cache.keep_path(0, outcome.path)
         emitted = sequence.extend(outcome.token_ids)
-        stats.draft_length = len(draft.token_ids)
+        stats.draft_length, stats.passes = draft.depth, draft.passes
+        stats.branches = draft.nodes - 1 - draft.depth
+        stats.given_up = draft.nodes - len(self.live)
         stats.accepted = outcome.accepted
         stats.emitted = len(emitted)
-        self.confidence.learn(draft.leads, outcome.accepted)
+        for lead, stood in draft.tried(outcome):
+            self.confidence.learn(lead, stood)
         stats.named, stats.choices = self.lookahead.recall(outcome.path)
         if len(outcome.path) < draft.nodes:
             self.recorder.rejected(self.lookahead.rejected(outcome.path))
@@ -154,9 +174,14 @@ class Engine:
             tensor.untyped_storage().resize_(0)
 
 
-def within(decision: Decision, sequence: Sequence) -> Decision:
-    """The governor's choice, short of drafting more than may still be emitted."""
+def within(decision: Decision, sequence: Sequence, cache: KVCache) -> Decision:
+    """The governor's choice, short of drafting more than may still be emitted, and of a tree that
+    the cache has no room for.
+    """
     useful = sequence.remaining - 1
+    if decision.nodes is not None:
+        room = cache.capacity - cache.lengths[0] - 1
+        decision = replace(decision, nodes=min(decision.nodes, room))
     if decision.draft_length <= useful:
         return decision
-    return Decision(useful, f"{useful} left after the next token", "bound")
+    return Decision(useful, f"{useful} left after the next token", "bound", nodes=decision.nodes)

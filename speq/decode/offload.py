@@ -21,6 +21,7 @@ from speq.scheduler.layer_stream import LayerStream
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import Prefetcher
 from speq.scheduler.route_history import RouteHistory
+from speq.scheduler.row_pruning import LiveRows, WorthTheirExperts
 from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
 from speq.stats import Recorder, Timed
@@ -32,6 +33,7 @@ class Offload:
 
     target, prefetcher  the bank of verifications, and what serves it
     reader, stream      the bank that reads prompts, and what serves that
+    rows                which rows of a verification are given up
     """
 
     target: ExpertBank
@@ -40,14 +42,19 @@ class Offload:
     stream: LayerStream
     supply: ExpertSupply
     slots: Tensor
+    rows: LiveRows
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How slots are filled and emptied, by name."""
+    """How slots are filled and emptied, by name.
+
+    prune_rows  whether rows are given up whose experts cost more than they are worth
+    """
 
     cache_policy: str
     prefetch: str
+    prune_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,13 @@ def offload_over(
     prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
         supply, LookaheadBuffer(sizes.num_layers)
     )
+    row_policy = WorthTheirExperts(sizes.num_layers) if scheduling.prune_rows else None
+    rows = LiveRows(supply, prefetcher.lookahead, row_policy)
+
+    def observe(layer: int, route: Route) -> None:
+        rows.observe(layer, route)
+        prefetcher.observe(layer, route)
+
     history = RouteHistory(sizes.num_layers, sizes.num_experts)
     stream = LayerStream(supply, history, sizes.num_layers)
 
@@ -85,12 +99,13 @@ def offload_over(
         return ExactExperts(server, experts, table, routes, sizes.activation, timed, on_route)
 
     return Offload(
-        target=bank(prefetcher, prefetcher.observe),
+        target=bank(prefetcher, observe),
         prefetcher=prefetcher,
         reader=bank(stream, stream.observe),
         stream=stream,
         supply=supply,
         slots=slots,
+        rows=rows,
     )
 
 

@@ -151,6 +151,18 @@ def standings(logits: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
     return ticks(probs, sequence.seed, sequence.position + len(ahead))
 
 
+def runners_up(standing: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens of [V] that come next behind the one that is chosen: ids [N] int64, N at most
+    `count`, and by how much, in logits, each of them is behind it. What cannot be drawn is
+    infinitely far behind, or NaN.
+    """
+    values, ids = standing.topk(min(count + 1, len(standing)))
+    if sampling.greedy:
+        return ids[1:], values[0] - values[1:]
+    ratios = values[0].log() - values[1:].log()
+    return ids[1:], ratios * max(float(sampling.temperature), MIN_TEMPERATURE)
+
+
 def lead(standing: Tensor, sampling: SamplingParams) -> Tensor:
     """By how much, in logits, the token that is chosen leads the next one: [..., V] to [...].
 

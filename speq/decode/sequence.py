@@ -1,58 +1,74 @@
 """State of one request: its tokens, and the tree of tokens a draft proposes for it."""
 
 import secrets
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from speq.config import SamplingParams
+from speq.models.tree import Tree
 
 
 @dataclass(slots=True)
 class Draft:
     """A tree of proposed tokens. Node 0 is the pending token, node i + 1 is `token_ids[i]`.
 
-    Verification and the KV cache take any tree. No drafter makes one yet: all drafts are chains.
-
     token_ids  proposed tokens, parents before children
     parents    node of each token's parent; a chain is 0, 1, 2, ...
-    leads      of a chain: by how much, in logits, each token leads the one that the drafter would
-               have chosen next; None where it does not know. Empty for a tree
+    leads      by how much, in logits, each token leads the one that the drafter would have chosen
+               next; below 0 for a token that it would not have chosen: by how much that is behind.
+               None where the drafter does not know; empty where it knows none
+    passes     of what drafted
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     leads: list[float | None] = field(default_factory=list)
+    passes: int = 0
 
     @classmethod
-    def chain(cls, token_ids: list[int], leads: list[float | None] | None = None) -> "Draft":
+    def chain(
+        cls, token_ids: list[int], leads: list[float | None] | None = None, passes: int = 0
+    ) -> "Draft":
         """Each token behind the one before it."""
         unknown: list[float | None] = [None] * len(token_ids)
-        return cls(token_ids, list(range(len(token_ids))), unknown if leads is None else leads)
+        known = unknown if leads is None else leads
+        return cls(token_ids, list(range(len(token_ids))), known, passes)
 
     @property
     def nodes(self) -> int:
         return len(self.token_ids) + 1
 
     @property
+    def tree(self) -> Tree:
+        """The shape of it, from the pending token down."""
+        return Tree.of(self.parents)
+
+    @property
     def is_chain(self) -> bool:
-        return self.parents == [*range(len(self.token_ids))]
+        return self.tree.is_chain
 
-    def depths(self) -> list[int]:
-        """Distance of each node from the pending token."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest path."""
+        return max(self.tree.depths())
 
-    def ancestors(self) -> Tensor:
-        """[N + 1, N + 1] bool: row i is true at i and at every node above it."""
-        visible = torch.eye(self.nodes, dtype=torch.bool)
-        for node, parent in enumerate(self.parents, start=1):
-            visible[node] |= visible[parent]
-        return visible
+    def reach(self, probability: Callable[[float | None], float]) -> list[float]:
+        """Of each node, how likely it and all above it are to stand; 1 for the pending token.
+
+        probability  that a token stands if those above it do, by its lead
+        """
+        reach = [1.0]
+        unknown: list[float | None] = [None] * len(self.parents)
+        for parent, lead in zip(self.parents, self.leads or unknown, strict=True):
+            reach.append(reach[parent] * probability(lead))
+        return reach
+
+    def tried(self, outcome: "Outcome") -> Iterator[tuple[float | None, bool]]:
+        """Tokens behind those that stand: the lead of each, and whether it was the right one."""
+        for node, token_id in zip(outcome.path, outcome.token_ids, strict=True):
+            for child in self.children(node) if self.leads else []:
+                yield self.leads[child - 1], self.token_ids[child - 1] == token_id
 
     def above(self, node: int) -> list[int]:
         """Proposed tokens from below the pending one down to `node`, its own last."""

@@ -35,11 +35,7 @@ class EagerVerification:
 
     def score(self, pending_id: int, draft: Draft) -> Scored:
         token_ids = [pending_id, *draft.token_ids]
-        if draft.is_chain:  # which takes no mask
-            return self._model.score(self._bank, self._cache, token_ids)
-        return self._model.score(
-            self._bank, self._cache, token_ids, draft.depths(), draft.ancestors()
-        )
+        return self._model.score(self._bank, self._cache, token_ids, draft.tree)
 
 
 class CutBank:

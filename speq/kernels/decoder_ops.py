@@ -40,11 +40,17 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """cos and sin [T, R] of T tokens that follow one another; the first one's entry is `start`."""
+    """Where T tokens stand.
+
+    start    the place of the first one's entry
+    cos, sin [T, R]
+    parents  [N] int64 of the tree whose last nodes they are; None: they follow one another
+    """
 
     start: int
     cos: Tensor
     sin: Tensor
+    parents: Tensor | None = None
 
 
 def takes(tensor: Tensor) -> bool:
@@ -77,9 +83,10 @@ def attention(
 ) -> Tensor:
     """`reference_decoder.attention_out` into a new tensor [T, heads * D]; shapes there.
 
-    A row's result does not depend on the rows beside it.
+    A row's result does not depend on the rows beside it: a node of a tree comes out, bit for bit,
+    as it does at the end of a chain of the nodes above it.
 
-    window  entries that a row sees at most, its own included; None: all
+    window  positions that a row looks back at most, its own included; None: all
     cached  keys and values [kv_heads, C, D], which take the rows' entries
     """
     out = torch.empty_like(queries)
@@ -98,6 +105,7 @@ def attention(
         positions.start,
         NO_WINDOW if window is None else window,
         heads.scale,
+        positions.parents,
         out,
     )
     return out

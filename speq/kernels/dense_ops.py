@@ -14,7 +14,7 @@ from torch import Tensor
 from speq.kernels import library, many_rows
 from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES, check_int4, check_tensor
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
+from speq.kernels.ops import Int4Pair, linear_rows
 from speq.kernels.records import check_records, encode_whole
 
 WORD = torch.bfloat16
@@ -86,7 +86,7 @@ def linear_lossless(
 
     inputs  float32, float64, bfloat16 or float16, which bias and the result are of as well
 
-    More than MAX_LINEAR_ROWS rows, and float64, take `product_scratch_bytes` while they run.
+    More than `linear_rows` rows, and float64, take `product_scratch_bytes` while they run.
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
     """
     return _linear(inputs, _lossless(record, outputs, _columns(inputs)), bias)
@@ -143,7 +143,7 @@ def _linear(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
     if bias is not None:
         check_tensor("bias", bias, (matrix.rows,), (inputs.dtype,), device)
     rows = inputs.numel() // matrix.columns
-    if rows > MAX_LINEAR_ROWS or inputs.dtype not in EXACT_DTYPES:
+    if rows > linear_rows(inputs) or inputs.dtype not in EXACT_DTYPES:
         return _product_of_many(inputs, matrix, bias)
     out = inputs.new_empty(*inputs.shape[:-1], matrix.rows)
     if rows:

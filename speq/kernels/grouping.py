@@ -31,7 +31,7 @@ class Grouping:
     """The routes of T rows to K experts each, in one layer.
 
     topk_ids  [T, K] int64 on the device
-    experts   those of the routes, in ascending order
+    experts   those of the routes, of rows that are not given up, in ascending order
     spans     of each expert, where its columns of `index` begin and end
     index     [2, T * K] int64 on the device: rows, and places of the flattened routes. The columns
               of an expert are side by side, in the order of the rows. None where rows are so few
@@ -44,15 +44,22 @@ class Grouping:
     index: Tensor | None
 
     @classmethod
-    def of(cls, topk_ids: Tensor, host_ids: Tensor) -> "Grouping":
-        """host_ids  [T, K] int64: a copy of topk_ids in host memory"""
+    def of(
+        cls, topk_ids: Tensor, host_ids: Tensor, live: tuple[int, ...] | None = None
+    ) -> "Grouping":
+        """host_ids  [T, K] int64: a copy of topk_ids in host memory
+        live      rows that are not given up; None: all
+        """
         rows, top_k = topk_ids.shape
         if rows <= most_fused_rows(library.kernels_for(topk_ids), top_k):
-            return cls(topk_ids, sorted(set(host_ids.flatten().tolist())), {}, None)
+            asked = host_ids if live is None else host_ids[[*live]]
+            return cls(topk_ids, sorted(set(asked.flatten().tolist())), {}, None)
         ids = host_ids.numpy().reshape(-1)
         places = ids.argsort(kind="stable")
+        if live is not None:
+            places = places[np.isin(places // top_k, live)]
         experts, starts = np.unique(ids[places], return_index=True)
-        ends = [*starts[1:].tolist(), len(ids)]
+        ends = [*starts[1:].tolist(), len(places)]
         spans = zip(starts.tolist(), ends, strict=True)
         index = torch.from_numpy(np.stack([places // top_k, places]))
         if topk_ids.is_cuda:

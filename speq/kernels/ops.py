@@ -31,6 +31,7 @@ __all__ = [
     "linear",
     "linear_int4",
     "linear_of",
+    "linear_rows",
     "moe_by_expert",
     "moe_grouped",
     "moe_int4",
@@ -42,8 +43,9 @@ __all__ = [
     "unpack_int4",
 ]
 
-# Up to so many rows the native dense product is faster than torch's, which is made for many rows.
-MAX_LINEAR_ROWS = 16
+# Up to so many rows run through the native dense product: as many as a draft's tree and the pending
+# token, whose rows then come out as they would alone. torch's product is made for more.
+MAX_LINEAR_ROWS = 64
 
 # Codes of a matrix: (qweight [N, K / 2] uint8, scales [N, K / group_size] float16).
 Int4Pair = tuple[Tensor, Tensor]
@@ -168,6 +170,11 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return out
     library.call("linear", inputs.reshape(rows, shape[-1]), weight, bias, out)
     return out.view(*shape[:-1], -1)
+
+
+def linear_rows(tensor: Tensor) -> int:
+    """Rows of dense products that native kernels run on the device of a tensor, at most."""
+    return min(MAX_LINEAR_ROWS, library.kernels_for(tensor).max_rows)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> Int4Pair:

@@ -43,17 +43,22 @@ def attention_out(
     start: int,
     window: int,
     scale: float,
+    parents: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Attention of T tokens that follow one another, over a cache that takes their entries.
+    """Attention of T tokens over a cache that takes their entries: tokens that follow one another,
+    or the last T of a tree's N nodes. Entries of all nodes lie together, and a node sees, besides
+    those before the tree, its own and those of the nodes above it.
 
     queries, out         [T, heads * D]; keys and values [T, kv_heads * D]; all of one dtype
     query_norm, key_norm [n] or None: weights of RMS norms over n neighbouring columns each, with
                          `eps`, before positions are put in
     cos, sin             [T, R]: what turns the first R columns of a head, R at most D and even
     cached_keys, cached_values  [kv_heads, C, D]; the rows' entries go to `start` and behind
-    window               entries that a row sees at most, its own included
+    window               positions that a row looks back at most, its own included
     scale                of the scores
+    parents              [N] int64, of each node, parents before children and -1 for the root; None:
+                         the rows are a chain
     """
     rows, (kv_heads, _, width) = len(queries), cached_keys.shape
     end = start + rows
@@ -65,12 +70,28 @@ def attention_out(
     cached_values[:, start:end] = values.view(rows, kv_heads, width).transpose(0, 1)
     group = queries.shape[1] // (kv_heads * width)
     seen = [cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)]
-    entry, own = torch.arange(end), torch.arange(start, end)[:, None]
-    visible = (entry <= own) & (entry > own - window)
+    if parents is None:
+        parents = torch.arange(-1, rows - 1)
+    depths, above = _tree(parents.tolist())
+    root = end - len(depths)
+    positions = torch.cat([torch.arange(root), root + depths])
+    past = torch.ones(rows, root, dtype=torch.bool)
+    own = positions[start:, None]
+    visible = torch.cat([past, above[-rows:]], dim=1) & (positions > own - window)
     attended = F.scaled_dot_product_attention(
         turned[0][None], seen[0][None], seen[1][None], attn_mask=visible, scale=scale
     )
     out.copy_(attended[0].transpose(0, 1).reshape(rows, -1))
+
+
+def _tree(parents: list[int]) -> tuple[Tensor, Tensor]:
+    """The depths [N] of a tree's nodes, and [N, N] whether a node is another one or below it."""
+    depths = torch.zeros(len(parents), dtype=torch.int64)
+    above = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        depths[node] = depths[parent] + 1
+        above[node] |= above[parent]
+    return depths, above
 
 
 def _normed(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A few tokens that follow one another behind a text, and what layers do in one call for them.
+"""A few tokens behind a text, a chain or a tree, and what layers do in one call for them.
 
 Each class here stands in for the `forward` of a module of transformers, whose weights and parts it
 uses. What it does not know how to run it leaves to the module's own forward.
@@ -56,10 +56,10 @@ def own_forward(module: nn.Module) -> Forward:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Given to attention in place of a mask: tokens follow one another behind one text.
+    """Given to attention in place of a mask: tokens behind one text.
 
-    positions  theirs
-    window     entries a token sees at most, its own included; None: all
+    positions  theirs, and whether they are a tree
+    window     positions a token looks back at most, its own included; None: all
     """
 
     positions: Positions

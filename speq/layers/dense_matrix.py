@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speq.kernels import dense_ops, library, ops
-from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
+from speq.kernels.ops import Int4Pair, linear_rows
 
 
 class DenseMatrix(Protocol):
@@ -77,7 +77,7 @@ class LosslessMatrix:
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         rows = inputs.numel() // self.columns
-        if not 0 < rows <= MAX_LINEAR_ROWS or inputs.dtype != torch.bfloat16:
+        if not 0 < rows <= linear_rows(inputs) or inputs.dtype != torch.bfloat16:
             return dense_ops.linear_lossless(inputs, self.record, self.outputs, bias)
         # What the op checks of a record and of a layer's inputs is known here.
         out = inputs.new_empty(*inputs.shape[:-1], self.outputs)

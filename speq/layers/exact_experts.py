@@ -36,7 +36,7 @@ class ExactExperts:
     slot_table  their slots, filled anew for each wave
     routes      brings routes to the host
     timed       times a layer's experts
-    on_route    told each layer's exact route
+    on_route    told each layer's exact route; it may give up rows
     """
 
     drafts: ClassVar[bool] = False
@@ -62,8 +62,11 @@ class ExactExperts:
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self._routes.read(route, self._server.foresees)
         self._on_route(layer, route)
-        outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
-        grouping = Grouping.of(route.topk_ids, route.host_ids)
+        # Rows that were given up come out as some of their experts have it, or as nothing: others
+        # look past them, which takes numbers.
+        made = hidden_states.new_empty if route.live is None else hidden_states.new_zeros
+        outputs = made(*route.topk_ids.shape, hidden_states.shape[1])
+        grouping = Grouping.of(route.topk_ids, route.host_ids, route.live)
         waves = self._server.serve(layer, grouping.experts)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._timed("layer", layer):

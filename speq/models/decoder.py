@@ -22,6 +22,7 @@ from speq.layers.chain import (
     own_forward,
 )
 from speq.models.families import Family
+from speq.models.tree import Tree
 
 logger = logging.getLogger("speq")
 
@@ -48,28 +49,43 @@ class RotaryTable:
         self._first = 0
         self._cos = self._sin = torch.empty(0)
 
-    def at(self, start: int, like: Tensor) -> Positions:
-        """Of the rows of `like` [T, H], from position `start` on."""
+    def at(self, start: int, like: Tensor, tree: Tree | None = None) -> Positions:
+        """Of the rows of `like` [T, H], whose entries go to `start` and behind.
+
+        tree  whose last nodes they are; None: they follow one another
+        """
         rows = like.shape[0]
-        at = start - self._first
-        if not self._count or at < 0 or at + rows > self._cos.shape[0]:
-            wanted = torch.arange(start, start + max(self._count, rows))
+        if tree is None:
+            at = self._from(start, rows, like)
+            return Positions(start, self._cos[at : at + rows], self._sin[at : at + rows])
+        depths = tree.depths()
+        at = self._from(start - tree.first, max(depths) + 1, like)
+        places = torch.tensor(depths[tree.first :]) + at
+        return Positions(start, self._cos[places], self._sin[places], torch.tensor(tree.parents))
+
+    def _from(self, first: int, count: int, like: Tensor) -> int:
+        """Have `count` positions in the table, from `first` on; return its place there."""
+        at = first - self._first
+        if not self._count or at < 0 or at + count > self._cos.shape[0]:
+            wanted = torch.arange(first, first + max(self._count, count))
             cos, sin = self._rotary_emb(like, position_ids=wanted[None])
             self._cos, self._sin = cos[0], sin[0]
-            self._first, at = start, 0
-        return Positions(start, self._cos[at : at + rows], self._sin[at : at + rows])
+            self._first, at = first, 0
+        return at
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Given to a model in place of masks: tokens follow one another behind one text.
+    """Given to a model in place of masks: tokens behind one text.
 
     start  entries before them
-    of     how far layers of each kind look back, a token's own entry included; None: all the way
+    of     how far layers of each kind look back, a token's own position included; None: all the way
+    tree   whose last nodes they are; None: they follow one another
     """
 
     start: int
     of: dict[str, int | None]
+    tree: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,7 @@ class ChainDecoder:
 
     def _walk(self, windows: Windows, input_ids: Tensor, cache: Any) -> Walked:
         hidden = self._embed(input_ids[0])
-        positions = self._rotary.at(windows.start, hidden)
+        positions = self._rotary.at(windows.start, hidden, windows.tree)
         chains = {kind: Chain(positions, window) for kind, window in windows.of.items()}
         normed = self._first_norm(hidden)
         for layer in self._layers:

@@ -175,27 +175,28 @@ def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:
 
 
 def attention_mask(
-    lengths: Tensor, depths: Tensor, ancestors: Tensor, end: int, window: int | None
+    roots: Tensor, depths: Tensor, ancestors: Tensor, end: int, window: int | None
 ) -> Tensor:
-    """Which cached entries each node of a tree sees: all of the row's past and its own ancestors.
+    """Which cached entries the last T of a tree's N nodes see: all of the row's past and their own
+    ancestors.
 
-    lengths    [B] int64, entries each row has; the tree's nodes follow behind them
-    depths     [T] int64, distance from the tree's root
-    ancestors  [T, T] bool, true at a node itself and above it
-    end        entries there are: max(lengths) + T
+    roots      [B] int64, where the entry of each row's root lies; those of other nodes follow
+    depths     [N] int64, distance from the tree's root
+    ancestors  [T, N] bool, true at a node itself and above it
+    end        entries there are: max(roots) + N
     window     tokens a query may look back, itself included; None: all
     returns    [B, 1, T, end] bool, true where seen
     """
     nodes = len(depths)
-    entry = torch.arange(end, device=lengths.device)
-    node = entry - lengths[:, None]  # [B, end]; negative: past, beyond the tree: not this row's
+    entry = torch.arange(end, device=roots.device)
+    node = entry - roots[:, None]  # [B, end]; negative: past, beyond the tree: not this row's
     inside = (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)
-    visible = (entry < lengths[:, None])[:, None] | (
+    visible = (entry < roots[:, None])[:, None] | (
         inside[:, None] & ancestors[:, node].permute(1, 0, 2)
     )
     if window is not None:
-        position = torch.where(inside, lengths[:, None] + depths[node], entry)
-        query = lengths[:, None] + depths
+        position = torch.where(inside, roots[:, None] + depths[node], entry)
+        query = roots[:, None] + depths[nodes - len(ancestors) :]
         visible &= position[:, None] > query[:, :, None] - window
     return visible[:, None]

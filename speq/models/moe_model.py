@@ -27,6 +27,7 @@ from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, pl
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
+from speq.models.tree import Tree
 from speq.units import Progress, no_progress
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
@@ -149,27 +150,30 @@ class MoEModel:
         bank: ExpertBank,
         cache: KVCache,
         token_ids: Tensor,
-        depths: list[int] | None = None,
-        ancestors: Tensor | None = None,
+        tree: Tree | None = None,
     ) -> Tensor:
         """Run [B, T] tokens behind what `cache` holds; return their last hidden states [B, T, H].
 
-        The tokens are a chain unless depths and ancestors (see `attention_mask`) make them a tree.
+        tree  whose last T nodes they are, with entries of the others kept; None: they are a chain
+
         Their entries are written behind each row's length, which stays as it is.
         """
-        assert (depths is None) == (ancestors is None)
-        rows, nodes = token_ids.shape
-        if self._walks and depths is None and rows == 1 and nodes <= MAX_LINEAR_ROWS:
-            return self._run(bank, cache, token_ids, None, Windows(cache.lengths[0], self._windows))
-        end = max(cache.lengths) + nodes
+        rows, count = token_ids.shape
+        assert tree is None or tree.rows == count
+        if tree is not None and tree.is_chain:
+            tree = None
+        if self._walks and rows == 1 and count <= MAX_LINEAR_ROWS:
+            windows = Windows(cache.lengths[0], self._windows, tree)
+            return self._run(bank, cache, token_ids, None, windows)
+        end = max(cache.lengths) + count
         lengths = self._send(torch.tensor(cache.lengths))
-        if depths is None or ancestors is None:
-            positions = lengths[:, None] + torch.arange(nodes, device=self.device)
+        if tree is None:
+            positions = lengths[:, None] + torch.arange(count, device=self.device)
             mask = partial(causal_mask, positions, end)
         else:
-            steps, above = self._send(torch.tensor(depths)), self._send(ancestors)
-            positions = lengths[:, None] + steps
-            mask = partial(attention_mask, lengths, steps, above, end)
+            roots, depths = lengths - tree.first, self._send(torch.tensor(tree.depths()))
+            positions = roots[:, None] + depths[tree.first :]
+            mask = partial(attention_mask, roots, depths, self._send(tree.visible()), end)
         return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
 
     @torch.inference_mode()
@@ -231,11 +235,10 @@ class MoEModel:
         bank: ExpertBank,
         cache: KVCache,
         token_ids: list[int],
-        depths: list[int] | None = None,
-        ancestors: Tensor | None = None,
+        tree: Tree | None = None,
     ) -> Scored:
         """One row's tokens in one pass, logits for all of them."""
-        hidden = self.forward(bank, cache, torch.tensor([token_ids]), depths, ancestors)[0]
+        hidden = self.forward(bank, cache, torch.tensor([token_ids]), tree)[0]
         return Scored(self.logits(hidden, bank), hidden)
 
     def prefill(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int) -> Scored:

@@ -26,6 +26,15 @@ class RunOptions(TypedDict, total=False):
     """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
+    draft_nodes: int | None
+    """Let the INT4 copy draft trees of so many tokens at most, with as many passes as tokens are
+    drafted per step; with draft length auto the governor chooses between these and chains.
+    Default: chains.
+    """
+    prune_rows: str
+    """Give up drafted tokens in the midst of a verification where their experts cost more than they
+    are worth, which changes no output: on, off, or auto: where drafts are trees.
+    """
     cache_policy: str
     """Which expert leaves when its slot is needed."""
     prefetch: str
@@ -206,6 +215,15 @@ class TuneOptions(TypedDict, total=False):
     """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
     (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
     eight bits); auto is all.
+    """
+    draft_nodes: int | None
+    """Let the INT4 copy draft trees of so many tokens at most, with as many passes as tokens are
+    drafted per step; with draft length auto the governor chooses between these and chains.
+    Default: chains.
+    """
+    prune_rows: str
+    """Give up drafted tokens in the midst of a verification where their experts cost more than they
+    are worth, which changes no output: on, off, or auto: where drafts are trees.
     """
     cache_policy: str
     """Which expert leaves when its slot is needed."""

@@ -15,6 +15,7 @@ from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
 from speq.kernels.dense_ops import product_scratch_bytes
+from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
@@ -88,7 +89,8 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
 
     def workspace(rows: int, context: int) -> int:
         rows = max(rows, scored)
-        decoded = decoded_bytes(subject, rows, scored)
+        few = min(MAX_LINEAR_ROWS, KERNELS["cpu" if budget.on_cpu else "cuda"].max_rows)
+        decoded = decoded_bytes(subject, rows, scored, few)
         if budget.on_cpu:
             return shape.workspace_bytes(rows, scored, context, dtype) + decoded
         kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
@@ -113,10 +115,11 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     )
 
 
-def decoded_bytes(subject: Subject, rows: int, scored: int) -> int:
+def decoded_bytes(subject: Subject, rows: int, scored: int, few: int) -> int:
     """What products of many rows by a compact dense matrix take: its words, one matrix at a time.
 
     rows  of the pass; scored: of them, those that the head, of the embedding's shape, is asked for
+    few   rows that need none of it
     """
     if subject.dense.name == "raw":
         return 0
@@ -124,8 +127,7 @@ def decoded_bytes(subject: Subject, rows: int, scored: int) -> int:
     head = shape.dense[0]
     asked = {each: scored if each == head else rows for each in shape.dense}
     return max(
-        product_scratch_bytes(*each, dtype) if count > MAX_LINEAR_ROWS else 0
-        for each, count in asked.items()
+        product_scratch_bytes(*each, dtype) if count > few else 0 for each, count in asked.items()
     )
 
 

@@ -11,6 +11,7 @@ from speq.models.opened import open_model
 from speq.quantizing.models import packing_of
 from speq.stats import StepStats
 from tests.helpers.gptq_files import Packing, write_gptq
+from tests.helpers.random_rows import RandomRows
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import write_perturbed
 
@@ -30,6 +31,11 @@ class Cell:
     drafter: str = "auto"
     graphs: str = "auto"
     dense: str = "raw"
+    trees: str = "none"
+
+    @property
+    def draft_nodes(self) -> int | None:
+        return {"none": None, "small": 6, "large": 24, "pruned": 24}[self.trees]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,7 @@ def loaded(
         device=device,
         graphs=cell.graphs,
         dense=cell.dense,
+        draft_nodes=cell.draft_nodes,
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -121,5 +128,8 @@ def loaded(
         drafter=cell.drafter,
         graphs=cell.graphs,
         dense=cell.dense,
+        draft_nodes=cell.draft_nodes,
     )
+    if cell.trees == "pruned":
+        generator.runtime.engine.offload.rows.policy = RandomRows(seed=5)
     return generator, experts

@@ -25,6 +25,7 @@ def two_slot_budget(
     device: str = "cpu",
     graphs: str = "auto",
     dense: str = "raw",
+    draft_nodes: int | None = None,
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -39,6 +40,7 @@ def two_slot_budget(
         device=device,
         graphs=graphs,
         dense=dense,
+        draft_nodes=draft_nodes,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

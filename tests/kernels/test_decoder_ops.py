@@ -60,7 +60,9 @@ def test_norm_rounds_twice() -> None:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """norm: columns that a norm of queries and keys takes, 0 for none, -1 for all of a row."""
+    """norm: columns that a norm of queries and keys takes, 0 for none, -1 for all of a row.
+    tree: parents of the nodes behind a root; empty: a chain.
+    """
 
     rows: int
     start: int
@@ -70,6 +72,12 @@ class AttentionCase:
     rotary: int
     norm: int
     window: int | None
+    tree: tuple[int, ...] = ()
+
+    @property
+    def parents(self) -> Tensor | None:
+        """Of a tree's nodes, the last of which the rows are; None: they are a chain."""
+        return torch.tensor([-1, *self.tree]) if self.tree else None
 
 
 CASES = [
@@ -111,7 +119,7 @@ class Problem:
             rows(case.kv_heads, 2),
             rows(case.kv_heads, 3),
             Heads(case.width**-0.5, norm(case.heads, 4), norm(case.kv_heads, 5)),
-            Positions(case.start, angles.cos().to(dtype), angles.sin().to(dtype)),
+            Positions(case.start, angles.cos().to(dtype), angles.sin().to(dtype), case.parents),
             (normal(*shape, dtype=dtype, seed=6), normal(*shape, dtype=dtype, seed=7)),
         )
 
@@ -134,8 +142,20 @@ class Problem:
         )
 
 
+# Whole trees, and trees of which earlier passes have run some nodes.
+TREES = [
+    AttentionCase(4, 0, 2, 1, 16, 16, 0, None, (0, 0, 1)),
+    AttentionCase(8, 37, 4, 2, 32, 16, 32, None, (0, 0, 1, 1, 2, 4, 6)),
+    AttentionCase(8, 37, 4, 2, 32, 16, 0, 3, (0, 0, 1, 1, 2, 4, 6)),
+    AttentionCase(1, 9, 6, 3, 10, 4, -1, 4, (0, 1, 0, 3, 2)),
+    AttentionCase(3, 509, 2, 2, 24, 24, 0, None, (0, 0, 0, 2, 3, 5, 5, 6)),
+    AttentionCase(6, 1022, 4, 1, 136, 8, 0, 600, (0, 1, 0, 3, 1)),
+    AttentionCase(40, 60, 2, 1, 16, 16, 0, 7, tuple(at * at % (at + 1) for at in range(39))),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *TREES], ids=str)
 def test_attention_is_torchs(case: AttentionCase, dtype: torch.dtype) -> None:
     ours, plain = Problem.of(case, dtype), Problem.of(case, dtype)
     wanted = torch.empty_like(plain.queries)
@@ -153,6 +173,7 @@ def test_attention_is_torchs(case: AttentionCase, dtype: torch.dtype) -> None:
         case.start,
         case.window or 1 << 40,
         case.width**-0.5,
+        case.parents,
         wanted,
     )
     attended = ours.run(case.window)
@@ -172,6 +193,47 @@ def test_rows_do_not_depend_on_one_another(case: AttentionCase, dtype: torch.dty
     assert torch.equal(together.run(case.window), torch.cat(rows))
     for mine, theirs in zip(together.cached, alone.cached, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """Nodes from the root down to one."""
+    return [0] if node == 0 else [*path_to(parents[node], parents), node]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("start", [0, 37, 509])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_branch_is_its_chain(dtype: torch.dtype, start: int, window: int | None) -> None:
+    """Bit for bit: each node as the last of a chain of the nodes above it."""
+    tree = (0, 0, 1, 1, 2, 4, 6, 3, 8)
+    parents = [-1, *tree]
+    case = AttentionCase(len(parents), start, 4, 2, 24, 16, 24, window, tree)
+    whole = Problem.of(case, dtype)
+    # Nodes of one depth are turned alike.
+    depths = torch.tensor([len(path_to(node, parents)) - 1 for node in range(case.rows)])
+    cos, sin = whole.positions.cos[depths], whole.positions.sin[depths]
+    whole.positions = Positions(start, cos, sin, case.parents)
+    past = [cached.clone() for cached in whole.cached]
+    attended = whole.run(window)
+    for node in range(case.rows):
+        path = path_to(node, parents)
+        positions = Positions(start, cos[path], sin[path])
+        rows = (whole.queries[path], whole.keys[path], whole.values[path])
+        cached = (past[0].clone(), past[1].clone())
+        alone = Problem(*rows, whole.heads, positions, cached).run(window)
+        assert torch.equal(attended[node], alone[-1])
+    # And as when its pass comes alone, behind those of the nodes before it.
+    rows = (whole.queries, whole.keys, whole.values)
+    singly = Problem(*rows, whole.heads, whole.positions, (past[0], past[1]))
+    for node in range(case.rows):
+        part = singly.part(node, node + 1)
+        part.positions = Positions(
+            start + node,
+            cos[node : node + 1],
+            sin[node : node + 1],
+            torch.tensor(parents[: node + 1]),
+        )
+        assert torch.equal(attended[node], part.run(window)[0])
 
 
 def test_what_is_no_number_stays_none() -> None:

@@ -164,7 +164,7 @@ def test_rows_of_a_matrix_are_decoded_alone(codec: str) -> None:
 
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-ROWS = (1, 2, 3, 4, 5, 6, 7, 16, 17, 40)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 16, 17, 64, 65)
 
 
 @pytest.mark.parametrize(

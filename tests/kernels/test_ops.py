@@ -359,7 +359,8 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
     "attention": [
         *(torch.ones(2, 4 * 8), torch.ones(2, 2 * 8), torch.ones(2, 2 * 8)),
         *(torch.ones(8), torch.ones(8), 1e-6, torch.ones(2, 8), torch.zeros(2, 8)),
-        *(torch.zeros(2, 9, 8), torch.zeros(2, 9, 8), 3, 9, 0.5, torch.zeros(2, 4 * 8)),
+        *(torch.zeros(2, 9, 8), torch.zeros(2, 9, 8), 3, 9, 0.5),
+        *(torch.tensor([-1, 0, 0]), torch.zeros(2, 4 * 8)),
     ],
     "route": [
         *(torch.ones(2, 8), True, torch.zeros(2, 3)),
@@ -492,6 +493,14 @@ def raw_arguments(op: str) -> list[Any]:
         ("quantize_int4", 3, torch.zeros(4, 1).half()),
         ("read_sum", 0, torch.zeros(8)),
         ("read_sum", 1, torch.zeros(2).long()),
+        ("attention", 10, 0),  # no room before it for the entries of the tree's other nodes
+        ("attention", 10, 8),
+        ("attention", 13, torch.tensor([-1])),
+        ("attention", 13, torch.tensor([-1, 0, 0]).int()),
+        ("attention", 13, torch.tensor([[-1, 0, 0]])),
+        ("attention", 13, torch.tensor([0, 0, 0])),
+        ("attention", 13, torch.tensor([-1, 0, 2])),
+        ("attention", 13, torch.tensor([-1, -1, 0])),
     ],
 )
 def test_native_kernels_guard_their_memory(op: str, at: int, value: Any) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.decode.sequence import Draft
 from speq.devices.device import Processor
 from speq.layers.chain import ChainAttention, ChainNorm, ChainRouter
 from speq.models import moe_model
@@ -19,6 +18,7 @@ from speq.models.decoder import POSITIONS, ChainDecoder, RotaryTable
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
+from speq.models.tree import Tree
 from speq.routing import Route
 from tests.helpers.tiny_models import FAMILIES, write_model
 
@@ -49,16 +49,22 @@ def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, KVCache]:
 
 
 @torch.inference_mode()
-def passes(model: MoEModel, cache: KVCache, count: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of tokens behind a text: as a chain, and as a tree, which has a mask."""
+def passes(
+    model: MoEModel, cache: KVCache, count: int, parents: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Hidden states of tokens behind a text: walked where that can be, and with a mask.
+
+    parents  of a tree's nodes behind the root; None: a chain
+    """
     tokens = torch.arange(PROMPT + count)[None] * 7 % 256
     model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
     cache.advance(PROMPT)
-    draft = Draft.chain([0] * (count - 1))
+    tree = None if parents is None else Tree.of(parents)
     more = tokens[:, PROMPT:]
-    tree = model.forward(SomeExperts(), cache, more, draft.depths(), draft.ancestors())
-    chain = model.forward(SomeExperts(), cache, more)
-    return chain, tree
+    walks, model._walks = model._walks, False
+    masked = model.forward(SomeExperts(), cache, more, tree)
+    model._walks = walks
+    return model.forward(SomeExperts(), cache, more, tree), masked
 
 
 @pytest.mark.parametrize("count", [1, MORE])
@@ -69,6 +75,34 @@ def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str]
     chain, tree = passes(model, cache, count)
     assert chain.shape == tree.shape == (1, count, 64)
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_are_walked_as_well(family: str, tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny(family), torch.float32)
+    parents = [0, 0, 1, 1, 2, 4, 6, 3]
+    walked, masked = passes(model, cache, MORE, parents)
+    torch.testing.assert_close(walked, masked, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_branch_is_walked_as_its_chain(window: int | None, tmp_path: Path) -> None:
+    """Bit for bit, in 16 bits as well, of more rows than torch would be left to run."""
+    sliding = {"use_sliding_window": window is not None, "sliding_window": window}
+    path = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16, **sliding)
+    model, cache = loaded(path, torch.bfloat16)
+    tokens = torch.arange(PROMPT + 33)[None] * 7 % 256
+    model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
+    cache.advance(PROMPT)
+    parents = [at * at % (at + 1) for at in range(32)]
+    branches = model.forward(SomeExperts(), cache, tokens[:, PROMPT:], Tree.of(parents))[0]
+    for node in (0, 1, 7, 20, 32):
+        above = [node]
+        while above[0]:
+            above.insert(0, parents[above[0] - 1])
+        chain = torch.tensor([[int(tokens[0, PROMPT + at]) for at in above]])
+        alone = model.forward(SomeExperts(), cache, chain)[0]
+        assert torch.equal(branches[above], alone)
 
 
 def test_walk_rounds_where_transformers_rounds(tmp_path: Path) -> None:

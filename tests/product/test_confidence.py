@@ -7,28 +7,45 @@ import pytest
 
 from speq.governor.confidence import BOUNDS, HORIZON, PRIOR_TOKENS, Confidence
 
-# A lead in each class.
+# A lead in each class of tokens that a draft chooses; those of others lie opposite.
 LEADS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.7, 1.5, math.inf)
+
+
+def learn(confidence: Confidence, leads: list[float | None], accepted: int) -> None:
+    """From a chain of which so many tokens stood."""
+    for position, lead in enumerate(leads[: accepted + 1]):
+        confidence.learn(lead, position < accepted)
 
 
 def test_at_first_clear_choices_are_trusted() -> None:
     assumed = [Confidence().probability(lead) for lead in LEADS]
-    assert len(assumed) == len(BOUNDS) + 1
+    assert 2 * len(assumed) == len(BOUNDS) + 1
     assert assumed == sorted(assumed)
     assert 0.5 < assumed[0] < 0.6
     assert assumed[-1] > 0.99
+    others = [Confidence().probability(-lead) for lead in LEADS]
+    assert others == pytest.approx([1 - stands for stands in assumed])
+
+
+def test_tokens_of_one_class_say_nothing_of_others() -> None:
+    confidence, untold = Confidence(), Confidence()
+    for _ in range(50):
+        confidence.learn(-0.05, True)
+    assert confidence.probability(-0.05) > 0.9
+    for lead in (*LEADS, -0.01, -0.1, -math.inf, None):
+        assert confidence.probability(lead) == untold.probability(lead)
 
 
 def test_tokens_behind_a_wrong_one_say_nothing() -> None:
     confidence, untold = Confidence(), Confidence()
-    confidence.learn([1.5, 0.3, 0.1, 0.01], accepted=1)
+    learn(confidence, [1.5, 0.3, 0.1, 0.01], accepted=1)
     stood = PRIOR_TOKENS * untold.probability(1.5) + 1
     assert confidence.probability(1.5) == pytest.approx(stood / (PRIOR_TOKENS + 1))
     failed = PRIOR_TOKENS * untold.probability(0.3)
     assert confidence.probability(0.3) == pytest.approx(failed / (PRIOR_TOKENS + 1))
     for lead in (0.1, 0.01, None):
         assert confidence.probability(lead) == untold.probability(lead)
-    confidence.learn([], accepted=0)
+    learn(confidence, [], accepted=0)
     assert confidence.probability(None) == untold.probability(None)
 
 
@@ -41,7 +58,7 @@ def test_probabilities_become_what_is_observed(scale: float) -> None:
         accepted = 0
         while accepted < 4 and rng.random() < 1 / (1 + math.exp(-leads[accepted] / scale)):
             accepted += 1
-        confidence.learn([*leads], accepted)
+        learn(confidence, [*leads], accepted)
     for lead in LEADS[:-1]:
         stands = 1 / (1 + math.exp(-lead / scale))
         # So many tokens are remembered: four deviations of their mean.
@@ -55,14 +72,14 @@ def test_a_drafter_that_knows_no_leads_has_its_acceptance() -> None:
         accepted = 0
         while accepted < 3 and rng.random() < 0.4:
             accepted += 1
-        confidence.learn([None] * 3, accepted)
+        learn(confidence, [None] * 3, accepted)
     assert confidence.probability(None) == pytest.approx(0.4, abs=0.15)
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
     confidence = Confidence()
     for _ in range(1000):
-        confidence.learn([0.3], accepted=1)
+        learn(confidence, [0.3], accepted=1)
     for _ in range(round(3 * HORIZON)):
-        confidence.learn([0.3], accepted=0)
+        learn(confidence, [0.3], accepted=0)
     assert confidence.probability(0.3) < 0.06

@@ -45,6 +45,8 @@ STORES = ("plain", "packed")
 # Out of a plain store, experts are encoded as they are read.
 CODECS = ("raw", "lossless", "residual")
 READERS = (1, 2, 4, 8)
+# Drafts that branch, and trees of which rows are given up at random.
+TREES = ("none", "small", "pruned")
 # Two runs of different length, so that prompts end inside and at the end of a chunk.
 PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -77,8 +79,13 @@ def run_cell(
     result = generator.generate(prompt, max_new_tokens=len(expected), ignore_eos=True, **sampling)
     assert result.token_ids == expected, cell
     steps = generator.last_run.decode
-    if cell.draft_length:
+    if cell.draft_length and cell.draft_nodes is None:
         assert max(step.draft_length for step in steps) == cell.draft_length
+    elif cell.draft_length:
+        assert max(step.rows for step in steps) <= cell.draft_nodes + 1
+        assert 0 < max(step.passes for step in steps) <= cell.draft_length
+        assert max(step.branches for step in steps) > 0
+        assert cell.trees != "pruned" or any(step.given_up for step in steps)
     else:
         assert result.stats["draft_length_mean"] == 0
     tied = cell.codec == "residual"
@@ -115,8 +122,10 @@ def pairwise_cells() -> list[Cell]:
         CACHE_POLICIES.names,
         PREFETCHERS.names,
         CODECS,
+        TREES,
     )
-    return [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
+    cells = pairwise(*factors)
+    return [Cell(*values[:-1], trees=values[-1]) for values in cells]  # type: ignore[arg-type]
 
 
 def share(cells: list[Cell], family: str, families: int) -> list[Cell]:
@@ -143,7 +152,11 @@ def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> No
     """A good and a poor draft with every family, and every cell with one of the families, those of
     the wider checks included: what options do does not depend on the family.
     """
-    drafts = [Cell(3, "half", "own"), Cell(3, "two slots", "poor")]
+    drafts = [
+        Cell(3, "half", "own"),
+        Cell(3, "two slots", "poor"),
+        Cell(5, "half", "poor", trees="large"),
+    ]
     cells = [*drafts, *share(pairwise_cells(), family, 1)]
     check_family(family, cells, folders, "float32", FEWER_TOKENS)
 
@@ -165,6 +178,8 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
         Cell(3, "half", "gptq"),
         Cell(3, "half", "own", "packed", codec="lossless"),
         Cell(3, "half", "gptq", "packed", codec="residual"),
+        Cell(5, "half", "own", prefetch="three-phase", trees="large"),
+        Cell(5, "half", "poor", trees="pruned"),
     ]
     check_family(family, cells, folders, "float64")
 
@@ -184,6 +199,9 @@ def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> Non
         Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
         Cell(5, "two slots", "poor", cache_policy="entropy-lookahead", prefetch="primed"),
         Cell(8, "all", "gptq", readers=4),
+        Cell(3, "half", "poor", prefetch="three-phase", trees="small"),
+        Cell(5, "two slots", "own", trees="pruned"),
+        Cell(8, "half", "poor", cache_policy="lookahead", prefetch="three-phase", trees="large"),
     ):
         model, draft = folders.of(family, cell)
         seen |= run_cell(cell, model, draft, "float32", PROMPTS[0], expected, **options)
@@ -217,6 +235,8 @@ def test_penalised_tokens_are_the_exact_models(options: dict[str, Any], folders:
         Cell(0, "half", "own"),
         Cell(1, "two slots", "own", "packed"),
         Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
+        Cell(5, "half", "own", prefetch="three-phase", trees="small"),
+        Cell(5, "two slots", "poor", trees="pruned"),
     ):
         model, draft = folders.of(family, cell)
         seen |= run_cell(cell, model, draft, "float32", prompt, expected, **options)
@@ -311,6 +331,8 @@ def test_variants_within_a_family(variant: str, tmp_path: Path) -> None:
     assert len(list(model.glob("*.safetensors"))) > 1
     expected = greedy_tokens(load_plain(model), PROMPTS[1], NEW_TOKENS)
     run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[1], expected)
+    branching = Cell(6, "half", "own", prefetch="three-phase", trees="pruned")
+    run_cell(branching, model, "auto", "float32", PROMPTS[1], expected)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])

@@ -12,7 +12,7 @@ from speq.governor import measured_cycles as m
 from speq.governor.acceptance import HORIZON, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.cycle_model import CycleModel
-from speq.governor.draft_length import Decision, FixedDraftLength
+from speq.governor.draft_length import LENGTHS, Decision, FixedDraftLength
 from speq.governor.explanation import explain
 from speq.governor.measured_cycles import FADING, MeasuredCycles
 from speq.governor.prior import Prior
@@ -60,6 +60,48 @@ class Machine:
             ground=decision.ground,
             reason=decision.reason,
             forecast=decision.forecast,
+        )
+
+
+class Branching(Machine):
+    """One on which a share of its own stands of trees, which have three tokens for each pass."""
+
+    def __init__(self, draft_s: float, row_s: float, share: float, of_trees: float) -> None:
+        super().__init__(draft_s, row_s, share)
+        self._of_trees = of_trees
+
+    def tree_s(self, passes: int, nodes: int) -> float:
+        """Time of a token."""
+        rows = min(3 * passes, nodes)
+        tokens = sum(self._of_trees**i for i in range(passes + 1))
+        return (self.plain_s + passes * self.draft_s + rows * self.row_s) / tokens
+
+    def step(self, decision: Decision) -> StepStats:
+        passes, nodes = decision.draft_length, decision.nodes
+        if nodes is None or not passes:
+            return super().step(decision)
+        drafted = min(3 * passes, nodes)
+        accepted = 0
+        while accepted < passes and self._rng.random() < self._of_trees:
+            accepted += 1
+        draft_s, verify_s = passes * self.draft_s, self.plain_s + drafted * self.row_s
+        start_s, self._now_s = self._now_s, self._now_s + draft_s + verify_s
+        depth = max(accepted, passes - 1)  # one pass went to another branch
+        return StepStats(
+            "decode",
+            draft_length=depth,
+            branches=drafted - depth,
+            passes=passes,
+            accepted=accepted,
+            emitted=accepted + 1,
+            requests=8 * (drafted + 1),
+            hits=8 * (drafted + 1),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            start_s=start_s,
+            end_s=self._now_s,
+            ground=decision.ground,
+            reason=decision.reason,
         )
 
 
@@ -198,6 +240,37 @@ def test_the_best_length_is_found_and_kept(draft_s: float, row_s: float, share: 
     late = [step for step in steps[100:] if step.ground == "best"]
     mean_s = sum(machine.token_s(step.draft_length) for step in late) / len(late)
     assert mean_s <= 1.03 * best_s
+
+
+@pytest.mark.parametrize(
+    ("row_s", "of_trees", "trees"),
+    [(0.01, 0.8, True), (0.3, 0.8, False), (0.01, 0.5, False)],
+    ids=["rows are cheap", "rows are dear", "trees yield no more"],
+)
+def test_trees_are_drafted_where_they_pay(row_s: float, of_trees: float, trees: bool) -> None:
+    """Of chains half the tokens stand. Drafts whose rows cost nearly nothing are better as trees,
+    if more tokens stand then, and else chains are.
+    """
+    nodes = 16
+    machine = Branching(0.1, row_s, 0.5, of_trees)
+    governor = AdaptiveDraftLength(nodes=nodes)
+    steps = run(governor, machine, 800)
+    chain_s = min(machine.token_s(k) for k in LENGTHS)
+    tree_s = min(machine.tree_s(k, nodes) for k in LENGTHS[1:])
+    assert (tree_s < chain_s) == trees
+    took_s = sum(step.end_s - step.start_s for step in steps)
+    assert took_s <= 1.06 * min(tree_s, chain_s) * sum(step.emitted for step in steps)
+    late = [step for step in steps[200:] if step.ground == "best"]
+    share = sum(step.branches > 0 for step in late) / len(late)
+    assert share > 0.9 if trees else share < 0.1
+
+
+def test_room_for_trees_leaves_chains_as_they_were() -> None:
+    """Without trees nothing is decided otherwise."""
+    of_chains = run(AdaptiveDraftLength(), Machine(0.1, 0.05, 0.9), 300)
+    assert {step.branches for step in of_chains} == {0}
+    fixed = make_governor(3, Objectives(), nodes=8).decide()
+    assert (fixed.draft_length, fixed.nodes) == (3, 8)
 
 
 def test_speculation_that_does_not_pay_is_off_but_for_rare_probes() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from speq.decode.sequence import Draft
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
+from speq.models.tree import Tree
 
 SHAPES = ((2, 6), (3, 4))
 LAYERS = 3
@@ -146,7 +147,7 @@ def test_lengths_as_transformers_asks_for_them() -> None:
 
 def visible(length: int, draft: Draft, query: int, entry: int, window: int | None) -> bool:
     """Whether a node of a tree behind `length` tokens may see an entry, by following parents."""
-    depths = draft.depths()
+    depths = draft.tree.depths()
     if entry < length:
         position = entry
     else:
@@ -180,9 +181,8 @@ def test_mask_matches_the_rule(kind: str, window: int | None, rows: int) -> None
         draft = random_draft(rng, kind)
         lengths = [rng.randint(0, 9) for _ in range(rows)]
         end = max(lengths) + draft.nodes
-        mask = attention_mask(
-            torch.tensor(lengths), torch.tensor(draft.depths()), draft.ancestors(), end, window
-        )
+        depths, above = torch.tensor(draft.tree.depths()), draft.tree.visible()
+        mask = attention_mask(torch.tensor(lengths), depths, above, end, window)
         assert mask.dtype == torch.bool
         assert mask.shape == (rows, 1, draft.nodes, end)
         wanted = [
@@ -195,10 +195,27 @@ def test_mask_matches_the_rule(kind: str, window: int | None, rows: int) -> None
         assert mask[:, 0].tolist() == wanted
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_later_nodes_see_what_they_would_in_a_whole_tree(window: int | None) -> None:
+    """A pass of a tree's last nodes has the last rows of the mask of all."""
+    rng = random.Random(65)
+    for _ in range(25):
+        draft = random_draft(rng, "tree")
+        roots = torch.tensor([rng.randint(0, 9) for _ in range(2)])
+        depths = torch.tensor(draft.tree.depths())
+        end = int(roots.max()) + draft.nodes
+        whole = attention_mask(roots, depths, draft.tree.visible(), end, window)
+        rows = rng.randint(1, draft.nodes)
+        later = Tree.of(draft.parents, rows)
+        assert later.first == draft.nodes - rows
+        mask = attention_mask(roots, depths, later.visible(), end, window)
+        assert torch.equal(mask, whole[:, :, -rows:])
+
+
 def test_mask_of_a_chain_is_causal() -> None:
     draft = Draft([1, 2, 3], [0, 1, 2])
-    steps = torch.tensor(draft.depths())
-    mask = attention_mask(torch.tensor([2]), steps, draft.ancestors(), 6, None)
+    steps = torch.tensor(draft.tree.depths())
+    mask = attention_mask(torch.tensor([2]), steps, draft.tree.visible(), 6, None)
     assert torch.equal(mask[0, 0], torch.ones(4, 6, dtype=torch.bool).tril(2))
 
 
@@ -209,9 +226,9 @@ def test_causal_mask_is_that_of_a_chain(window: int | None) -> None:
     for _ in range(25):
         chain = random_draft(rng, "chain")
         lengths = torch.tensor([rng.randint(0, 9) for _ in range(2)])
-        steps = torch.tensor(chain.depths())
+        steps = torch.tensor(chain.tree.depths())
         end = int(lengths.max()) + chain.nodes + rng.randint(0, 3)
-        wanted = attention_mask(lengths, steps, chain.ancestors(), end, window)
+        wanted = attention_mask(lengths, steps, chain.tree.visible(), end, window)
         assert torch.equal(causal_mask(lengths[:, None] + steps, end, window), wanted)
 
 
@@ -240,7 +257,8 @@ def test_every_query_sees_itself() -> None:
         draft = random_draft(rng, "tree")
         lengths = torch.tensor([rng.randint(0, 9) for _ in range(2)])
         end = int(lengths.max()) + draft.nodes
-        mask = attention_mask(lengths, torch.tensor(draft.depths()), draft.ancestors(), end, 1)
+        depths, above = torch.tensor(draft.tree.depths()), draft.tree.visible()
+        mask = attention_mask(lengths, depths, above, end, 1)
         for row, length in enumerate(lengths.tolist()):
             for node in range(draft.nodes):
                 assert mask[row, 0, node].nonzero().flatten().tolist() == [length + node]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBase
+from speq.decode.drafter import DraftBase, DraftBounds
 from speq.decode.drafters.ngram import NgramDrafter
 from speq.decode.sampler import HostSampler
 from speq.decode.sequence import Draft, Sequence
@@ -20,7 +20,7 @@ def sequence(prompt: list[int], eos: frozenset[int] = frozenset()) -> Sequence:
 
 
 def propose(of: NgramDrafter, text: Sequence, draft_length: int) -> list[int]:
-    draft = of.propose(text, draft_length, lambda *_: None, lambda _: True)
+    draft = of.propose(text, DraftBounds(draft_length), lambda *_: None, lambda *_: True)
     assert draft == Draft.chain(draft.token_ids)
     return draft.token_ids
 

@@ -37,6 +37,8 @@ def cells() -> list[Cell]:
         CODECS.names,
         ("auto",),
         ("auto", "none"),
+        ("raw",),
+        ("none", "small", "pruned"),
     )
     chosen = [Cell(*values) for values in pairwise(*factors)]  # type: ignore[arg-type]
     return random.Random(7).sample(chosen, len(chosen))

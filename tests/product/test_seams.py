@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speq import Generator, SpeqError
-from speq.decode.drafter import DraftBase, GoOn
+from speq.decode.drafter import DraftBase, DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
 from speq.experts.codec import Matrices, RawCodec
 from speq.layers.draft_experts import OnRoute
@@ -48,9 +48,9 @@ class Parrot:
         assert base.int4 is None
 
     def propose(
-        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
-        return Draft([sequence.pending_id] * draft_length, list(range(draft_length)))
+        return Draft.chain([sequence.pending_id] * bounds.length)
 
 
 def test_a_drafter_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:

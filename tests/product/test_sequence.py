@@ -56,6 +56,6 @@ def test_tokens_come_in_several_parts() -> None:
 
 def test_a_chain_is_a_tree_of_one_path() -> None:
     draft = Draft.chain([4, 4, 2])
-    assert draft.depths() == [0, 1, 2, 3]
+    assert draft.tree.depths() == [0, 1, 2, 3]
     assert [draft.children(node) for node in range(4)] == [[1], [2], [3], []]
     assert Draft.chain([]) == Draft()

@@ -243,6 +243,8 @@ DECODE = [
     StepStats(
         "decode",
         draft_length=4,
+        branches=3,
+        given_up=2,
         accepted=2,
         emitted=3,
         requests=20,
@@ -320,6 +322,8 @@ def test_summary_of_a_run() -> None:
         "tpot_ms": (2.0 + 1.25 + 0.75) * 1000 / decode_tokens,
         "steps": 3,
         "draft_length_mean": (4 + 2 + 0) / 3,
+        "branches_mean": 3 / 3,
+        "given_up_mean": 2 / 3,
         # Each step adds one token of the exact model's own to those it accepted.
         "accept_length_mean": ((2 + 1) + (2 + 1) + (0 + 1)) / 3,
         "acceptance_rate": (2 + 2) / (4 + 2),
@@ -382,6 +386,8 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "ttft_ms",
         "tpot_ms",
         "draft_length_mean",
+        "branches_mean",
+        "given_up_mean",
         "accept_length_mean",
         "acceptance_rate",
         "route_recall",

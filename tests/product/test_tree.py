@@ -1,5 +1,6 @@
 """Drafts that are trees: verified in one pass, each path as if it stood alone."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import torch
 
 from speq import Generator
 from speq.config import SamplingParams
-from speq.decode.drafter import GoOn
+from speq.decode.drafter import DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
-from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
+from tests.helpers.random_rows import RandomRows
+from tests.helpers.tiny_models import FAMILIES, drawn_tokens, greedy_tokens, load_plain
 
 PROMPT = [*range(30, 75)]  # longer than the smallest sliding window
 # Node 0 is the pending token: two children, one of which has two children of its own, and so on.
@@ -72,13 +74,13 @@ class BranchingDrafter:
         self.proposed = 0
 
     def propose(
-        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
         at = len(sequence.generated_ids)
         token_ids: list[int] = []
         parents: list[int] = []
         trunk = 0
-        for depth, right in enumerate(self.answer[at : at + draft_length]):
+        for depth, right in enumerate(self.answer[at : at + bounds.length]):
             # Wrong siblings, right ones, and from time to time none that is right.
             wrong = (right + 1) % 256
             pair = [wrong, right] if (at + depth) % 3 else [right, wrong]
@@ -105,3 +107,118 @@ def test_the_accepted_path_is_kept(family: str, tiny: Callable[[str], Path]) -> 
     assert drafter.proposed > count
     accepted = {step.accepted for step in steps}
     assert {0, 4} < accepted
+
+
+Shape = Callable[[random.Random, int], list[int]]
+
+
+def comb(rng: random.Random, nodes: int) -> list[int]:
+    """A chain with a leaf at each of its nodes."""
+    return [max(at - 1 - at % 2, 0) for at in range(nodes)]
+
+
+SHAPES: dict[str, Shape] = {
+    "chain": lambda rng, nodes: [*range(nodes)],
+    "star": lambda rng, nodes: [0] * nodes,
+    "binary": lambda rng, nodes: [at // 2 for at in range(nodes)],
+    "comb": comb,
+    "any": lambda rng, nodes: [rng.randint(0, at) for at in range(nodes)],
+    "deep": lambda rng, nodes: [rng.randint(max(at - 3, 0), at) for at in range(nodes)],
+}
+
+
+class ShapedDrafter:
+    """Knows the answer, and puts it here and there into trees of one shape after another."""
+
+    def __init__(self, answer: list[int], seed: int) -> None:
+        self.answer = answer
+        self.most_rows = 0
+        self._rng = random.Random(seed)
+        self._turn = 0
+
+    def propose(
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
+        assert bounds.nodes is not None
+        shape = [*SHAPES.values()][self._turn % len(SHAPES)]
+        self._turn += 1
+        # Up to what there is room for, and beyond what is still to be generated.
+        parents = shape(self._rng, self._rng.randint(1, bounds.nodes))
+        draft = Draft([0] * len(parents), parents)
+        at, depths = len(sequence.generated_ids), draft.tree.depths()
+        right = {0}
+        for node, parent in enumerate(parents, start=1):
+            place = at + depths[node] - 1
+            answer = self.answer[place] if place < len(self.answer) else 7
+            if parent in right and self._rng.random() < 0.6:
+                right.add(node)
+                draft.token_ids[node - 1] = answer
+            else:
+                draft.token_ids[node - 1] = (answer + 1 + node) % 256
+        self.most_rows = max(self.most_rows, draft.nodes)
+        return draft
+
+
+@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_of_every_shape_give_the_exact_tokens(
+    family: str, pruned: bool, tiny: Callable[[str], Path]
+) -> None:
+    """Greedy and drawn, up to as many rows as the cache has room for."""
+    count, nodes = 50, 63
+    plain = load_plain(tiny(family))
+    drawn = SamplingParams(temperature=0.9, top_k=50, seed=11)
+    texts = (
+        (greedy_tokens(plain, PROMPT, count), {}),
+        (drawn_tokens(plain, PROMPT, count, drawn), {"temperature": 0.9, "top_k": 50, "seed": 11}),
+    )
+    generator = Generator.from_pretrained(
+        tiny(family),
+        "1GiB",
+        draft_length=4,
+        draft_nodes=nodes,
+        context_length=len(PROMPT) + count + 20,
+    )
+    engine = generator.runtime.reserve(len(PROMPT) + count)
+    rows = RandomRows(seed=6) if pruned else None
+    engine.offload.rows.policy = rows
+    for expected, sampling in texts:
+        engine.drafter = drafter = ShapedDrafter(expected, seed=len(family))
+        result = generator.generate(PROMPT, max_new_tokens=count, ignore_eos=True, **sampling)
+        assert result.token_ids == expected
+        steps = generator.last_run.decode
+        assert drafter.most_rows > 16
+        assert {step.accepted > 0 for step in steps} == {True, False}
+        assert any(step.given_up for step in steps) == pruned
+        assert sum(step.given_up for step in steps) == (rows.died if rows else 0)
+        if rows is not None:
+            rows.died = 0
+    generator.close()
+
+
+def test_a_dead_row_asks_for_no_expert(tiny: Callable[[str], Path]) -> None:
+    """Every layer is asked for what live rows want, and for nothing else."""
+    generator = Generator.from_pretrained(
+        tiny("olmoe"), "1GiB", draft_length=4, draft_nodes=20, context_length=120
+    )
+    engine = generator.runtime.reserve(110)
+    engine.offload.rows.policy = RandomRows(seed=2, chance=0.6)
+    asked: dict[int, list[int]] = {}
+    serve = engine.offload.prefetcher.serve
+
+    def served(layer: int, experts: list[int]) -> object:
+        asked[layer] = experts
+        return serve(layer, experts)
+
+    engine.offload.prefetcher.serve = served  # type: ignore[method-assign, assignment]
+    sequence = Sequence(PROMPT, SamplingParams(max_new_tokens=60, ignore_eos=True))
+    engine.start(sequence)
+    fewer = 0
+    while sequence.finish_reason is None:
+        engine.step(sequence)
+        for layer, route in engine.lookahead.used.items():
+            wanted = {expert for row in route.rows for expert in route.ids[row]}
+            assert asked[layer] == sorted(wanted)
+            fewer += wanted != set(route.experts)
+    assert fewer > 5
+    generator.close()

@@ -3,6 +3,7 @@
 An accelerator is given the whole pass and the choice before the host waits for any of it.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -11,20 +12,33 @@ from torch import Tensor
 
 from speq.decode.draft_pass import OnLayer
 from speq.decode.sampler import DeviceSampler, Sampler
-from speq.decode.sampling import lead, standings
+from speq.decode.sampling import lead, runners_up, standings
 from speq.decode.sequence import Sequence
 from speq.devices.staged import Readback
 from speq.routing import Route
 
 # Runs a pass, given who is told its routes; logits [1, V].
 Run = Callable[[OnLayer], Tensor]
+# Tokens that may follow in a tree, besides the one that is chosen.
+OTHERS = 2
+
+
+class Other(NamedTuple):
+    """behind: by how much, in logits, the token is behind the one that is chosen."""
+
+    token_id: int
+    behind: float
 
 
 class Chosen(NamedTuple):
-    """lead: by how much, in logits, the token leads the next one; None: not known."""
+    """lead: by how much, in logits, the token leads the next one; None: not known.
+
+    others  those that come next, which the exact model may choose in its place; perhaps none
+    """
 
     token_id: int
     lead: float | None
+    others: tuple[Other, ...] = ()
 
 
 class NextToken(Protocol):
@@ -49,20 +63,23 @@ def host_token(
     if not logits.isfinite().all():
         return None
     standing = standings(logits[0], sequence, drafted)
-    return Chosen(int(standing.argmax()), float(lead(standing, sequence.sampling)))
+    token_id, ahead = int(standing.argmax()), float(lead(standing, sequence.sampling))
+    ids, behind = runners_up(standing, sequence.sampling, OTHERS)
+    return Chosen(token_id, ahead, others(token_id, ids, behind))
 
 
 def read_token(sampler: DeviceSampler) -> NextToken:
-    """Routes and token in one read, when the pass is through."""
+    """Routes and tokens in one read, when the pass is through."""
     readback = Readback(sampler.device)
 
     def read(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> Chosen | None:
         routes: list[Route] = []
         scores = run(lambda layer, route: routes.append(route)).float()
         standing = sampler.standings(scores, sequence, drafted)
-        token_id, ahead, all_ids, all_weights, bounds = readback.read(
+        token_id, ahead, ids, behind, all_ids, all_weights, bounds = readback.read(
             standing.argmax(-1),
             lead(standing, sequence.sampling),
+            *runners_up(standing[0], sequence.sampling, OTHERS),
             torch.cat([route.topk_ids for route in routes]),
             torch.cat([route.topk_weights for route in routes]),
             torch.stack(scores.aminmax()),
@@ -70,6 +87,14 @@ def read_token(sampler: DeviceSampler) -> NextToken:
         for layer, of_layer in enumerate(zip(all_ids.split(1), all_weights.split(1), strict=True)):
             on_layer(layer, Route(*of_layer))
         # Neither bound is finite where any logit is not a number.
-        return Chosen(int(token_id), float(ahead)) if bounds.isfinite().all() else None
+        if not bounds.isfinite().all():
+            return None
+        return Chosen(int(token_id), float(ahead), others(int(token_id), ids, behind))
 
     return read
+
+
+def others(chosen_id: int, ids: Tensor, behind: Tensor) -> tuple[Other, ...]:
+    """Those of `runners_up` that can be drawn. Of equals the chosen one may be among them."""
+    pairs = zip(ids.tolist(), behind.tolist(), strict=True)
+    return tuple(Other(*pair) for pair in pairs if pair[0] != chosen_id and math.isfinite(pair[1]))

@@ -6,7 +6,7 @@ lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 
 from typing import ClassVar
 
-from speq.decode.drafter import DraftBase, GoOn
+from speq.decode.drafter import DraftBase, DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 
@@ -26,7 +26,7 @@ class NgramDrafter:
         self._followed: dict[tuple[int, ...], int] = {}
 
     def propose(
-        self, sequence: Sequence, draft_length: int, on_route: OnRoute, go_on: GoOn
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
         self._read(sequence)
         for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
@@ -34,7 +34,7 @@ class NgramDrafter:
             if at is not None:
                 # A text that repeats itself up to its end is taken to go on so.
                 period = len(self._tokens) - at
-                tokens = [self._tokens[at + i % period] for i in range(draft_length)]
+                tokens = [self._tokens[at + i % period] for i in range(bounds.length)]
                 return self._chain(sequence, tokens)
         return Draft()
 
