@@ -115,10 +115,10 @@ class Recording:
             positions, used = [], {}
             if step.phase == "decode":
                 lookahead = engine.lookahead
-                kept = set(range(step.accepted + 1))
-                for node in range(step.draft_length + 1):
-                    recall = lookahead.recall_at(node) if node in kept else (0, 0)
-                    positions.append((node in kept, *recall))
+                for depth in range(step.draft_length + 1):
+                    stood = depth < len(engine.path)
+                    recall = lookahead.recall_at(engine.path[depth]) if stood else (0, 0)
+                    positions.append((stood, *recall))
                 used = {layer: route.experts for layer, route in lookahead.used.items()}
             self._noted.append(
                 Noted(

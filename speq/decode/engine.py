@@ -35,6 +35,7 @@ class Engine:
     prices      what missing experts and tokens cost
     draft       of the last step
     live        nodes of it that were not given up in its verification
+    path        nodes of it that were accepted, the pending token's first
     """
 
     model: MoEModel
@@ -50,6 +51,7 @@ class Engine:
     prices: Prices = field(default_factory=Prices)
     live: list[int] = field(default_factory=list, init=False)
     draft: Draft = field(default_factory=Draft, init=False)
+    path: list[int] = field(default_factory=list, init=False)
 
     def start(
         self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
@@ -130,6 +132,7 @@ class Engine:
         """Keep the accepted path in the KV cache, emit its tokens, complete the record."""
         self.offload.supply.report()
         self.cache.keep_path(0, outcome.path)
+        self.path = outcome.path
         emitted = sequence.extend(outcome.token_ids)
         stats.draft_length, stats.passes = draft.depth, draft.passes
         stats.branches = draft.nodes - 1 - draft.depth

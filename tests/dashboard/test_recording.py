@@ -101,6 +101,27 @@ def test_positions_add_up_to_acceptance_and_recall(generator: Generator) -> None
     assert named / choices == pytest.approx(stats["route_recall"])
 
 
+def test_positions_of_a_tree_are_its_depths(tiny: Callable[[str], Path]) -> None:
+    generator = Generator.from_pretrained(
+        tiny("qwen3_moe"),
+        "1200KiB",
+        draft_length=3,
+        draft_nodes=6,
+        reader_threads=2,
+        context_length=64,
+    )
+    try:
+        record = recorded(generator)
+    finally:
+        generator.close()
+    assert any(step.figures["branches"] for step in record.steps)
+    for step in record.steps[1:]:
+        assert len(step.positions) == step.figures["draft_length"] + 1
+        assert sum(stood for stood, *_ in step.positions) - 1 == step.figures["accepted"]
+    named = sum(each[1] for step in record.steps for each in step.positions)
+    assert named == sum(step.figures["named"] for step in record.steps) > 0
+
+
 def test_residency_is_that_of_the_slots(generator: Generator) -> None:
     record = recorded(generator)
     held = record.residency
