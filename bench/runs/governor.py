@@ -160,7 +160,7 @@ def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = dict(samples[-1])
     for name, last in samples[-1].items():
         if isinstance(last, float):
-            row[name] = median(sample[name] for sample in samples)
+            row[name] = median(s[name] for s in samples if s[name] is not None)
     times = [sample["tpot_ms"] for sample in samples]
     return row | {
         "tpot_least_ms": min(times),

@@ -153,23 +153,14 @@ def standings(logits: Tensor, sequence: Sequence, ahead: list[int]) -> Tensor:
 
 def runners_up(standing: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor]:
     """The tokens of [V] that come next behind the one that is chosen: ids [N] int64, N at most
-    `count`, and by how much, in logits, each of them is behind it. What cannot be drawn is
-    infinitely far behind, or NaN.
+    `count`, and by how much, in logits, each of them is behind it. The first of these is the lead
+    of the chosen one.
+
+    A clock's time is its noise over exp(logit / temperature), so a ratio of times is a difference
+    of logits. What cannot be drawn is infinitely far behind.
     """
     values, ids = standing.topk(min(count + 1, len(standing)))
     if sampling.greedy:
         return ids[1:], values[0] - values[1:]
     ratios = values[0].log() - values[1:].log()
     return ids[1:], ratios * max(float(sampling.temperature), MIN_TEMPERATURE)
-
-
-def lead(standing: Tensor, sampling: SamplingParams) -> Tensor:
-    """By how much, in logits, the token that is chosen leads the next one: [..., V] to [...].
-
-    A clock's time is its noise over exp(logit / temperature), so a ratio of times is a difference
-    of logits. Infinite where no other token can be drawn.
-    """
-    first, second = standing.topk(2, dim=-1).values.unbind(-1)
-    if sampling.greedy:
-        return first - second
-    return (first.log() - second.log()) * max(float(sampling.temperature), MIN_TEMPERATURE)

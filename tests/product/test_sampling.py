@@ -14,9 +14,9 @@ from speq.decode.sampling import (
     distribution,
     draw,
     greedy,
-    lead,
     noise,
     penalised,
+    runners_up,
     standings,
 )
 from speq.decode.sequence import Sequence
@@ -259,7 +259,9 @@ def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
         logits = 2 * torch.randn(V, generator=rng)
         standing = standings(logits, sequence, [])
         first, second = standing.topk(2).indices.tolist()
-        ahead = float(lead(standing, sequence.sampling))
+        behind = runners_up(standing, sequence.sampling, 2)[1].tolist()
+        ahead = behind[0]
+        assert ahead <= behind[1]
         assert chosen(logits, sequence, []) == first
         for share, expected in ((0.99, first), (1.01, second)):
             moved = logits.clone()
@@ -270,8 +272,13 @@ def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
 
 def test_leads_by_hand() -> None:
     greedily = SamplingParams()
-    assert lead(torch.tensor([[1.0, 3.5, 2.0], [4.0, 4.0, 0.0]]), greedily).tolist() == [1.5, 0.0]
     drawn = SamplingParams(temperature=0.5, seed=1)
-    assert float(lead(torch.tensor([2.0, 8.0]), drawn)) == pytest.approx(0.5 * math.log(4))
+
+    def following(standing: list[float], sampling: SamplingParams) -> list[list[float]]:
+        return [each.tolist() for each in runners_up(torch.tensor(standing), sampling, 2)]
+
+    assert following([1.0, 3.5, 2.0, -1.0], greedily) == [[2, 0], [1.5, 2.5]]
+    assert following([4.0, 0.0, 4.0], greedily)[1] == [0.0, 4.0]
+    assert following([2.0, 8.0], drawn) == [[0], [pytest.approx(0.5 * math.log(4))]]
     # Where top-k, top-p or min-p leave one token.
-    assert float(lead(torch.tensor([0.0, 8.0, 0.0]), drawn)) == math.inf
+    assert following([0.0, 8.0, 0.0], drawn)[1] == [math.inf, math.inf]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speq.decode.draft_pass import OnLayer
 from speq.decode.sampler import DeviceSampler, Sampler
-from speq.decode.sampling import lead, runners_up, standings
+from speq.decode.sampling import runners_up, standings
 from speq.decode.sequence import Sequence
 from speq.devices.staged import Readback
 from speq.routing import Route
@@ -63,9 +63,7 @@ def host_token(
     if not logits.isfinite().all():
         return None
     standing = standings(logits[0], sequence, drafted)
-    token_id, ahead = int(standing.argmax()), float(lead(standing, sequence.sampling))
-    ids, behind = runners_up(standing, sequence.sampling, OTHERS)
-    return Chosen(token_id, ahead, others(token_id, ids, behind))
+    return chosen(int(standing.argmax()), *runners_up(standing, sequence.sampling, OTHERS))
 
 
 def read_token(sampler: DeviceSampler) -> NextToken:
@@ -76,9 +74,8 @@ def read_token(sampler: DeviceSampler) -> NextToken:
         routes: list[Route] = []
         scores = run(lambda layer, route: routes.append(route)).float()
         standing = sampler.standings(scores, sequence, drafted)
-        token_id, ahead, ids, behind, all_ids, all_weights, bounds = readback.read(
+        token_id, ids, behind, all_ids, all_weights, bounds = readback.read(
             standing.argmax(-1),
-            lead(standing, sequence.sampling),
             *runners_up(standing[0], sequence.sampling, OTHERS),
             torch.cat([route.topk_ids for route in routes]),
             torch.cat([route.topk_weights for route in routes]),
@@ -89,12 +86,14 @@ def read_token(sampler: DeviceSampler) -> NextToken:
         # Neither bound is finite where any logit is not a number.
         if not bounds.isfinite().all():
             return None
-        return Chosen(int(token_id), float(ahead), others(int(token_id), ids, behind))
+        return chosen(int(token_id), ids, behind)
 
     return read
 
 
-def others(chosen_id: int, ids: Tensor, behind: Tensor) -> tuple[Other, ...]:
-    """Those of `runners_up` that can be drawn. Of equals the chosen one may be among them."""
-    pairs = zip(ids.tolist(), behind.tolist(), strict=True)
-    return tuple(Other(*pair) for pair in pairs if pair[0] != chosen_id and math.isfinite(pair[1]))
+def chosen(token_id: int, ids: Tensor, behind: Tensor) -> Chosen:
+    """ids, behind: of `runners_up`. Of equals the one that is chosen may be among them."""
+    following = [Other(*pair) for pair in zip(ids.tolist(), behind.tolist(), strict=True)]
+    drawable = (each for each in following if math.isfinite(each.behind))
+    others = tuple(each for each in drawable if each.token_id != token_id)
+    return Chosen(token_id, following[0].behind if following else None, others)
