@@ -135,7 +135,8 @@ def test_a_run_has_it_among_its_statistics(tiny: Any) -> None:
     assert stats["card"]["used_bytes_most"] == 2 << 30
 
 
-def test_doctor_shows_a_card() -> None:
+def test_doctor_shows_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card.time, "perf_counter", lambda: READING.time_s)
     device = HostDevice()
     device.told = NvmlCard(nvml(), "handle")
     assert doctor.card_reading(device) == READING  # type: ignore[arg-type]

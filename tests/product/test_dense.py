@@ -207,8 +207,9 @@ def test_prompts_restore_one_matrix_at_a_time(tiny_bfloat16: Folder) -> None:
         return made.workspace(rows, 64) - plain.workspace(rows, 64)
 
     head, *body = opened.shape.dense
-    assert more(16, way) == 0
-    assert more(17, way) == 2 * max(rows * columns for rows, columns in body if rows != head[0])
+    few = ops.MAX_LINEAR_ROWS
+    assert more(few, way) == 0
+    assert more(few + 1, way) == 2 * max(rows * columns for rows, columns in body if rows != head[0])
     assert more(17, drafting) == 2 * head[0] * head[1]
     opened.close()
 
