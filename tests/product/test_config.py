@@ -165,6 +165,13 @@ def test_draft_lengths(given: Any, length: int | None) -> None:
         ({"tpot_slo_ms": 10**19}, r"tpot_slo_ms is 10{19}; it must be above 0 and at most"),
         ({"profile": "\0"}, r"profile is '.x00', with a character 0 in it; give auto, none, or"),
         ({"memory_budget": "99999999999999999999TiB"}, r"it must be at most 1024 TiB"),
+        ({"draft_nodes": 0}, r"draft_nodes is 0; it must be from 1 to 63"),
+        ({"draft_nodes": 64}, r"draft_nodes is 64; it must be from 1 to 63"),
+        (
+            {"draft_nodes": 8, "drafter": "ngram"},
+            r"draft_nodes is 8 and drafter is ngram; trees are drafted by the INT4 copy alone",
+        ),
+        ({"prune_rows": "maybe"}, r"prune_rows is 'maybe'; it must be one of auto, on, off"),
         ({"drafter": "oracle"}, r"drafter is 'oracle'; it must be one of auto, none, int4, ngram"),
         ({"speed": 11}, r"unknown option speed; the options are memory_budget, .*draft_length"),
         ({"b": 1, "a": 2}, r"unknown option a, b; the options are"),
@@ -254,3 +261,18 @@ def test_generation_config_fields_at_their_defaults_do_no_harm() -> None:
 def test_generation_config_of_the_bundled_model_is_taken() -> None:
     config = GenerationConfig.from_pretrained(BUNDLED)
     assert options_of(config, 1) == {"eos_ids": frozenset({0})}
+
+
+@pytest.mark.parametrize(
+    ("options", "gives_up"),
+    [
+        ({}, False),
+        ({"draft_nodes": 8}, True),
+        ({"draft_nodes": 8, "prune_rows": "off"}, False),
+        ({"prune_rows": "on"}, True),
+    ],
+)
+def test_rows_are_given_up_of_trees_or_where_one_says_so(
+    options: dict[str, Any], gives_up: bool
+) -> None:
+    assert RunConfig.of("1GiB", **options).gives_up_rows == gives_up

@@ -222,3 +222,26 @@ def test_a_dead_row_asks_for_no_expert(tiny: Callable[[str], Path]) -> None:
             fewer += wanted != set(route.experts)
     assert fewer > 5
     generator.close()
+
+
+def test_trees_have_room_beside_what_a_request_needs(tiny: Callable[[str], Path]) -> None:
+    """As far as the context may be so long; at its end they are smaller."""
+    needed, nodes = len(PROMPT) + 30, 40
+    roomy = Generator.from_pretrained(tiny("olmoe"), "1GiB", draft_length=8, draft_nodes=nodes)
+    roomy.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    assert roomy.runtime.plan.context >= needed + nodes
+    assert roomy.runtime.longest_draft == nodes
+    roomy.close()
+    tight = Generator.from_pretrained(
+        tiny("olmoe"), "1GiB", draft_length=8, draft_nodes=nodes, context_length=needed
+    )
+    tight.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    cache, kept = tight.runtime.engine.cache, len(PROMPT)
+    assert cache.capacity == needed
+    drafted = []
+    for step in tight.last_run.decode:
+        assert kept + step.rows <= needed
+        drafted.append(step.rows - 1)
+        kept += step.emitted
+    assert max(drafted) > 8
+    tight.close()
