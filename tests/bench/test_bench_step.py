@@ -14,7 +14,7 @@ from speq.models import moe_model
 from speq.models.moe_model import EXPERTS, WHOLE
 from speq.models.opened import open_model
 from tests.helpers.host_device import host_device
-from tests.helpers.tiny_models import FAMILIES
+from tests.helpers.tiny_models import BY_FAMILY
 from tests.helpers.told import Told
 
 
@@ -73,7 +73,7 @@ def test_summary_adds_up_to_the_whole() -> None:
     assert {row["passes"] for row in rows} == {2}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_every_weight_belongs_to_a_part(family: str, tiny: Callable[[str], Path]) -> None:
     opened = open_model(tiny(family))
     model = moe_model.load(opened.family, opened.checkpoint, torch.float32, Processor())

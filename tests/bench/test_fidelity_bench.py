@@ -28,7 +28,7 @@ from speq.generator import Generator
 from speq.routing import Route
 from speq.runtime import Runtime
 from speq.stats import StepStats
-from tests.helpers.tiny_models import FAMILIES, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
 
 Folder = Callable[[str], Path]
 
@@ -193,7 +193,7 @@ def small(path: Path, **options: Any) -> Generator:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_the_exact_model_is_its_own_perfect_draft(
     family: str, tiny: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,17 +43,32 @@ def test_steps_by_hand() -> None:
         StepStats("prefill", emitted=1, requests=8, moved_bytes=800, start_s=10.5, end_s=12.0),
         # Two of three drafted tokens stand, then the exact model's own: 0.6 s for three.
         StepStats(
-            "decode", draft_length=3, accepted=2, emitted=3, requests=10, hits=7, moved_bytes=300, ahead_bytes=200,
-            rejected_bytes=100, read_bytes=4096, stall_s=0.25, late_s=0.125,
-            start_s=12.0, end_s=12.6,
+            "decode",
+            draft_length=3,
+            accepted=2,
+            emitted=3,
+            requests=10,
+            hits=7,
+            moved_bytes=300,
+            ahead_bytes=200,
+            rejected_bytes=100,
+            read_bytes=4096,
+            stall_s=0.25,
+            late_s=0.125,
+            start_s=12.0,
+            end_s=12.6,
         ),
         # None of two stands.
-        StepStats("decode", draft_length=2, emitted=1, requests=6, hits=6, start_s=13.0, end_s=13.5),
+        StepStats(
+            "decode", draft_length=2, emitted=1, requests=6, hits=6, start_s=13.0, end_s=13.5
+        ),
         # No draft.
-        StepStats("decode", emitted=1, requests=4, hits=3, moved_bytes=100, start_s=14.0, end_s=16.0),
+        StepStats(
+            "decode", emitted=1, requests=4, hits=3, moved_bytes=100, start_s=14.0, end_s=16.0
+        ),
         # A measurement's, which is no request's.
         StepStats("forced", emitted=5, requests=100, hits=100, moved_bytes=10**6),
-    ]  # fmt: skip
+    ]
     metrics.begun()
     metrics.prompted(17)
     with metrics.listening(recorder):

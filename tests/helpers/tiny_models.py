@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -176,6 +177,15 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
+# Families that are built like another one here run in the wider checks.
+LIKE_OTHERS = (
+    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
+    *("dots1", "solar_open"),
+)
+BY_FAMILY = [
+    pytest.param(family, marks=[pytest.mark.wide] if family in LIKE_OTHERS else [])
+    for family in FAMILIES
+]
 # Ends of names of what is published in float32, whatever the other weights are in.
 IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),

@@ -20,7 +20,7 @@ from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from speq.models.tree import Tree
 from speq.routing import Route
-from tests.helpers.tiny_models import FAMILIES, write_model
+from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, write_model
 
 # Attention of other families is no usual one.
 UNUSUAL = ("deepseek_v2", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe")
@@ -77,7 +77,7 @@ def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str]
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_trees_are_walked_as_well(family: str, tiny: Callable[[str], Path]) -> None:
     model, cache = loaded(tiny(family), torch.float32)
     parents = [0, 0, 1, 1, 2, 4, 6, 3]

@@ -36,6 +36,7 @@ from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to, without_checksums
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import (
+    BY_FAMILY,
     FAMILIES,
     greedy_tokens,
     load_plain,
@@ -92,7 +93,7 @@ def decoded(store: ExpertStore, at: int, base: Int4Expert | None = None) -> Matr
     return store.codec.decode(slot, base)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_lossless_records_are_the_published_words(
     family: str, tiny_bfloat16: Folder, tmp_path: Path
 ) -> None:
@@ -118,7 +119,7 @@ def test_lossless_records_are_the_published_words(
     opened.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 @pytest.mark.parametrize("draft", ["rounded", "gptq"])
 def test_residual_records_are_the_published_words_over_their_draft(
     family: str, draft: str, tiny_bfloat16: Folder, tmp_path: Path

@@ -32,7 +32,7 @@ from speq.planning.ways import ways_of
 from speq.routing import Route
 from tests.helpers.cells import Folder
 from tests.helpers.smallest import two_slot_budget
-from tests.helpers.tiny_models import FAMILIES, write_model
+from tests.helpers.tiny_models import BY_FAMILY, write_model
 
 
 class Bank:
@@ -108,7 +108,7 @@ def loaded_lossless(opened: Opened, threads: int = 2) -> moe_model.MoEModel:
     return moe_model.load(*form, records)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_every_matrix_of_a_family_is_held_as_what_takes_less(
     family: str, tiny_bfloat16: Folder
 ) -> None:
@@ -209,7 +209,9 @@ def test_prompts_restore_one_matrix_at_a_time(tiny_bfloat16: Folder) -> None:
     head, *body = opened.shape.dense
     few = ops.MAX_LINEAR_ROWS
     assert more(few, way) == 0
-    assert more(few + 1, way) == 2 * max(rows * columns for rows, columns in body if rows != head[0])
+    assert more(few + 1, way) == 2 * max(
+        rows * columns for rows, columns in body if rows != head[0]
+    )
     assert more(17, drafting) == 2 * head[0] * head[1]
     opened.close()
 

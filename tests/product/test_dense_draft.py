@@ -27,7 +27,7 @@ from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
 from tests.helpers.gptq_files import copy_folder
 from tests.helpers.quantising import SETTINGS, quantise_to
-from tests.helpers.tiny_models import FAMILIES
+from tests.helpers.tiny_models import BY_FAMILY
 
 Folder = Callable[[str], Path]
 GROUP = 32
@@ -147,7 +147,7 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_which_layers_drafts_run_on_codes(family: str, tiny: Folder) -> None:
     opened = open_model(tiny(family))
     shapes, tensors = opened.shape.draft_layers, opened.checkpoint.tensors

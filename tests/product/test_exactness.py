@@ -29,6 +29,7 @@ from tests.helpers.cells import Cell, Folder, Folders, loaded, outcomes
 from tests.helpers.fake_transfer import Reordering
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny_models import (
+    BY_FAMILY,
     FAMILIES,
     drawn_tokens,
     greedy_tokens,
@@ -134,17 +135,6 @@ def share(cells: list[Cell], family: str, families: int) -> list[Cell]:
     cells = random.Random(5).sample(cells, len(cells))
     at, count = list(FAMILIES).index(family), len(FAMILIES)
     return [cell for turn, cell in enumerate(cells) if (turn + at) % count < families]
-
-
-# Families that are built like another one here run in the wider checks.
-LIKE_OTHERS = (
-    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
-    *("dots1", "solar_open"),
-)
-BY_FAMILY = [
-    pytest.param(family, marks=[pytest.mark.wide] if family in LIKE_OTHERS else [])
-    for family in FAMILIES
-]
 
 
 @pytest.mark.parametrize("family", BY_FAMILY)
@@ -258,7 +248,7 @@ def test_any_number_of_readers_gives_the_exact_tokens(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "families"), [("float32", 2), ("float64", 1)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_greedy_tokens_full_product(
     family: str, dtype: str, families: int, folders: Folders
 ) -> None:
@@ -270,7 +260,7 @@ def test_greedy_tokens_full_product(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_greedy_tokens_under_every_policy(family: str, folders: Folders) -> None:
     """Every policy with every prefetch, each cell with three of the families."""
     cells = [
@@ -432,7 +422,7 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
     check_family(family, cells, folders, "float32")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_compact_dense_layers_give_the_tokens_of_words(family: str, folders: Folders) -> None:
     """In bfloat16, where both compute the same sums: tokens of one are tokens of the other."""
     cells = [

@@ -30,7 +30,7 @@ from speq.runtime import Runtime
 from tests.helpers import gptq_files
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.paths import DATA
-from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, greedy_tokens, load_plain, write_model
 
 FOLDERS = DATA / "gptq"
 CPU = torch.device("cpu")
@@ -301,7 +301,7 @@ def test_kernels_give_what_dequantised_weights_give(
 # Generation.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_tokens_are_the_exact_models(family: str, tiny: Folder, tmp_path: Path) -> None:
     """Shapes of every family, inputs out of order or shards, old names where there are some."""
     odd, old = FAMILIES.index(family) % 2 == 1, family in ("mixtral", "phimoe")

@@ -31,7 +31,7 @@ from speq.models.opened import open_model
 from tests.helpers.damage import flip, last, line_of, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to, without_checksums
-from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, greedy_tokens, load_plain, write_model
 from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
@@ -56,7 +56,7 @@ def same(model: Path, packed: Path) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_output_is_exact_out_of_a_pack(family: str, tiny: Folder, tmp_path: Path) -> None:
     expected = greedy_tokens(load_plain(tiny(family)), PROMPT, 40)
     pack_to(tiny(family), tmp_path / "packed").close()

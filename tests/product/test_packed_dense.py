@@ -23,7 +23,7 @@ from speq.models.opened import open_model
 from speq.planning.subject import Subject
 from tests.helpers.damage import flip, resized
 from tests.helpers.packing import pack_to, without_checksums
-from tests.helpers.tiny_models import FAMILIES, write_model
+from tests.helpers.tiny_models import BY_FAMILY, write_model
 
 Folder = Callable[[str], Path]
 PROMPT = [*range(40, 60)]
@@ -91,7 +91,7 @@ def test_raw_packs_have_none(tiny_bfloat16: Folder, tmp_path: Path) -> None:
     assert not (tmp_path / "packed" / "dense.bin").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_runs_read_records_and_encode_none(
     family: str, tiny_bfloat16: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

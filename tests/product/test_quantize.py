@@ -38,7 +38,7 @@ from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
 from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
-from tests.helpers.tiny_models import FAMILIES, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
 from tests.helpers.window_words import told
 
 Folder = Callable[[str], Path]
@@ -112,7 +112,7 @@ def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None
             torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_every_layer_sees_what_the_models_would(
     family: str, tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

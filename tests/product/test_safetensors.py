@@ -25,7 +25,7 @@ from speq.files.safetensors_file import DTYPES, SafetensorsFile
 from speq.kernels import reference
 from speq.models.families import family_of
 from speq.models.shape import hf_config, shape_of
-from tests.helpers.tiny_models import FAMILIES, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
 
 Folder = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ MOE_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_records_are_the_experts_of_the_file(family: str, tiny: Folder) -> None:
     path = tiny(family)
     prefix, projections = OWN_NAMES.get(family, USUAL_NAMES)
@@ -250,7 +250,7 @@ def empty_arena(store: SafetensorsExpertStore) -> Int4Arena:
     return arena
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_records_and_draft_match_transformers(family: str, tiny: Folder) -> None:
     path = tiny(family)
     checkpoint, store = open_store(path)

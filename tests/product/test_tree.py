@@ -13,7 +13,7 @@ from speq.decode.drafter import DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 from tests.helpers.random_rows import RandomRows
-from tests.helpers.tiny_models import FAMILIES, drawn_tokens, greedy_tokens, load_plain
+from tests.helpers.tiny_models import BY_FAMILY, drawn_tokens, greedy_tokens, load_plain
 
 PROMPT = [*range(30, 75)]  # longer than the smallest sliding window
 # Node 0 is the pending token: two children, one of which has two children of its own, and so on.
@@ -28,7 +28,7 @@ def path_to(node: int) -> list[int]:
     return path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_every_path_scores_as_if_alone(family: str, tiny: Callable[[str], Path]) -> None:
     plain = load_plain(tiny(family))
     generator = Generator.from_pretrained(tiny(family), "1GiB", draft="none", context_length=96)
@@ -50,7 +50,7 @@ def test_every_path_scores_as_if_alone(family: str, tiny: Callable[[str], Path])
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], Path]) -> None:
     """After rounds of drafting and rejecting, as if the tokens had been a prompt."""
     generator = Generator.from_pretrained(tiny(family), "1GiB", draft_length=3, context_length=96)
@@ -93,7 +93,7 @@ class BranchingDrafter:
         return Draft(token_ids, parents)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_the_accepted_path_is_kept(family: str, tiny: Callable[[str], Path]) -> None:
     count = 120
     expected = greedy_tokens(load_plain(tiny(family)), PROMPT, count)
@@ -160,7 +160,7 @@ class ShapedDrafter:
 
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_trees_of_every_shape_give_the_exact_tokens(
     family: str, pruned: bool, tiny: Callable[[str], Path]
 ) -> None:
