@@ -177,15 +177,23 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
-# Families that are built like another one here run in the wider checks.
-LIKE_OTHERS = (
-    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
-    *("dots1", "solar_open"),
-)
-BY_FAMILY = [
-    pytest.param(family, marks=[pytest.mark.wide] if family in LIKE_OTHERS else [])
-    for family in FAMILIES
-]
+# Families that are built like another one here run in the wider checks, and those that differ in
+# next to nothing in the long ones. What is of the wider checks anyway runs both with the long ones.
+LIKE_OTHERS = ("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3")
+ALIKE = ("dots1", "solar_open")
+
+
+def by_family(alone: bool) -> list[Any]:
+    """Families as parameters of a test; alone: of one that is `wide` itself."""
+    marks: dict[str, Any] = dict.fromkeys(ALIKE, pytest.mark.full)
+    marks |= dict.fromkeys(LIKE_OTHERS, pytest.mark.full if alone else pytest.mark.wide)
+    return [
+        pytest.param(family, marks=[marks[family]] if family in marks else [])
+        for family in FAMILIES
+    ]
+
+
+BY_FAMILY, WIDE_BY_FAMILY = by_family(alone=False), by_family(alone=True)
 # Ends of names of what is published in float32, whatever the other weights are in.
 IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),
