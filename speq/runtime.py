@@ -83,6 +83,11 @@ class Runtime:
         return self._loaded.device.torch
 
     @property
+    def link(self) -> str:
+        """What experts come over: "disk" or "PCIe"."""
+        return "disk" if self.device.type == "cpu" else "PCIe"
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._loaded.subject.dtype
 

@@ -17,25 +17,29 @@ from speq.options.kinds import File, Switch, Text
 
 if TYPE_CHECKING:
     from speq.generator import Generator
+    from speq.stats import RunStats
 
 logger = logging.getLogger("speq")
+
+PromptText = Annotated[
+    str | None,
+    Option("Text to go on from; `-` reads it from standard input.", Text(wanted=None)),
+]
+PromptFile = Annotated[
+    Path | None,
+    Option(
+        "File with that text in UTF-8, of any length; its last line end is cut.",
+        File("a text file", readable=True),
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateSettings(Options):
     """Where the prompt comes from, and what is shown of the run."""
 
-    prompt: Annotated[
-        str | None,
-        Option("Text to go on from; `-` reads it from standard input.", Text(wanted=None)),
-    ] = None
-    prompt_file: Annotated[
-        Path | None,
-        Option(
-            "File with that text in UTF-8, of any length; its last line end is cut.",
-            File("a text file", readable=True),
-        ),
-    ] = None
+    prompt: PromptText = None
+    prompt_file: PromptFile = None
     echo: Annotated[bool, Option("Write the prompt before its text.", Switch())] = False
     stats: Annotated[bool, Option("Also show, by layer, where experts came from.", Switch())] = (
         False
@@ -62,7 +66,6 @@ def generate(
     The JSON object has text, token_ids, finish_reason and stats.
     """
     from speq.files.atomic_file import check_target
-    from speq.measure.timeline import write_trace
 
     check_target(settings.trace, output.force)
     output.check()
@@ -85,12 +88,16 @@ def generate(
             if settings.explain:
                 print_explanation(explain(done.steps), done.planned)
             if settings.trace is not None:
-                on_cpu = generator.runtime.device.type == "cpu"
-                write_trace(done, settings.trace, "disk" if on_cpu else "PCIe")
-                if done.trimmed:
-                    logger.warning(
-                        "the timeline leaves out the first %d steps of the run", done.trimmed
-                    )
+                write_timeline(done, settings.trace, generator.runtime.link)
+
+
+def write_timeline(run: "RunStats", path: Path, link: str) -> None:
+    """Write a run's timeline, and say what it leaves out. Raises SpeqError as `write_trace`."""
+    from speq.measure.timeline import write_trace
+
+    write_trace(run, path, link)
+    if run.trimmed:
+        logger.warning("the timeline leaves out the first %d steps of the run", run.trimmed)
 
 
 def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:

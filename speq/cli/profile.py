@@ -1,19 +1,16 @@
 """`speq profile`: one run, recorded: a timeline, its figures, and a page of pictures."""
 
 import contextlib
-import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from speq.cli import options as opt
-from speq.cli.generate import prompt_of
+from speq.cli.generate import PromptFile, PromptText, prompt_of, write_timeline
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.options.declared import Option, Options
-from speq.options.kinds import File, Text
-
-logger = logging.getLogger("speq")
+from speq.options.kinds import File
 
 TRACE, RUN, PAGE = "trace.json", "run.json", "report.html"
 
@@ -23,17 +20,8 @@ class ProfileSettings(Options):
     """What is run, and where its record goes."""
 
     out: Annotated[Path, Option("Folder to write into.", File("a folder"))]
-    prompt: Annotated[
-        str | None,
-        Option("Text to go on from; `-` reads it from standard input.", Text(wanted=None)),
-    ] = None
-    prompt_file: Annotated[
-        Path | None,
-        Option(
-            "File with that text in UTF-8, of any length; its last line end is cut.",
-            File("a text file", readable=True),
-        ),
-    ] = None
+    prompt: PromptText = None
+    prompt_file: PromptFile = None
 
 
 def profile(
@@ -50,13 +38,9 @@ def profile(
     from speq.dashboard.page import write_page
     from speq.dashboard.recording import Recording
     from speq.dashboard.run_panels.run_page import page_of
-    from speq.files.atomic_file import check_target
-    from speq.measure.timeline import write_trace
 
     files = {name: settings.out / name for name in (TRACE, RUN, PAGE)}
-    for path in files.values():
-        check_target(path, output.force)
-    output.check()
+    output.check(*files.values())
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
@@ -69,13 +53,9 @@ def profile(
                 record = recording.record()
             done = generator.last_run
             assert record is not None and done is not None, "a run has ended"
-            write_trace(done, files[TRACE])
+            write_timeline(done, files[TRACE], record.link)
             record.write(files[RUN])
             write_page(page_of(record), files[PAGE])
-            if done.trimmed:
-                logger.warning(
-                    "the timeline leaves out the first %d steps of the run", done.trimmed
-                )
     paths = {name: str(path) for name, path in files.items()}
     output.write({"stats": record.stats, "files": paths})
     if not output.printed:

@@ -149,7 +149,7 @@ class Recording:
             commit=self._commit,
             machine=self._machine,
             device=str(runtime.device),
-            link="disk" if runtime.device.type == "cpu" else "PCIe",
+            link=runtime.link,
             options=given(runtime.config, RunConfig),
             sampling={name: value for name, value in self._sampling.items() if value is not None},
             prompt_tokens=self._prompt_tokens,
