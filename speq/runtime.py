@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -83,8 +84,8 @@ class Runtime:
         return self._loaded.device.torch
 
     @property
-    def link(self) -> str:
-        """What experts come over: "disk" or "PCIe"."""
+    def link(self) -> Literal["disk", "PCIe"]:
+        """What experts come over."""
         return "disk" if self.device.type == "cpu" else "PCIe"
 
     @property

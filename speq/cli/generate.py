@@ -5,7 +5,7 @@ import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from speq.cli import options as opt
 from speq.cli.live import Live, check_live, live_view
@@ -91,7 +91,7 @@ def generate(
                 write_timeline(done, settings.trace, generator.runtime.link)
 
 
-def write_timeline(run: "RunStats", path: Path, link: str) -> None:
+def write_timeline(run: "RunStats", path: Path, link: Literal["disk", "PCIe"]) -> None:
     """Write a run's timeline, and say what it leaves out. Raises SpeqError as `write_trace`."""
     from speq.measure.timeline import write_trace
 

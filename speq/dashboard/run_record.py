@@ -88,7 +88,7 @@ class RunRecord:
     commit: str | None
     machine: dict[str, Any]
     device: str
-    link: str
+    link: Literal["disk", "PCIe"]
     options: dict[str, Any]
     sampling: dict[str, Any]
     prompt_tokens: int
