@@ -21,6 +21,8 @@ MAX_DRAFT_NODES = 63
 # Share of the host's free memory that experts take where nothing is said: the rest is for programs
 # beside this one, and for what the process itself takes.
 HOST_SHARE = 0.8
+# As many texts as native kernels run rows alike.
+MAX_BATCH = 64
 MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
 
 # Options that commands have without the rest of a run's.
@@ -46,6 +48,13 @@ Dtype = Annotated[str, Option("Compute dtype; auto is the checkpoint's.", Choice
 ContextLength = Annotated[
     int | None,
     Option("Tokens that the KV cache holds; default: what each request needs.", Whole(1)),
+]
+MaxBatch = Annotated[
+    int,
+    Option(
+        "Texts that are run side by side, at most; each has a KV cache of the whole context.",
+        Whole(1, MAX_BATCH),
+    ),
 ]
 Draft = Annotated[
     str,
@@ -137,6 +146,7 @@ class RunConfig(Options):
     device: Device = "auto"
     dtype: Dtype = "auto"
     context_length: ContextLength = None
+    max_batch: MaxBatch = 1
     draft: Draft = "auto"
     draft_dense: DraftDense = "auto"
     draft_length: DraftLength = None
