@@ -95,10 +95,8 @@ class AsyncGenerator:
 
         Raises SpeqError where the request is refused, also for memory that it would never have.
         """
-        if self._closed:
-            raise SpeqError("this generator was closed; make a new one with from_pretrained")
-        if self._failure is not None:
-            raise self._failure
+        if not self.alive:
+            raise self._refusal()
         sequence = self.generator.prepare(prompt, generation_config, options)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
 
@@ -143,6 +141,11 @@ class AsyncGenerator:
         text = "".join(token.text for token in tokens)
         return Generation(text, [token.id for token in tokens], reason, stats)
 
+    def _refusal(self) -> Exception:
+        """Why no more requests are run."""
+        closed = "this generator was closed; make a new one with from_pretrained"
+        return self._failure or SpeqError(closed)
+
     async def aclose(self) -> None:
         """As `close`, without blocking other tasks."""
         await asyncio.to_thread(self.close)
@@ -153,6 +156,7 @@ class AsyncGenerator:
             self._closed = True
             self._commands.put(None)
         self._thread.join()
+        self._end_all(self._refusal())  # of those who asked at the last moment
         self.generator.close()
 
     def _serve(self) -> None:
@@ -173,9 +177,6 @@ class AsyncGenerator:
                 self._end_all(error, ticket)
                 return
             if self._closed:
-                self._end_all(
-                    SpeqError("the generator was closed; this text has not ended"), ticket
-                )
                 return
 
     def _hear_all(self, batch: Batch) -> bool:
@@ -214,13 +215,14 @@ class AsyncGenerator:
             del self._tickets[emitted.request]
             ticket.tell(Ended(sequence.finish_reason, emitted.request.figures))
 
-    def _end_all(self, error: Exception, last: Ticket) -> None:
-        """Tell all readers, and those who ask meanwhile, that their texts end here."""
-        tickets = {*self._tickets.values(), *([last] if last.request is None else [])}
+    def _end_all(self, error: Exception, *others: Ticket) -> None:
+        """Tell all readers, and those who have asked and were not heard, that their texts end."""
+        tickets = {*self._tickets.values(), *(each for each in others if each.request is None)}
         self._tickets.clear()
         with suppress(Empty):
-            while (ticket := self._commands.get_nowait()) is not None:
-                if ticket.request is None:
+            while not self.alive:
+                ticket = self._commands.get_nowait()
+                if ticket is not None and ticket.request is None:
                     tickets.add(ticket)
         for ticket in tickets:
             ticket.request = ticket.request or Request(ticket.sequence, 0.0)

@@ -113,15 +113,20 @@ class Batch:
 
     def step(self, draft_length: int | None = None) -> list[Emitted]:
         """Run a chunk of the prompt of who joins, and one round of those under way; what came of
-        both. Texts that have ended have left.
+        both, text by text. Texts that have ended have left.
 
         draft_length  of all texts; None: the governor's
         """
+        found: dict[Request, Emitted] = {}
         try:
-            return [*self._read(), *self._round(draft_length)]
+            for each in (*self._read(), *self._round(draft_length)):
+                before = found.get(each.request)
+                tokens = each.token_ids if before is None else before.token_ids + each.token_ids
+                found[each.request] = Emitted(each.request, tokens, each.error)
         except BaseException:
             self.clear()
             raise
+        return [*found.values()]
 
     def _read(self) -> list[Emitted]:
         if self.reading is None:

@@ -93,7 +93,13 @@ def outcomes(steps: list[StepStats]) -> set[str]:
 
 
 def loaded(
-    cell: Cell, model: Path, draft: str, dtype: str, context: int, device: str = "cpu"
+    cell: Cell,
+    model: Path,
+    draft: str,
+    dtype: str,
+    context: int,
+    device: str = "cpu",
+    max_batch: int = 1,
 ) -> tuple[Generator, int]:
     """The generator of a cell, in the budget that its slots take; and the experts of its model."""
     smallest, demand = two_slot_budget(
@@ -109,6 +115,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
+        max_batch=max_batch,
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -129,6 +136,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
+        max_batch=max_batch,
     )
     if cell.trees == "pruned":
         generator.runtime.engine.offload.rows.policy = RandomRows(seed=5)
