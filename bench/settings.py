@@ -1,6 +1,6 @@
 """Settings of every bench. Nothing here needs torch: the command line reads it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -525,6 +525,73 @@ class AblationSettings(Options):
             without=(
                 *("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
                 *("cache_policy", "prefetch"),
+            ),
+        ),
+    ] = field(default_factory=dict)
+
+
+# Of a budget's own options there are as many as a bench compares.
+BUDGET_OPTIONS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSettings(Options):
+    """run: what all runs share."""
+
+    memory_budget: BudgetText
+    experts: Annotated[
+        tuple[int, ...], Option("Experts of a layer, at most.", numbers(Whole(1), "8,12"))
+    ] = (4, 6, 8, 12, 16, 24)
+    floors: Annotated[
+        tuple[float, ...],
+        Option(
+            "Least shares of a layer's routing weight, compared with the router's ranking.",
+            Several(
+                Number(1.0, without_minimum=True),
+                "shares separated by commas, such as 0.01,0.03",
+                optional=True,
+            ),
+        ),
+    ] = (0.01, 0.03)
+    rankings: Annotated[
+        tuple[str, ...],
+        Option("Router, static or oracle.", Several(Choice(("router", "static", "oracle")))),
+    ] = ("router",)
+    policies: Annotated[
+        tuple[str, ...],
+        Option("Substitute or truncate.", Several(Choice(("substitute", "truncate")))),
+    ] = ("substitute",)
+    residents: Annotated[
+        tuple[str, ...],
+        Option(
+            "Whether experts in slots are free, or ranked like all others.",
+            Several(Choice(("free", "ranked"))),
+        ),
+    ] = ("free", "ranked")
+    counts: Annotated[
+        Path | None,
+        Option(
+            "Counts for the static ranking, which `speq bench coverage --counts` writes.",
+            File("a file of counts", readable=True),
+        ),
+    ] = None
+    draft_length: FixedLength = 8
+    prompts: PromptKinds = ()
+    num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 4
+    max_tokens: Annotated[int, Option("Tokens of each text that are read.", Whole(2))] = 128
+    max_new_tokens: Annotated[
+        int, Option("Tokens of each text that is gone on with; 0: none is.", Whole(0))
+    ] = 64
+    reconstruction: Annotated[
+        bool, Option("Also measure how far each layer's output is off, which is slow.", Switch())
+    ] = False
+    run: Annotated[
+        dict[str, Any],
+        Some(
+            RunConfig,
+            without=(
+                *("memory_budget", "draft_length", "tpot_slo_ms", "latency_slo_ms"),
+                *BUDGET_OPTIONS,
             ),
         ),
     ] = field(default_factory=dict)

@@ -157,6 +157,11 @@ class LiveRows:
         self._stakes: Stakes | None = None
         self._live: list[int] = []
 
+    @property
+    def live(self) -> list[int]:
+        """The nodes that are live, ascending."""
+        return self._live
+
     def begin(self, stakes: Stakes) -> None:
         """A verification follows of a tree whose nodes are all live."""
         self._stakes = stakes

@@ -178,6 +178,12 @@ BENCHES = (
         subject=("folders", Folders),
     ),
     Bench(
+        "budget",
+        "paper.expert_budget",
+        declared.BudgetSettings,
+        "Expert budgets: what they save, and how far the model within them is from the exact one.",
+    ),
+    Bench(
         "ablation",
         "paper.ablation",
         declared.AblationSettings,

@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from speq.governor.explanation import Explanation
+from speq.measure.approximation import approximate
 from speq.measure.console import console
 from speq.units import format_bytes
 
@@ -54,6 +55,12 @@ LAYER: dict[str, tuple[str, Show]] = {
 
 def _shown(value: Any, show: Show) -> str:
     return "-" if value is None else show(value)
+
+
+def print_approximation(stats: dict[str, Any]) -> None:
+    """Say what an expert budget cost, if there was one; also where little else is said."""
+    if stats["budget"] is not None:
+        console(stderr=True).print(approximate(stats["budget"]), highlight=False)
 
 
 def print_summary(stats: dict[str, Any]) -> None:

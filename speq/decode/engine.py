@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from speq.decode.accept import accept
+from speq.decode.approximation import Approximation
 from speq.decode.drafter import DraftBounds, Drafter, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
@@ -33,6 +34,7 @@ class Engine:
     sampler     chooses tokens where the model computes
     confidence  how likely drafted tokens are to stand
     prices      what missing experts and tokens cost
+    approximation  runs verifications within an expert budget; None: they are exact
     draft       of the last step
     live        nodes of it that were not given up in its verification
     path        nodes of it that were accepted, the pending token's first
@@ -49,6 +51,7 @@ class Engine:
     sampler: Sampler = field(default_factory=HostSampler)
     confidence: Confidence = field(default_factory=Confidence)
     prices: Prices = field(default_factory=Prices)
+    approximation: Approximation | None = None
     live: list[int] = field(default_factory=list, init=False)
     draft: Draft = field(default_factory=Draft, init=False)
     path: list[int] = field(default_factory=list, init=False)
@@ -88,12 +91,16 @@ class Engine:
         with self.recorder.timed("verify"):
             scored = self.verify(sequence.pending_id, draft)
             outcome = accept(draft, scored.logits, sequence, self.sampler, self.live)
+        if self.approximation is not None:
+            report = self.approximation.report(draft, scored, outcome, sequence, self.sampler)
+            stats.approximation = report
         emitted = self.commit(sequence, draft, outcome, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
         finished = self.recorder.finish()
-        governor.observe(finished)
-        self.prices.observe(finished)
+        if not finished.audit_s:  # which took twice as long
+            governor.observe(finished)
+            self.prices.observe(finished)
         return emitted
 
     def propose(self, sequence: Sequence, bounds: DraftBounds, governor: Governor) -> Draft:
@@ -118,11 +125,18 @@ class Engine:
         not `live` behind it were given up.
         """
         reach, prices = draft.reach(self.confidence.probability), self.prices
+        stakes = Stakes([-1, *draft.parents], reach, prices.expert_s, prices.token_s)
         rows = self.offload.rows
-        rows.begin(Stakes([-1, *draft.parents], reach, prices.expert_s, prices.token_s))
+
+        def score() -> Scored:
+            rows.begin(stakes)
+            return self.verification.score(pending_id, draft)
+
         try:
             with self.mending():
-                return self.verification.score(pending_id, draft)
+                if self.approximation is None:
+                    return score()
+                return self.approximation.score(score, reach)
         finally:
             self.live = rows.end()
 

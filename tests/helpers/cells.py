@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speq import Generator
 from speq.experts.expert_store import SafetensorsExpertStore
@@ -93,9 +94,18 @@ def outcomes(steps: list[StepStats]) -> set[str]:
 
 
 def loaded(
-    cell: Cell, model: Path, draft: str, dtype: str, context: int, device: str = "cpu"
+    cell: Cell,
+    model: Path,
+    draft: str,
+    dtype: str,
+    context: int,
+    device: str = "cpu",
+    **options: Any,
 ) -> tuple[Generator, int]:
-    """The generator of a cell, in the budget that its slots take; and the experts of its model."""
+    """The generator of a cell, in the budget that its slots take; and the experts of its model.
+
+    options  of the run, beside those of the cell
+    """
     smallest, demand = two_slot_budget(
         model,
         context,
@@ -129,6 +139,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
+        **options,
     )
     if cell.trees == "pruned":
         generator.runtime.engine.offload.rows.policy = RandomRows(seed=5)

@@ -7,6 +7,7 @@ from typing import Any
 from speq.dashboard.bench_panels import (
     ablation,
     breakdown,
+    budget,
     check,
     codec,
     equal_memory,
@@ -49,6 +50,7 @@ class Kind:
 KINDS = {
     "ablation": Kind(ablation.panels, ablation.notes),
     "breakdown": Kind(breakdown.panels),
+    "budget": Kind(budget.panels),
     "check": Kind(check.panels),
     "codec": Kind(codec.panels),
     "dense kernels": Kind(kernels.panels),
