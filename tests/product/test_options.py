@@ -241,9 +241,10 @@ def test_a_word_means_the_same_in_every_command() -> None:
         ("quantize", "dense"),  # whether such layers are quantised as well
         ("bench kernels", "dtype"),  # of the rows
         *((f"bench {name}", "draft_length") for name in ("hit-rate", "schedule", "fidelity")),
+        ("bench budget", "draft_length"),
         # text
         *((f"bench {name}", "memory_budget") for name in ("step", "soak", "fidelity", "ablation")),
-        *((f"bench {name}", "memory_budget") for name in ("hit-rate", "equal-memory")),
+        *((f"bench {name}", "memory_budget") for name in ("hit-rate", "equal-memory", "budget")),
         ("bench profile-cost", "memory_budget"),
     }
     found = set()
