@@ -50,12 +50,12 @@ UNIQUE_COLUMNS: dict[str, Column] = {
     "asked": ("asked", "{}"),
     "rows": ("rows", "{:.1f}"),
     "depth": ("depth", "{:.1f}"),
-    "verifications": ("samples", "{}"),
+    "samples": ("samples", "{}"),
     "experts": ("distinct", "{:.2f}"),
     "least layer": ("distinct_least", "{:.2f}"),
     "most layer": ("distinct_most", "{:.2f}"),
-    "as many rows of the text": ("of_text", "{:.2f}"),
-    "independent": ("independent", "{:.2f}"),
+    "same rows, text": ("of_text", "{:.2f}"),
+    "N(t)": ("independent", "{:.2f}"),
 }
 LAYER_COLUMNS: dict[str, Column] = {
     "layer": ("layer", "{}"),
@@ -111,6 +111,7 @@ def run(
     check_lengths(settings)
     texts = texts_of(settings.prompts, settings.num_prompts)
     trees = TreePlan(settings.tree_nodes, settings.tree_passes, settings.tree_every)
+    drafts = settings.draft != "none"
     generator = Generator.from_pretrained(
         model,
         settings.memory_budget,
@@ -118,11 +119,11 @@ def run(
         draft=settings.draft,
         draft_dense=settings.draft_dense,
         draft_length=DRAFT_LENGTH,
-        draft_nodes=max(settings.tree_nodes),
+        # Asked for by name, a draft is held wherever it fits.
+        drafter="int4" if drafts else "none",
+        draft_nodes=max(settings.tree_nodes) if drafts else None,
         # Rows that are given up would have no routes.
         prune_rows="off",
-        # Asked for by name, a draft is held wherever it fits.
-        drafter="none" if settings.draft == "none" else "int4",
         # A graph's next layer may overwrite the logits of the one before.
         graphs="none",
         profile="none",

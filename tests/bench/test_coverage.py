@@ -239,7 +239,7 @@ def small(path: Path, **options: Any) -> Generator:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 def test_routes_are_those_of_transformers(
     family: str, tiny: Folder, poor_draft: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +256,7 @@ def test_routes_are_those_of_transformers(
     prompts, new = ["Once upon", "two plus 2 ="], 14
     generator = small(tiny(family), draft=str(poor_draft(family)))
     try:
-        plan = TreePlan((3, 6), None, 5)
+        plan = TreePlan((3, 6), None, 6)
         texts = recorded(generator, [("a", each) for each in prompts], new, plan)
         prompt_ids = [generator.encode(each) for each in prompts]
         written = [
@@ -283,11 +283,17 @@ def test_routes_are_those_of_transformers(
             # The pending token is one of the text.
             assert (tree.marks[:, 0] == text.tokens.marks[:, tree.start]).all()
             so_far = before + after[: tree.start + 1]
-            for node in range(draft.nodes):
-                alone = router_logits(plain, so_far + draft.above(node))[:, -1:]
-                assert (tree.marks[:, node : node + 1] == best(alone, top_k)).all()
+            for leaf in {*range(draft.nodes)} - {*draft.parents}:
+                path = path_to(leaf, draft)
+                alone = router_logits(plain, so_far + draft.above(leaf))[:, -len(path) :]
+                assert (tree.marks[:, path] == best(alone, top_k)).all()
     assert next(trees, None) is None
     assert any(not draft.is_chain for draft in drafts)
+
+
+def path_to(node: int, draft: Draft) -> list[int]:
+    """Nodes from the pending token down."""
+    return [*path_to(draft.parents[node - 1], draft), node] if node else [0]
 
 
 def router_logits(plain: Any, token_ids: list[int]) -> Any:
@@ -376,9 +382,9 @@ def test_the_command_prints_tables_and_writes_json_and_counts(
     more = ("--json", target, "--counts", counts, "--picture", page)
     assert command(monkeypatch, *arguments, *more) == 0
     captured = capsys.readouterr()
-    for title in ("served weight", "verifications", "independent", "concentration"):
+    for title in ("served weight", "same rows, text", "N(t)", "concentration"):
         assert title in captured.out
-    assert "how often each expert was chosen" in captured.err
+    assert "how often each expert was chosen" in captured.out
     report = json.loads(target.read_text())
     assert report["bench"] == "coverage"
     kinds = ("verse", "sums", "all")
@@ -411,7 +417,7 @@ def test_without_an_int4_copy_there_are_no_trees(
 ) -> None:
     target = tmp_path / "a.json"
     assert command(monkeypatch, *arguments, "--draft", "none", "--json", target) == 0
-    assert "no trees: no INT4 copy of the experts was held" in capsys.readouterr().err
+    assert "no trees: no INT4 copy of the experts was held" in capsys.readouterr().out
     assert {row["shape"] for row in json.loads(target.read_text())["unique"]} == {"chain"}
 
 
