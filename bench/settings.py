@@ -8,6 +8,7 @@ from speq.config import (
     DEFAULT_READER_THREADS,
     DTYPES,
     MAX_DRAFT_LENGTH,
+    MAX_DRAFT_NODES,
     MAX_READER_THREADS,
     Device,
     Draft,
@@ -256,6 +257,58 @@ class FidelitySettings(Options):
     prompts: Prompts = None
     num_prompts: NumPrompts = 8
     max_tokens: Annotated[int, Option("Tokens of each prompt at most.", Whole(2))] = 256
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageSettings(Options):
+    """tree_nodes, tree_passes and tree_every are of trees, which need an INT4 copy."""
+
+    memory_budget: RecordingBudget
+    prompts: PromptKinds = ()
+    num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 4
+    max_new_tokens: MaxNewTokens = 200
+    chains: Annotated[
+        tuple[int, ...],
+        Option("Consecutive tokens that experts are counted of.", numbers(Whole(1), "1,5")),
+    ] = (1, 2, 3, 5, 9, 17, 33, 64)
+    tree_nodes: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tokens of drafted trees at most; a verification has a row more.",
+            numbers(Whole(1, MAX_DRAFT_NODES), "8,16"),
+        ),
+    ] = (4, 8, 16, 32, 63)
+    tree_passes: Annotated[
+        int | None,
+        Option(
+            "Passes of the INT4 copy that a tree takes; default: half as many as its tokens.",
+            Whole(1, MAX_DRAFT_NODES),
+        ),
+    ] = None
+    tree_every: Annotated[
+        int, Option("Tokens of a text from one place with trees to the next.", Whole(1))
+    ] = 16
+    windows: Annotated[
+        tuple[int, ...],
+        Option("Consecutive tokens that experts are ranked over.", numbers(Whole(1), "5,9")),
+    ] = (1, 5, 9, 17, 64)
+    experts: Annotated[
+        tuple[int, ...],
+        Option(
+            "How many of a layer's experts are kept; default: an eighth of them, two, three, four "
+            "and six eighths.",
+            Several(Whole(1), "whole numbers separated by commas, such as 8,16", optional=True),
+        ),
+    ] = ()
+    counts: Annotated[
+        Path | None,
+        Option("Keep here how often each expert was chosen, for static rankings.", File()),
+    ] = None
+    draft: Draft = "auto"
+    draft_dense: DraftDense = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS

@@ -115,6 +115,12 @@ BENCHES = (
         "Experts the draft chooses beside those of the exact model, by layer and along a draft.",
     ),
     Bench(
+        "coverage",
+        "paper.coverage",
+        declared.CoverageSettings,
+        "Experts that verifications want, what the best of them cover, and which go together.",
+    ),
+    Bench(
         "tpot",
         "runs.tpot",
         declared.TpotSettings,

@@ -62,7 +62,7 @@ TABLE = {
     ),
     "layers": Layer(
         ("speq.layers",),
-        ("leaves", "devices", "kernels", "experts", "layers"),
+        ("leaves", "devices", "kernels", "files", "experts", "layers"),
         never=("transformers",),
     ),
     "models": Layer(("speq.models",), (*BELOW_MODELS, "models")),
