@@ -479,7 +479,7 @@ def test_the_picture_shows_the_rows() -> None:
     assert concentration.data[0]["y"] == pytest.approx([4.5, 4.5])
     for panel, row in ((first, report["layers"][0]), (second, report["layers"][1])):
         (drawn_map,) = panel.data
-        assert drawn_map["y"] == drawn_map["x"] == [f"expert {expert}" for expert in row["order"]]
+        assert drawn_map["y"] == drawn_map["x"] == [str(expert) for expert in row["order"]]
         matrix = {
             (one, other): drawn_map["z"][i][j]
             for i, one in enumerate(row["order"])

@@ -46,6 +46,7 @@ LAYERS = (LAYER, CONCENTRATION, TOGETHER, EXPECTED)
 ALL = "all"
 # Cells of all heat maps; of larger models fewer layers are drawn.
 MOST_CELLS = 1 << 16
+MAP_PX = 560
 
 
 def panels(report: Row) -> list[Panel]:
@@ -183,13 +184,14 @@ def _coactivation(report: Row, layers: list[Row]) -> list[Panel]:
 
 
 def _map(row: Row, tokens: list[float], order: list[int]) -> Panel:
-    names = [f"expert {expert}" for expert in order]
+    names = [str(expert) for expert in order]
     lines: list[list[float | None]] = [
         [_of_pair(one, other, tokens, len(order), row["expected"]) for other in order]
         for one in order
     ]
     table = Table(
-        ("expert", *names), [[name, *line] for name, line in zip(names, lines, strict=True)]
+        ("expert", *(f"with {name}, times" for name in names)),
+        [[name, *line] for name, line in zip(names, lines, strict=True)],
     )
     trace = {
         "z": lines,
@@ -198,7 +200,7 @@ def _map(row: Row, tokens: list[float], order: list[int]) -> Panel:
         "zmin": 0,
         "colorbar": {"title": {"text": "times uniform"}},
     }
-    return heat_map(
+    panel = heat_map(
         "together",
         f"Experts chosen together in layer {row['layer']}",
         "Each cell is how often a token chooses both experts, in times of what uniform choice has, "
@@ -207,7 +209,10 @@ def _map(row: Row, tokens: list[float], order: list[int]) -> Panel:
         ("expert", "expert"),
         table,
         autorange="reversed",
+        type="category",
     )
+    layout = panel.layout | {"xaxis": panel.layout["xaxis"] | {"type": "category"}}
+    return replace(panel, layout=layout, height_px=MAP_PX)
 
 
 def _of_pair(
