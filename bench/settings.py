@@ -1,6 +1,6 @@
 """Settings of every bench. Nothing here needs torch: the command line reads it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +8,7 @@ from speq.config import (
     DEFAULT_READER_THREADS,
     DTYPES,
     MAX_DRAFT_LENGTH,
+    MAX_DRAFT_NODES,
     MAX_READER_THREADS,
     Device,
     Draft,
@@ -256,6 +257,58 @@ class FidelitySettings(Options):
     prompts: Prompts = None
     num_prompts: NumPrompts = 8
     max_tokens: Annotated[int, Option("Tokens of each prompt at most.", Whole(2))] = 256
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageSettings(Options):
+    """tree_nodes, tree_passes and tree_every are of trees, which need an INT4 copy."""
+
+    memory_budget: RecordingBudget
+    prompts: PromptKinds = ()
+    num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 4
+    max_new_tokens: MaxNewTokens = 200
+    chains: Annotated[
+        tuple[int, ...],
+        Option("Consecutive tokens that experts are counted of.", numbers(Whole(1), "1,5")),
+    ] = (1, 2, 3, 5, 9, 17, 33, 64)
+    tree_nodes: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tokens of drafted trees at most; a verification has a row more.",
+            numbers(Whole(1, MAX_DRAFT_NODES), "8,16"),
+        ),
+    ] = (4, 8, 16, 32, 63)
+    tree_passes: Annotated[
+        int | None,
+        Option(
+            "Passes of the INT4 copy that a tree takes; default: half as many as its tokens.",
+            Whole(1, MAX_DRAFT_NODES),
+        ),
+    ] = None
+    tree_every: Annotated[
+        int, Option("Tokens of a text from one place with trees to the next.", Whole(1))
+    ] = 16
+    windows: Annotated[
+        tuple[int, ...],
+        Option("Consecutive tokens that experts are ranked over.", numbers(Whole(1), "5,9")),
+    ] = (1, 5, 9, 17, 64)
+    experts: Annotated[
+        tuple[int, ...],
+        Option(
+            "How many of a layer's experts are kept; default: an eighth of them, two, three, four "
+            "and six eighths.",
+            Several(Whole(1), "whole numbers separated by commas, such as 8,16", optional=True),
+        ),
+    ] = ()
+    counts: Annotated[
+        Path | None,
+        Option("Keep here how often each expert was chosen, for static rankings.", File()),
+    ] = None
+    draft: Draft = "auto"
+    draft_dense: DraftDense = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
@@ -525,6 +578,73 @@ class AblationSettings(Options):
             without=(
                 *("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
                 *("cache_policy", "prefetch"),
+            ),
+        ),
+    ] = field(default_factory=dict)
+
+
+# Of a budget's own options there are as many as a bench compares.
+BUDGET_OPTIONS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSettings(Options):
+    """run: what all runs share."""
+
+    memory_budget: BudgetText
+    experts: Annotated[
+        tuple[int, ...], Option("Experts of a layer, at most.", numbers(Whole(1), "8,12"))
+    ] = (4, 6, 8, 12, 16, 24)
+    floors: Annotated[
+        tuple[float, ...],
+        Option(
+            "Least shares of a layer's routing weight, compared with the router's ranking.",
+            Several(
+                Number(1.0, without_minimum=True),
+                "shares separated by commas, such as 0.01,0.03",
+                optional=True,
+            ),
+        ),
+    ] = (0.01, 0.03)
+    rankings: Annotated[
+        tuple[str, ...],
+        Option("Router, static or oracle.", Several(Choice(("router", "static", "oracle")))),
+    ] = ("router",)
+    policies: Annotated[
+        tuple[str, ...],
+        Option("Substitute or truncate.", Several(Choice(("substitute", "truncate")))),
+    ] = ("substitute",)
+    residents: Annotated[
+        tuple[str, ...],
+        Option(
+            "Whether experts in slots are free, or ranked like all others.",
+            Several(Choice(("free", "ranked"))),
+        ),
+    ] = ("free", "ranked")
+    counts: Annotated[
+        Path | None,
+        Option(
+            "Counts for the static ranking, which `speq bench coverage --counts` writes.",
+            File("a file of counts", readable=True),
+        ),
+    ] = None
+    draft_length: FixedLength = 8
+    prompts: PromptKinds = ()
+    num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 4
+    max_tokens: Annotated[int, Option("Tokens of each text that are read.", Whole(2))] = 128
+    max_new_tokens: Annotated[
+        int, Option("Tokens of each text that is gone on with; 0: none is.", Whole(0))
+    ] = 64
+    reconstruction: Annotated[
+        bool, Option("Also measure how far each layer's output is off, which is slow.", Switch())
+    ] = False
+    run: Annotated[
+        dict[str, Any],
+        Some(
+            RunConfig,
+            without=(
+                *("memory_budget", "draft_length", "tpot_slo_ms", "latency_slo_ms"),
+                *BUDGET_OPTIONS,
             ),
         ),
     ] = field(default_factory=dict)

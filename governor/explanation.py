@@ -9,9 +9,10 @@ from speq.stats import Forecast, StepStats, ratio
 
 @dataclass(slots=True)
 class Choice:
-    """The cycles of one draft length. reason: the last reason given for it."""
+    """The cycles of one draft length. branching: of trees; reason: the last one given for it."""
 
     draft_length: int
+    branching: bool = False
     cycles: int = 0
     tokens: int = 0
     time_s: float = 0.0
@@ -27,7 +28,7 @@ class Choice:
 class Explanation:
     """A run's decisions. Drafts that were stopped do not count for the errors.
 
-    choices           by the length decided on, the shortest first
+    choices           by the length of the draft, the shortest first, and chains before trees
     serial_error      mean size of the error of Eq. 3, relative to the cycle's time
     overlapped_error  the same of the overlapped form
     error             the same of the times that decisions were based on
@@ -43,13 +44,14 @@ class Explanation:
 
 def explain(steps: Iterable[StepStats]) -> Explanation:
     """Sum up the decisions of a run's steps."""
-    choices: dict[int, Choice] = {}
+    choices: dict[tuple[int, bool], Choice] = {}
     forecasts: list[tuple[Forecast, float]] = []
     for step in steps:
         if step.phase != "decode":
             continue
         time_s = step.end_s - step.start_s
-        choice = choices.setdefault(step.draft_length, Choice(step.draft_length))
+        kind = step.draft_length, step.branches > 0
+        choice = choices.setdefault(kind, Choice(*kind))
         choice.cycles += 1
         choice.tokens += step.emitted
         choice.time_s += time_s
@@ -64,7 +66,7 @@ def explain(steps: Iterable[StepStats]) -> Explanation:
         return ratio(math.fsum(sizes), len(forecasts))
 
     return Explanation(
-        [choices[length] for length in sorted(choices)],
+        [choices[kind] for kind in sorted(choices)],
         error(lambda forecast: forecast.serial_s),
         error(lambda forecast: forecast.overlapped_s),
         error(lambda forecast: forecast.cycle_s),

@@ -7,13 +7,13 @@ router would say now. `Primed` is the same with the paper's first phase.
 `speq.registries.PREFETCHERS` has them by name.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from enum import Enum
 from functools import partial
 from operator import itemgetter
 from typing import ClassVar, Protocol
 
-from speq.routing import Route
+from speq.routing import Guess, Route
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.guesses import GuessRecord
 from speq.scheduler.lookahead import LookaheadBuffer
@@ -33,15 +33,49 @@ QUIET_VISITS = 32
 PRIMED_SHARE = 1 / 3
 
 
+class Allowance(Protocol):
+    """Says which experts a verification will be allowed, where it is not all that its rows want."""
+
+    def begin(self) -> None:
+        """Another draft begins."""
+
+    def named(self, layer: int, route: Route, reach: float) -> None:
+        """A drafted token that stands with this chance has this route (T = 1)."""
+
+    def guessed(self, layer: int, guess: Guess, reach: Sequence[float]) -> None:
+        """Tokens that no draft has run will probably want these, and stand with these chances."""
+
+    def worth(self, layer: int, experts: list[int]) -> list[int]:
+        """Those of a layer's experts that are worth a transfer, in the same order."""
+
+
+class AllAllowed:
+    """Whatever rows want: the exact model."""
+
+    def begin(self) -> None:
+        pass
+
+    def named(self, layer: int, route: Route, reach: float) -> None:
+        pass
+
+    def guessed(self, layer: int, guess: Guess, reach: Sequence[float]) -> None:
+        pass
+
+    def worth(self, layer: int, experts: list[int]) -> list[int]:
+        return experts
+
+
 class Prefetcher(Protocol):
     """Serves verifications, and hears of the draft before them.
 
     new_experts  (layer, expert) pairs that the draft under way named so far and that were neither
                  in slots nor on their way when it did: |E_new| of MoE-SpeQ 3.2.2
     foresees     whether it asks exact routes for the experts of the layer behind theirs
+    allowance    which experts are worth a transfer
     """
 
     foresees: ClassVar[bool]
+    allowance: Allowance
     lookahead: LookaheadBuffer
 
     @property
@@ -70,6 +104,7 @@ class OnDemand:
 
     def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
+        self.allowance: Allowance = AllAllowed()
         self._supply = supply
         self._new: set[ExpertKey] = set()
 
@@ -79,12 +114,14 @@ class OnDemand:
 
     def begin(self, draft_length: int, texts: int = 1) -> None:
         self.lookahead.clear(texts)
+        self.allowance.begin()
         self._new.clear()
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
+        self.allowance.named(layer, route, self.lookahead.reach_of(token))
         (experts,) = route.ids
-        self._new |= self._supply.missing(layer, experts)
+        self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
         self._supply.cache.policy.foretell(layer, experts)
 
     def end(self) -> None:
@@ -125,6 +162,7 @@ class ThreePhase:
 
     def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
+        self.allowance: Allowance = AllAllowed()
         self._supply = supply
         self._guesses = GuessRecord()
         # By layer: visits since something was missing, or was guessed to be.
@@ -138,6 +176,7 @@ class ThreePhase:
 
     def begin(self, draft_length: int, texts: int = 1) -> None:
         self.lookahead.clear(texts)
+        self.allowance.begin()
         self._new.clear()
         self._supply.pace.pause()
         self._draft_length = draft_length
@@ -154,11 +193,12 @@ class ThreePhase:
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
+        self.allowance.named(layer, route, self.lookahead.reach_of(token))
         (experts,) = route.ids
         missing = self._supply.missing(layer, experts)
         if not missing and not self._unsettled and self._supply.cache.policy.keeps_all:
             return  # all is there or on its way, and stays
-        self._new |= missing
+        self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
         self._want(token, layer, experts, route.weights[0])
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)
@@ -229,6 +269,8 @@ class ThreePhase:
         guess = route.foresee(unnamed) if unnamed else None
         if guess is None:
             return
+        reach = [self.lookahead.reach_of(token_of(row)) for row in unnamed]
+        self.allowance.guessed(layer, guess, reach)
         guessed: dict[int, float] = {}
         for ids, margins in zip(guess.ids, guess.margins, strict=True):
             for expert, margin in zip(ids, margins, strict=True):
@@ -258,11 +300,8 @@ class ThreePhase:
         for layer in sorted(self._unsettled):
             if room <= 0:
                 return
-            keys = [
-                ExpertKey(layer, expert)
-                for expert, tokens in self._by_want(layer)
-                if tokens >= worth
-            ]
+            wanted = [expert for expert, tokens in self._by_want(layer) if tokens >= worth]
+            keys = [ExpertKey(layer, expert) for expert in self.allowance.worth(layer, wanted)]
             if all(map(self._supply.has, keys)):
                 self._unsettled.remove(layer)
             else:

@@ -1,6 +1,6 @@
 """Keeps the cache of slots and the transfers into them in step."""
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import suppress
 from itertools import islice
 
@@ -104,6 +104,10 @@ class ExpertSupply:
     def has(self, key: ExpertKey) -> bool:
         """Tell whether `key` is in a slot or under way."""
         return key in self.cache or key in self._under_way
+
+    def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of a layer's experts that are in slots or under way."""
+        return [expert for expert in experts if self.has(ExpertKey(layer, expert))]
 
     def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
         """The given experts of a layer that are neither in slots nor under way."""

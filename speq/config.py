@@ -1,12 +1,23 @@
 """Options of a run and of sampling: each is declared here, once, and checked where it enters."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options, build
-from speq.options.kinds import Choice, Number, Several, Size, Switch, Text, Whole
+from speq.options.kinds import (
+    Amount,
+    Choice,
+    File,
+    Number,
+    Several,
+    Size,
+    Switch,
+    Text,
+    Whole,
+)
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -106,6 +117,69 @@ PruneRows = Annotated[
         Choice(("auto", "on", "off")),
     ),
 ]
+ExpertBudget = Annotated[
+    int | float | None,
+    Option(
+        "NOT EXACT: let verifications of drafts ask for so many experts of a layer at most, or for "
+        "such a share of them (50%); experts that lie in slots are free besides.",
+        Amount(),
+    ),
+]
+ExpertFloor = Annotated[
+    float | None,
+    Option(
+        "NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so "
+        "large a share of a layer's routing weight; experts that lie in slots are free.",
+        Number(1.0, without_minimum=True),
+    ),
+]
+ExpertPolicy = Annotated[
+    str,
+    Option(
+        "Under an expert budget, what rows do without the experts that are outside: substitute "
+        "(choose again among those inside) or truncate (do with the rest).",
+        Choice(("substitute", "truncate")),
+    ),
+]
+ExpertRanking = Annotated[
+    str,
+    Option(
+        "Under an expert budget, what experts are ranked by: router (what the rows want) or static "
+        "(expert_counts).",
+        Choice(("router", "static")),
+    ),
+]
+ExpertCountsFile = Annotated[
+    Path | None,
+    Option(
+        "Counts for the static ranking, which `speq bench coverage --counts` writes.",
+        File("a file of counts", readable=True),
+    ),
+]
+ExpertRows = Annotated[
+    str,
+    Option(
+        "Under an expert budget, how drafted tokens count: reach (by the chance that they stand) "
+        "or equal.",
+        Choice(("reach", "equal")),
+    ),
+]
+ExpertResidents = Annotated[
+    str,
+    Option(
+        "Under an expert budget, whether experts that lie in slots are free: free, or ranked like "
+        "all others.",
+        Choice(("free", "ranked")),
+    ),
+]
+ExpertAudit = Annotated[
+    float,
+    Option(
+        "Under an expert budget, the share of verifications that run exactly as well, to tell what "
+        "it costs; their exact tokens are kept.",
+        Number(1.0),
+    ),
+]
 Profile = Annotated[
     str,
     Option(
@@ -152,6 +226,14 @@ class RunConfig(Options):
     draft_length: DraftLength = None
     draft_nodes: DraftNodes = None
     prune_rows: PruneRows = "auto"
+    expert_budget: ExpertBudget = None
+    expert_floor: ExpertFloor = None
+    expert_policy: ExpertPolicy = "substitute"
+    expert_ranking: ExpertRanking = "router"
+    expert_counts: ExpertCountsFile = None
+    expert_rows: ExpertRows = "reach"
+    expert_residents: ExpertResidents = "free"
+    expert_audit: ExpertAudit = 0.05
     cache_policy: Annotated[
         str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))
     ] = "lookahead"
@@ -213,14 +295,26 @@ class RunConfig(Options):
         return by_itself or self.prune_rows == "on"
 
     @property
+    def approximates(self) -> bool:
+        """Whether verifications run within an expert budget: output is not exact."""
+        return self.expert_budget is not None or self.expert_floor is not None
+
+    @property
     def reads_copies(self) -> bool:
         """Whether published experts may be read from a packed copy in the cache folder."""
         return self.packed_copy == "auto" and self.codec == "auto"
 
     def check_together(self) -> None:
-        """Raise SpeqError for objectives where there is nothing to choose by them, and for trees
-        of a drafter that makes none.
+        """Raise SpeqError for objectives where there is nothing to choose by them, for trees of a
+        drafter that makes none, for parts of an expert budget without the rest, and for a budget
+        that texts would share: what is left out of one would depend on the others.
         """
+        self._check_budget()
+        if self.approximates and self.max_batch > 1:
+            raise SpeqError(
+                f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
+                "for one text at a time, so leave one of the two out"
+            )
         if self.draft_nodes is not None and self.drafter not in ("auto", "int4"):
             raise SpeqError(
                 f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "
@@ -232,6 +326,27 @@ class RunConfig(Options):
                     f"{name} is given and draft_length is {self.draft_length}; objectives are kept "
                     "to by choosing the draft length, which then must be auto"
                 )
+
+    def _check_budget(self) -> None:
+        if not self.approximates:
+            for each in fields(self):
+                apart = each.name.startswith("expert_")
+                if apart and getattr(self, each.name) != each.default:
+                    raise SpeqError(
+                        f"{each.name} is given without an expert budget; give expert_budget or "
+                        "expert_floor too, with which output is not exact"
+                    )
+            return
+        if self.draft_length == 0:
+            raise SpeqError(
+                "an expert budget bounds what verifications of drafts ask for, and draft_length is "
+                "0; leave one of the two out"
+            )
+        if (self.expert_ranking == "static") != (self.expert_counts is not None):
+            raise SpeqError(
+                f"expert_ranking is {self.expert_ranking} and expert_counts is "
+                f"{self.expert_counts}; static takes a file of counts, and router none"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
+from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.layers.int4_matrix import Int4Matrix
 from speq.machine import default_host_bytes
 from speq.models import moe_model
@@ -76,6 +77,7 @@ class Loaded:
     graphs_on  the device that passes are recorded on; None: they are not
     governors  of batches; they outlive arenas that are laid out anew, with what it has learnt
     copy      the packed copy of published experts that this run writes
+    limits    of the experts of verifications; None: they are exact
     """
 
     config: RunConfig
@@ -90,6 +92,7 @@ class Loaded:
     graphs_on: Accelerator | None
     governors: Governors
     copy: PackedCopy | None = None
+    limits: BudgetRules | None = None
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
@@ -130,6 +133,8 @@ def load(
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
     agree(opened.store, config)
+    experts = opened.shape.experts
+    limits = rules_of(config, len(experts.layers), experts.num_experts, opened.shape.top_k)
     profile = profiles.wanted(config.profile, opened, device.torch.type, config.memory_budget)
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
@@ -182,6 +187,9 @@ def load(
     loaded = Loaded(
         config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governors
     )
+    loaded.limits = limits
+    if limits is not None and not settled.holding.drafts:
+        logger.warning("nothing drafts, so that the expert budget bounds nothing: output is exact")
     if copied is not None and settled.memory.slots < subject.count:
         loaded.copy = copied
         copied.begin()

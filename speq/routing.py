@@ -29,6 +29,7 @@ class Route:
     """topk_ids [T, K] int64, topk_weights [T, K], router_logits [T, E] where they were seen.
 
     live       rows whose experts are asked for, ascending; None: all. Others are given up
+    left_out   experts that are not asked for, whoever chose them
     following  what the next MoE layer's router says of some of the rows, as they are when they
                enter this layer's experts. Hidden states change little from layer to layer. None in
                the last layer.
@@ -42,6 +43,7 @@ class Route:
     router_logits: Tensor | None = None
     following: Following | None = None
     live: tuple[int, ...] | None = None
+    left_out: frozenset[int] = frozenset()
     _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _host_weights: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
@@ -99,6 +101,16 @@ class Route:
             route._ids = [ids]
             made.append(route)
         return made
+
+    def instead(self, topk_ids: Tensor, topk_weights: Tensor) -> "Route":
+        """The same rows with other experts, [T, K] in host memory."""
+        device, dtype = self.topk_ids.device, self.topk_weights.dtype
+        weights = topk_weights.to(dtype)
+        route = Route(
+            topk_ids.to(device), weights.to(device), self.router_logits, self.following, self.live
+        )
+        route.was_read(topk_ids, weights, self._guess)
+        return route
 
     def foresee(self, rows: list[int]) -> Guess | None:
         """What these rows probably want of the next layer; None in the last layer."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speq.config import RunConfig
+from speq.decode.approximation import Approximation
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
@@ -28,6 +29,7 @@ from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
 from speq.governor.holding import Holding
 from speq.layers.draft_experts import DraftExperts
+from speq.layers.expert_budget import LayerBudgets
 from speq.load import CONTEXT_STEP, Loaded, check_context
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -238,16 +240,25 @@ class Runtime:
             drafters = [self._drafter(cache, sampler, confidence) for cache in caches]
             governors = loaded.governors
         transfer, timed = self._transfer(slots)
+        budget = None
+        if loaded.limits is not None:
+            budget = LayerBudgets(loaded.limits, self.model.gates)
         offload = offload_over(
             slots,
             loaded.opened.store.codec.experts(slots, loaded.arena),
             transfer,
             MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
-            Scheduling(self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows),
+            Scheduling(
+                self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows, budget
+            ),
             loaded.device,
             self.recorder,
             timed,
         )
+        approximation = None
+        if offload.budget is not None:
+            share = self.config.expert_audit
+            approximation = Approximation(offload.budget, share, self.recorder.timed)
         return Engine(
             model=self.model,
             caches=caches,
@@ -259,6 +270,7 @@ class Runtime:
             chunk=plan.chunk,
             sampler=sampler,
             confidence=confidence,
+            approximation=approximation,
         )
 
     def _drafter(self, cache: KVCache, sampler: Sampler, confidence: Confidence) -> Drafter:

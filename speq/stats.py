@@ -3,6 +3,7 @@
 The governor, the command line and the benchmarks read these records and nothing else.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -86,6 +87,74 @@ class DraftStats:
 
 
 @dataclass(slots=True)
+class ApproximationStats:
+    """What an expert budget kept of the exact model, in one verification or in several.
+
+    verifications    within the budget
+    natural, served  distinct (layer, expert) pairs that rows wanted, and those that they were given
+    wanted, kept     routing weight of the experts that accepted rows wanted, and of those of them
+                     that were served
+    audited          tokens of verifications that ran exactly as well; differing: those that would
+                     have been others within the budget
+    nats             the exact model's log-probability of these tokens less that within the budget,
+                     summed; nats_squared: of its squares
+    """
+
+    verifications: int = 0
+    natural: int = 0
+    served: int = 0
+    wanted: float = 0.0
+    kept: float = 0.0
+    audited: int = 0
+    differing: int = 0
+    nats: float = 0.0
+    nats_squared: float = 0.0
+
+    def add(self, other: "ApproximationStats") -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def summary(self) -> dict[str, Any]:
+        """BUDGET_FIGURES by name; None where nothing was audited."""
+        audited, differing = self.audited, self.differing
+        return {
+            "verifications": self.verifications,
+            "natural": self.natural,
+            "served": self.served,
+            "dropped_share": ratio(self.wanted - self.kept, self.wanted),
+            "audited": audited,
+            "differing": differing,
+            "differing_share": ratio(differing, audited),
+            "differing_interval": list(wilson(differing, audited)) if audited else None,
+            "nats": ratio(self.nats, audited),
+            "nats_interval": list(mean_interval(self.nats, self.nats_squared, audited))
+            if audited > 1
+            else None,
+        }
+
+
+# Standard errors to either side of a figure, within which it lies 95 times of 100.
+Z = 1.96
+
+
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was `hits` of `trials`, at least one."""
+    share, z2 = hits / trials, Z * Z
+    middle = share + z2 / (2 * trials)
+    half = Z * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials * trials))
+    scale = 1 + z2 / trials
+    return max(middle - half, 0.0) / scale, min((middle + half) / scale, 1.0)
+
+
+def mean_interval(total: float, squares: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a mean, by a sum and the sum of squares of `count` values, 2 or more."""
+    mean = total / count
+    variance = max(squares - total * mean, 0.0) / (count - 1)
+    half = Z * math.sqrt(variance / count)
+    return mean - half, mean + half
+
+
+@dataclass(slots=True)
 class StepStats:
     """One step: a prefill, or one round of draft, verification and acceptance.
 
@@ -111,6 +180,8 @@ class StepStats:
     named, choices expert choices of the exact model that the draft's recorded route had named, of
                    those for which it had recorded a route (token by token)
     ground, reason, forecast  of the decision for this draft length, as far as there was one
+    select_s       in the choice of experts within a budget; audit_s: in audits of it
+    approximation  what the budget kept; None: the verification was exact
     """
 
     phase: str
@@ -143,11 +214,14 @@ class StepStats:
     exposed_s: float = 0.0
     stall_s: float = 0.0
     late_s: float = 0.0
+    select_s: float = 0.0
+    audit_s: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
     ground: str = ""
     reason: str = ""
     forecast: Forecast | None = None
+    approximation: ApproximationStats | None = None
     events: list[Event] = field(default_factory=list)
     by_layer: dict[int, LayerStats] = field(default_factory=dict)
 
@@ -199,7 +273,10 @@ Timed = Callable[[str, int], AbstractContextManager[None]]
 # Events kept, the last ones: about 160 bytes each, so that they stay a small part of a process.
 MAX_EVENTS = 50_000
 # Kinds of events whose durations add up in a field of the step's record.
-TIMED = {"draft": "draft_s", "verify": "verify_s", "transfer": "transfer_s", "stall": "stall_s"}
+TIMED = {
+    **{"draft": "draft_s", "verify": "verify_s", "transfer": "transfer_s", "stall": "stall_s"},
+    **{"select": "select_s", "audit": "audit_s"},
+}
 
 
 class Recorder:
@@ -344,6 +421,9 @@ FIGURES = {
     "prefill_read_bytes": "`read_bytes` of the prompt",
     "prefill_stall_s": "`stall_s` of the prompt",
     "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
+    "select_s": "time in the choice of experts within an expert budget",
+    "audit_s": "time in audits of it, part of `verify_s`",
+    "budget": "what an expert budget cost, see below; null where the run was exact",
     "layers": "figures of each MoE layer while decoding, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
     "`kv_cache`, `read_buffers`, `graphs` (where passes are recorded), `workspace`, `slots`, "
@@ -355,6 +435,20 @@ FIGURES = {
     "codec": "how experts lay in slots: the name of the codec",
     "dense": "how weights outside the experts were held: raw, lossless or residual",
     "planned": "the planner's reason for codec and draft, if there was something to weigh",
+}
+BUDGET_FIGURES = {
+    "verifications": "verifications within the budget",
+    "natural": "distinct (layer, expert) pairs that their rows wanted",
+    "served": "distinct pairs that they were given",
+    "dropped_share": "routing weight of accepted tokens' own experts that were not served, over "
+    "all of theirs",
+    "audited": "tokens of verifications that ran exactly as well",
+    "differing": "of these, tokens that would have been others within the budget",
+    "differing_share": "`differing` over `audited`",
+    "differing_interval": "its 95 % interval (Wilson), from and to",
+    "nats": "mean over audited tokens: the exact model's log-probability of its token less that "
+    "within the budget. Both have the same entries of earlier tokens, budgeted ones included",
+    "nats_interval": "its 95 % interval, from and to",
 }
 LAYER_FIGURES = {
     "layer": "the layer's number among the MoE layers, from 0",
@@ -429,6 +523,14 @@ class RunStats:
         """The sum of a figure of `StepStats` over the steps of a phase."""
         return sum(getattr(step, name) for step in self.steps if step.phase == phase)
 
+    def budget(self) -> dict[str, Any] | None:
+        """BUDGET_FIGURES by name; None for an exact run."""
+        whole = ApproximationStats()
+        for step in self.steps:
+            if step.approximation is not None:
+                whole.add(step.approximation)
+        return whole.summary() if whole.verifications else None
+
     def summary(self) -> dict[str, Any]:
         """FIGURES by name; None where a figure does not exist for this run."""
         decode, total = self.decode, self.total
@@ -469,6 +571,9 @@ class RunStats:
             "prefill_read_bytes": total("read_bytes", "prefill"),
             "prefill_stall_s": float(total("stall_s", "prefill")),
             "prefill_hit_rate": ratio(total("hits", "prefill"), total("requests", "prefill")),
+            "select_s": float(total("select_s")),
+            "audit_s": float(total("audit_s")),
+            "budget": self.budget(),
             "layers": [
                 {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
             ],

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from speq.stats import FIGURES, LAYER_FIGURES
+from speq.stats import BUDGET_FIGURES, FIGURES, LAYER_FIGURES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -43,6 +43,12 @@ end in their unit: `_ms`, `_s`, `_bytes`.
 `layers` has one entry for each MoE layer. The sums are over the decode steps.
 
 {layers}
+
+## Expert budgets
+
+`budget` is there for runs with `--expert-budget` or `--expert-floor`, which are not exact.
+
+{budget}
 
 ## Tables and timelines
 
@@ -98,7 +104,9 @@ def pages() -> dict[str, str]:
     """Text of every generated page, by file name."""
     return {
         "files.md": files(),
-        "statistics.md": STATISTICS.format(figures=table(FIGURES), layers=table(LAYER_FIGURES)),
+        "statistics.md": STATISTICS.format(
+            figures=table(FIGURES), layers=table(LAYER_FIGURES), budget=table(BUDGET_FIGURES)
+        ),
     }
 
 

@@ -9,6 +9,7 @@ down or speeds up meanwhile favours none of them. Each run goes on from a warm o
 does not count, but for `auto`, whose calibration is part of what is measured.
 """
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -149,7 +150,7 @@ def measure(
         "forecast_error": explained.error,
         "serial_error": explained.serial_error,
         "overlapped_error": explained.overlapped_error,
-        "cycles": {str(choice.draft_length): choice.cycles for choice in explained.choices},
+        "cycles": dict(Counter(str(step.draft_length) for step in steps)),
         "last_reason": steps[-1].reason,
         "planned": runs[-1].planned,
     }

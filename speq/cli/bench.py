@@ -115,6 +115,12 @@ BENCHES = (
         "Experts the draft chooses beside those of the exact model, by layer and along a draft.",
     ),
     Bench(
+        "coverage",
+        "paper.coverage",
+        declared.CoverageSettings,
+        "Experts that verifications want, what the best of them cover, and which go together.",
+    ),
+    Bench(
         "tpot",
         "runs.tpot",
         declared.TpotSettings,
@@ -176,6 +182,12 @@ BENCHES = (
         declared.MemorySettings,
         "Memory of a draft and its target as they share more, after MoE-SpeQ's Table 2.",
         subject=("folders", Folders),
+    ),
+    Bench(
+        "budget",
+        "paper.expert_budget",
+        declared.BudgetSettings,
+        "Expert budgets: what they save, and how far the model within them is from the exact one.",
     ),
     Bench(
         "ablation",

@@ -14,6 +14,7 @@ from speq.cli.live import Live, check_live, live_view
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import SpeqError
+from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
 from speq.units import format_bytes
@@ -188,6 +189,8 @@ class Talk:
             self.stats = finished
             if not self.quiet:
                 tell(figures(finished))
+            if finished["budget"] is not None:
+                tell(approximate(finished["budget"]))
 
 
 def figures(stats: dict[str, Any]) -> str:

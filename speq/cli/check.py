@@ -1,6 +1,6 @@
 """`speq check`: is our exact path the published model, on this machine, for this checkpoint?"""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated
 
 import typer
@@ -10,8 +10,9 @@ from speq.cli.options import Output
 from speq.config import Model, RunConfig
 from speq.measure.settings import CheckSettings
 
-# Texts are given, so that nothing is drafted.
-UNUSED = ("draft_length", "drafter", "profile", "tpot_slo_ms", "latency_slo_ms")
+# Texts are given, so that nothing is drafted, and it is the exact path that is checked.
+BUDGETS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
+UNUSED = ("draft_length", "drafter", "profile", "tpot_slo_ms", "latency_slo_ms", *BUDGETS)
 
 
 def check(

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from speq.cli import options as opt
 from speq.cli.live import Live, check_live, live_view
-from speq.cli.run_report import print_explanation, print_layers, print_summary
+from speq.cli.run_report import (
+    print_approximation,
+    print_explanation,
+    print_layers,
+    print_summary,
+)
 from speq.config import Model, RunConfig, SamplingParams
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
@@ -81,6 +86,7 @@ def generate(
             output.write(answer)
             if shown and not output.quiet:
                 print_summary(answer["stats"])
+            print_approximation(answer["stats"])
             done = generator.last_run
             assert done is not None, "a run has ended"
             if settings.stats:

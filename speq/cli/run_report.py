@@ -6,7 +6,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from speq.governor.explanation import Explanation
+from speq.governor.explanation import Choice, Explanation
+from speq.measure.approximation import approximate
 from speq.measure.console import console
 from speq.units import format_bytes
 
@@ -37,6 +38,8 @@ SUMMARY: tuple[tuple[str, str, Show], ...] = (
     ("moved per token", "moved_bytes_per_token", format_bytes),
     ("stall", "stall_s", number("{:.2f} s")),
 )
+# Of runs whose drafts branch.
+OF_TREES = (("branches, mean", "branches_mean"), ("given up, mean", "given_up_mean"))
 # Of every layer and of the whole run, by column title.
 LAYER: dict[str, tuple[str, Show]] = {
     "asked\nfor": ("requests", str),
@@ -56,12 +59,20 @@ def _shown(value: Any, show: Show) -> str:
     return "-" if value is None else show(value)
 
 
+def print_approximation(stats: dict[str, Any]) -> None:
+    """Say what an expert budget cost, if there was one; also where little else is said."""
+    if stats["budget"] is not None:
+        console(stderr=True).print(approximate(stats["budget"]), highlight=False)
+
+
 def print_summary(stats: dict[str, Any]) -> None:
     """A short table of a run's figures."""
     memory = stats["memory"]
     table = Table(show_header=False)
     for title, name, show in SUMMARY:
         table.add_row(title, _shown(stats[name], show))
+    for title, name in OF_TREES if stats["branches_mean"] else ():
+        table.add_row(title, _shown(stats[name], number("{:.2f}")))
     experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
     held = format_bytes(memory["non_expert_weights"])
@@ -90,6 +101,11 @@ def print_layers(stats: dict[str, Any]) -> None:
     )
 
 
+def drafts_of(choice: Choice) -> str:
+    """Their length, and whether they branch."""
+    return f"{choice.draft_length}, trees" if choice.branching else str(choice.draft_length)
+
+
 def print_explanation(explanation: Explanation, planned: str | None) -> None:
     """Which draft lengths a run chose, on what grounds, and how well their times were known.
 
@@ -101,15 +117,13 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
     for choice in explanation.choices:
         grounds = ", ".join(f"{ground} {count}" for ground, count in choice.grounds.items())
         token_ms = _shown(choice.token_s, milliseconds)
-        table.add_row(
-            str(choice.draft_length), str(choice.cycles), str(choice.tokens), token_ms, grounds
-        )
+        table.add_row(drafts_of(choice), str(choice.cycles), str(choice.tokens), token_ms, grounds)
     shown = console(stderr=True)
     if planned is not None:
         shown.print(f"planned: {planned}", highlight=False)
     shown.print(table)
     for choice in explanation.choices:
-        shown.print(f"k={choice.draft_length}, at last: {choice.reason}", highlight=False)
+        shown.print(f"k={drafts_of(choice)}, at last: {choice.reason}", highlight=False)
     if explanation.error is not None:
         share = number("{:.1%}")
         shown.print(

@@ -17,6 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from speq.decode.accept import accept
+from speq.decode.approximation import Approximation
 from speq.decode.drafter import DraftBounds, Drafter, GoOn, PlainDecoding
 from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.offload import Offload
@@ -62,6 +63,8 @@ class Engine:
     sampler     chooses tokens where the model computes
     confidence  how likely drafted tokens are to stand
     prices      what missing experts and tokens cost
+    approximation  runs verifications within an expert budget; None: they are exact. Only of single
+             texts
     turns       of the last step, text by text
     """
 
@@ -76,6 +79,7 @@ class Engine:
     sampler: Sampler = field(default_factory=HostSampler)
     confidence: Confidence = field(default_factory=Confidence)
     prices: Prices = field(default_factory=Prices)
+    approximation: Approximation | None = None
     turns: list[Turn] = field(default_factory=list, init=False)
 
     def start(
@@ -167,12 +171,18 @@ class Engine:
             scored = self._score_turns(self.turns)
             for turn, each in zip(self.turns, scored, strict=True):
                 self._accept(turn, each)
+        if self.approximation is not None:
+            (turn,) = self.turns
+            stats.approximation = self.approximation.report(
+                turn.draft, scored[0], turn.outcome, turn.sequence, self.sampler
+            )
         emitted = self.commit(self.turns, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
         finished = self.recorder.finish()
-        governor.observe(finished)
-        self.prices.observe(finished)
+        if not finished.audit_s:  # which took twice as long
+            governor.observe(finished)
+            self.prices.observe(finished)
         return emitted
 
     def _turn(self, sequence: Sequence, decision: Decision, texts: int) -> Turn:
@@ -232,19 +242,21 @@ class Engine:
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score a pending token behind the first cache, and a draft, with the exact experts."""
-        with self._weighing([draft]):
-            return self.verification.score(pending_id, draft)
+        (scored,) = self._scored([draft], lambda: [self.verification.score(pending_id, draft)])
+        return scored
 
     def _score_turns(self, turns: list[Turn]) -> list[Scored]:
         """Score the pending tokens and drafts of all texts with the exact experts, in one pass.
         Nodes that are not `live` behind it were given up.
         """
         drafts = [turn.draft for turn in turns]
-        with self._weighing(drafts):
+
+        def score() -> list[Scored]:
             if len(turns) == 1 and turns[0].sequence.row == 0:
-                scored = [self.verification.score(turns[0].sequence.pending_id, drafts[0])]
-            else:
-                scored = self.verification.score_texts([turn.tokens for turn in turns])
+                return [self.verification.score(turns[0].sequence.pending_id, drafts[0])]
+            return self.verification.score_texts([turn.tokens for turn in turns])
+
+        scored = self._scored(drafts, score)
         live = self.offload.rows.live
         for turn, first in zip(turns, place(drafts), strict=True):
             turn.first = first
@@ -252,16 +264,22 @@ class Engine:
             turn.live = [row - first for row in live if first <= row < last]
         return scored
 
-    @contextmanager
-    def _weighing(self, drafts: list[Draft]) -> Iterator[None]:
-        """A verification of drafts, side by side, of which rows may be given up."""
+    def _scored(self, drafts: list[Draft], score: Callable[[], list[Scored]]) -> list[Scored]:
+        """Verify drafts side by side. score: does so, with rows that may be given up."""
         rows, prices = self.offload.rows, self.prices
         self.lookahead.scored([draft.nodes for draft in drafts])
         probability = self.confidence.probability
-        rows.begin(stakes_of(drafts, probability, prices.expert_s, prices.token_s))
+        stakes = stakes_of(drafts, probability, prices.expert_s, prices.token_s)
+
+        def begun() -> list[Scored]:
+            rows.begin(stakes)
+            return score()
+
         try:
             with self.mending():
-                yield
+                if self.approximation is None:
+                    return begun()
+                return [self.approximation.score(lambda: begun()[0], stakes.reach)]
         finally:
             rows.end()
 

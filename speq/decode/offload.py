@@ -9,6 +9,7 @@ from speq.devices.device import Accelerator, Processor
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
+from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.offloaded_experts import ExpertBank
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
@@ -34,6 +35,7 @@ class Offload:
     target, prefetcher  the bank of verifications, and what serves it
     reader, stream      the bank that reads prompts, and what serves that
     rows                which rows of a verification are given up
+    budget              which experts a verification may ask for; None: all
     """
 
     target: ExpertBank
@@ -43,6 +45,7 @@ class Offload:
     supply: ExpertSupply
     slots: Tensor
     rows: LiveRows
+    budget: ExpertBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,13 @@ class Scheduling:
     """How slots are filled and emptied, by name.
 
     prune_rows  whether rows are given up whose experts cost more than they are worth
+    budget      of the layers of a verification; None: it is exact
     """
 
     cache_policy: str
     prefetch: str
     prune_rows: bool = False
+    budget: LayerBudgets | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +91,39 @@ def offload_over(
     )
     row_policy = WorthTheirExperts(sizes.num_layers) if scheduling.prune_rows else None
     rows = LiveRows(supply, prefetcher.lookahead, row_policy)
+    budget = None
+    if scheduling.budget is not None:
+        rules, gates = scheduling.budget
+        budget = ExpertBudget(rules, gates, supply, timed)
+        prefetcher.allowance = PredictedBudget(rules, gates, sizes.num_experts)
 
-    def observe(layer: int, route: Route) -> None:
+    def verified(layer: int, route: Route) -> Route:
+        if budget is not None:
+            route = budget.serve(layer, route, rows.live)
         rows.observe(layer, route)
         prefetcher.observe(layer, route)
+        return route
 
     history = RouteHistory(sizes.num_layers, sizes.num_experts)
     stream = LayerStream(supply, history, sizes.num_layers)
 
-    def bank(server: ExpertServer, on_route: Callable[[int, Route], None]) -> ExactExperts:
+    def read(layer: int, route: Route) -> Route:
+        stream.observe(layer, route)
+        return route
+
+    def bank(server: ExpertServer, on_route: Callable[[int, Route], Route]) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
         return ExactExperts(server, experts, table, routes, sizes.activation, timed, on_route)
 
     return Offload(
-        target=bank(prefetcher, observe),
+        target=bank(prefetcher, verified),
         prefetcher=prefetcher,
-        reader=bank(stream, stream.observe),
+        reader=bank(stream, read),
         stream=stream,
         supply=supply,
         slots=slots,
         rows=rows,
+        budget=budget,
     )
 
 

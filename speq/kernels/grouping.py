@@ -31,7 +31,7 @@ class Grouping:
     """The routes of T rows to K experts each, in one layer.
 
     topk_ids  [T, K] int64 on the device
-    experts   those of the routes, of rows that are not given up, in ascending order
+    experts   those of the routes that are asked for, in ascending order
     spans     of each expert, where its columns of `index` begin and end
     index     [2, T * K] int64 on the device: rows, and places of the flattened routes. The columns
               of an expert are side by side, in the order of the rows. None where rows are so few
@@ -45,19 +45,26 @@ class Grouping:
 
     @classmethod
     def of(
-        cls, topk_ids: Tensor, host_ids: Tensor, live: tuple[int, ...] | None = None
+        cls,
+        topk_ids: Tensor,
+        host_ids: Tensor,
+        live: tuple[int, ...] | None = None,
+        left_out: frozenset[int] = frozenset(),
     ) -> "Grouping":
         """host_ids  [T, K] int64: a copy of topk_ids in host memory
         live      rows that are not given up; None: all
+        left_out  experts that no row has
         """
         rows, top_k = topk_ids.shape
         if rows <= most_fused_rows(library.kernels_for(topk_ids), top_k):
             asked = host_ids if live is None else host_ids[[*live]]
-            return cls(topk_ids, sorted(set(asked.flatten().tolist())), {}, None)
+            return cls(topk_ids, sorted(set(asked.flatten().tolist()) - left_out), {}, None)
         ids = host_ids.numpy().reshape(-1)
         places = ids.argsort(kind="stable")
         if live is not None:
             places = places[np.isin(places // top_k, live)]
+        if left_out:
+            places = places[~np.isin(ids[places], [*left_out])]
         experts, starts = np.unique(ids[places], return_index=True)
         ends = [*starts[1:].tolist(), len(places)]
         spans = zip(starts.tolist(), ends, strict=True)

@@ -36,7 +36,8 @@ class ExactExperts:
     slot_table  their slots, filled anew for each wave
     routes      brings routes to the host
     timed       times a layer's experts
-    on_route    told each layer's exact route; it may give up rows
+    on_route    told each layer's exact route; returns the one that is served, which may give up
+                rows, or have other experts under an expert budget
     """
 
     drafts: ClassVar[bool] = False
@@ -49,7 +50,7 @@ class ExactExperts:
         routes: RouteReader,
         activation: str,
         timed: Timed,
-        on_route: Callable[[int, Route], None],
+        on_route: Callable[[int, Route], Route],
     ) -> None:
         self._server = server
         self.experts = experts
@@ -61,12 +62,22 @@ class ExactExperts:
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self._routes.read(route, self._server.foresees)
-        self._on_route(layer, route)
+        route = self._on_route(layer, route)
+        outputs = self.outputs(layer, hidden_states, route)
+        return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)
+
+    def outputs(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        """[T, K, H]: what each expert of a route that was read makes of its row, unweighted; 0 for
+        those that are not asked for.
+        """
         # Rows that were given up come out as some of their experts have it, or as nothing: others
         # look past them, which takes numbers.
-        made = hidden_states.new_empty if route.live is None else hidden_states.new_zeros
+        whole = route.live is None and not route.left_out
+        made = hidden_states.new_empty if whole else hidden_states.new_zeros
         outputs = made(*route.topk_ids.shape, hidden_states.shape[1])
-        grouping = Grouping.of(route.topk_ids, route.host_ids, route.live)
+        grouping = Grouping.of(route.topk_ids, route.host_ids, route.live, route.left_out)
+        if not grouping.experts:
+            return outputs
         waves = self._server.serve(layer, grouping.experts)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._timed("layer", layer):
@@ -80,4 +91,4 @@ class ExactExperts:
                     self._activation,
                     outputs,
                 )
-        return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)
+        return outputs

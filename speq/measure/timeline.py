@@ -28,7 +28,10 @@ LANES = {
     GOVERNOR: "governor",
 }
 # The prompt is run by the exact model, as what is verified.
-LANE_OF = {"draft": DRAFT, "verify": VERIFY, "prefill": VERIFY, "layer": LAYERS, "stall": STALLS}
+LANE_OF = {
+    **{"draft": DRAFT, "verify": VERIFY, "prefill": VERIFY, "audit": VERIFY},
+    **{"layer": LAYERS, "select": LAYERS, "stall": STALLS},
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,17 @@ from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
+from speq.layers.gates import (
+    Gate,
+    GateOf,
+    corrected_gate,
+    dividing_gate,
+    ernie_gate,
+    minimax_gate,
+    scaled_gate,
+    softmax_gate,
+    sparse_mixer,
+)
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models.attention import AttentionShape, cached_heads, cached_latents
 
@@ -24,10 +35,12 @@ class MoEBlock(NamedTuple):
     """A block of a loaded model that has routed experts.
 
     beside  what the router is given beside hidden states
+    gate    how it chooses
     """
 
     experts: OffloadedExperts
     router: nn.Module
+    gate: Gate
     beside: tuple[Tensor, ...] = ()
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -81,6 +94,7 @@ class Family:
     experts_class class of a block's experts, which ours replaces
     names         of experts and routers on disk; the first ones are attributes of the model too
     router_inputs   attributes of the block that its router is given beside hidden states
+    gate          how its routers choose
     num_experts, expert_width   attributes of the config
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
@@ -95,6 +109,7 @@ class Family:
     experts_class: str
     names: ExpertNames = USUAL_NAMES
     router_inputs: tuple[str, ...] = ()
+    gate: GateOf = softmax_gate
     num_experts: str = "num_experts"
     expert_width: str = "moe_intermediate_size"
     window: bool = False
@@ -141,7 +156,9 @@ class Family:
             experts = getattr(block, self.names.experts, None)
             if isinstance(experts, OffloadedExperts):
                 beside = tuple(getattr(block, name) for name in self.router_inputs)
-                blocks[index] = MoEBlock(experts, getattr(block, self.names.routers[0]), beside)
+                router = getattr(block, self.names.routers[0])
+                gate = self.gate(router, beside)
+                blocks[index] = MoEBlock(experts, router, gate, beside)
         return blocks
 
     def routers(self, model: nn.Module) -> list[nn.Module]:
@@ -168,6 +185,7 @@ FAMILIES = {
             "mixtral",
             "MixtralExperts",
             names=MIXTRAL_NAMES,
+            gate=dividing_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
@@ -176,6 +194,7 @@ FAMILIES = {
             "phimoe",
             "PhimoeExperts",
             names=PHIMOE_NAMES,
+            gate=sparse_mixer,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
@@ -184,14 +203,22 @@ FAMILIES = {
         Family(
             "deepseek_v2",
             "DeepseekV2Experts",
+            gate=scaled_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_deepseek_v2,
         ),
-        Family("glm4_moe", "Glm4MoeExperts", num_experts="n_routed_experts", check=check_pairs),
+        Family(
+            "glm4_moe",
+            "Glm4MoeExperts",
+            gate=corrected_gate,
+            num_experts="n_routed_experts",
+            check=check_pairs,
+        ),
         Family(
             "glm4_moe_lite",
             "Glm4MoeLiteExperts",
+            gate=corrected_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
@@ -199,6 +226,7 @@ FAMILIES = {
         Family(
             "deepseek_v3",
             "DeepseekV3Experts",
+            gate=corrected_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
@@ -206,23 +234,37 @@ FAMILIES = {
         Family(
             "dots1",
             "Dots1Experts",
+            gate=corrected_gate,
             num_experts="n_routed_experts",
             typed_masks=True,
             check=check_pairs,
         ),
-        Family("solar_open", "SolarOpenExperts", num_experts="n_routed_experts", check=check_pairs),
+        Family(
+            "solar_open",
+            "SolarOpenExperts",
+            gate=corrected_gate,
+            num_experts="n_routed_experts",
+            check=check_pairs,
+        ),
         Family(
             "minimax_m2",
             "MiniMaxM2Experts",
             names=MIXTRAL_NAMES,
             router_inputs=("e_score_correction_bias",),
+            gate=minimax_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
         ),
-        Family("ernie4_5_moe", "Ernie4_5_MoeExperts", num_experts="moe_num_experts"),
+        Family(
+            "ernie4_5_moe",
+            "Ernie4_5_MoeExperts",
+            gate=ernie_gate,
+            num_experts="moe_num_experts",
+        ),
         Family(
             "hunyuan_v1_moe",
             "HunYuanMoEV1Experts",
+            gate=dividing_gate,
             names=HUNYUAN_NAMES,
             expert_width="intermediate_size",
         ),

@@ -69,6 +69,7 @@ class MoEModel:
         for layer, (block, next_logits) in enumerate(zip(blocks, foreseen, strict=True)):
             block.experts.attach(layer, self._switch, block.router, next_logits)
         self.num_moe_layers = len(blocks)
+        self.gates = [block.gate for block in blocks]
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:

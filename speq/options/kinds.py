@@ -240,6 +240,46 @@ class Number(Kind):
 
 
 @dataclass(frozen=True, slots=True)
+class Amount(Kind):
+    """A number of things, or a share of all there are, such as "50%": held as a float up to 1."""
+
+    minimum: int = 1
+
+    @property
+    def metavar(self) -> str:
+        return "N|SHARE%"
+
+    @property
+    def accepts(self) -> str:
+        return "int | str"
+
+    def check(self, name: str, value: Any) -> int | float:
+        if isinstance(value, float) and 0 < value <= 1:
+            return value
+        if isinstance(value, str):
+            number = value.removesuffix("%").strip()
+            if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", number):
+                raise SpeqError(f"{name} is {value[:40]!r}; {self._wanted}")
+            if value.endswith("%"):
+                if not 0 < float(number) <= 100:
+                    raise SpeqError(f"{name} is {value[:40]!r}; {self._wanted}")
+                return float(number) / 100
+            if "." in number:
+                raise SpeqError(f"{name} is {value[:40]!r}; {self._wanted}")
+            value = int(number)
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.minimum:
+            raise SpeqError(f"{name} is {value!r}; {self._wanted}")
+        return value
+
+    @property
+    def _wanted(self) -> str:
+        return f"it must be a whole number from {self.minimum}, or a share such as 50%"
+
+    def text(self, value: Any) -> Any:
+        return f"{value * 100:.12g}%" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Size(Kind):
     """Bytes, such as "8GiB". kept: the text is what the option holds, once it is understood."""
 

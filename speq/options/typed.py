@@ -37,6 +37,36 @@ class RunOptions(TypedDict, total=False):
     """Give up drafted tokens in the midst of a verification where their experts cost more than they
     are worth, which changes no output: on, off, or auto: where drafts are trees.
     """
+    expert_budget: int | str | None
+    """NOT EXACT: let verifications of drafts ask for so many experts of a layer at most, or for
+    such a share of them (50%); experts that lie in slots are free besides.
+    """
+    expert_floor: float | None
+    """NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so
+    large a share of a layer's routing weight; experts that lie in slots are free.
+    """
+    expert_policy: str
+    """Under an expert budget, what rows do without the experts that are outside: substitute (choose
+    again among those inside) or truncate (do with the rest).
+    """
+    expert_ranking: str
+    """Under an expert budget, what experts are ranked by: router (what the rows want) or static
+    (expert_counts).
+    """
+    expert_counts: str | Path | None
+    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    expert_rows: str
+    """Under an expert budget, how drafted tokens count: reach (by the chance that they stand) or
+    equal.
+    """
+    expert_residents: str
+    """Under an expert budget, whether experts that lie in slots are free: free, or ranked like all
+    others.
+    """
+    expert_audit: float
+    """Under an expert budget, the share of verifications that run exactly as well, to tell what it
+    costs; their exact tokens are kept.
+    """
     cache_policy: str
     """Which expert leaves when its slot is needed."""
     prefetch: str
@@ -228,6 +258,36 @@ class TuneOptions(TypedDict, total=False):
     prune_rows: str
     """Give up drafted tokens in the midst of a verification where their experts cost more than they
     are worth, which changes no output: on, off, or auto: where drafts are trees.
+    """
+    expert_budget: int | str | None
+    """NOT EXACT: let verifications of drafts ask for so many experts of a layer at most, or for
+    such a share of them (50%); experts that lie in slots are free besides.
+    """
+    expert_floor: float | None
+    """NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so
+    large a share of a layer's routing weight; experts that lie in slots are free.
+    """
+    expert_policy: str
+    """Under an expert budget, what rows do without the experts that are outside: substitute (choose
+    again among those inside) or truncate (do with the rest).
+    """
+    expert_ranking: str
+    """Under an expert budget, what experts are ranked by: router (what the rows want) or static
+    (expert_counts).
+    """
+    expert_counts: str | Path | None
+    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    expert_rows: str
+    """Under an expert budget, how drafted tokens count: reach (by the chance that they stand) or
+    equal.
+    """
+    expert_residents: str
+    """Under an expert budget, whether experts that lie in slots are free: free, or ranked like all
+    others.
+    """
+    expert_audit: float
+    """Under an expert budget, the share of verifications that run exactly as well, to tell what it
+    costs; their exact tokens are kept.
     """
     cache_policy: str
     """Which expert leaves when its slot is needed."""

@@ -140,6 +140,7 @@ def test_no_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [{"error": "device is cuda and torch finds no CUDA device; give cpu"}]
 
 
+@pytest.mark.wide
 def test_systems_of_ours_from_settings_to_rows(tiny_bfloat16: Folder) -> None:
     """Real processes, uncapped, on a small model: the tokens are those of a plain run."""
     folder = tiny_bfloat16("qwen3_moe")

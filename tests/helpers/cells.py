@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speq import Generator
 from speq.experts.expert_store import SafetensorsExpertStore
@@ -99,9 +100,12 @@ def loaded(
     dtype: str,
     context: int,
     device: str = "cpu",
-    max_batch: int = 1,
+    **options: Any,
 ) -> tuple[Generator, int]:
-    """The generator of a cell, in the budget that its slots take; and the experts of its model."""
+    """The generator of a cell, in the budget that its slots take; and the experts of its model.
+
+    options  of the run, beside those of the cell
+    """
     smallest, demand = two_slot_budget(
         model,
         context,
@@ -115,7 +119,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
-        max_batch=max_batch,
+        max_batch=options.get("max_batch", 1),
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -136,7 +140,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
-        max_batch=max_batch,
+        **options,
     )
     if cell.trees == "pruned":
         generator.runtime.engine.offload.rows.policy = RandomRows(seed=5)

@@ -177,9 +177,13 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
-# Families that are built like another one here run in the wider checks, and those that differ in
-# next to nothing in the long ones. What is of the wider checks anyway runs both with the long ones.
-LIKE_OTHERS = ("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3")
+# Families that are mostly built like another one here run in the wider checks, and those that
+# differ in next to nothing in the long ones. What is of the wider checks anyway runs both with the
+# long ones.
+LIKE_OTHERS = (
+    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
+    *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
+)
 ALIKE = ("dots1", "solar_open")
 
 

@@ -225,7 +225,14 @@ def test_drafts_change_no_penalised_token(
     assert tokens != walked(SamplingParams(max_new_tokens=40, temperature=temperature), 5)
 
 
-@pytest.mark.parametrize("propose", [*PROPOSERS, pytest.param(no_draft, id="none")])
+# Thousands of texts: one proposer in all tests, the others in the wider checks.
+STATISTICS = [
+    pytest.param(*each.values, id=each.id, marks=[] if each.id == "tree" else pytest.mark.wide)
+    for each in (*PROPOSERS, pytest.param(no_draft, id="none"))
+]
+
+
+@pytest.mark.parametrize("propose", STATISTICS)
 def test_drawn_tokens_follow_the_target(propose: Proposer) -> None:
     """Pairs of tokens over many seeds: the first by its distribution, the second by its own."""
     counts = np.zeros((V, V), dtype=int)

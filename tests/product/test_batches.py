@@ -11,7 +11,7 @@ import torch
 
 from speq import Generator
 from speq.batching import Batch, Request
-from speq.config import SamplingParams
+from speq.config import RunConfig, SamplingParams
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.stats import RunStats
@@ -201,6 +201,13 @@ def test_what_can_never_fit_is_refused_at_once(tiny: Callable[[str], Path]) -> N
             assert batch.idle
     finally:
         generator.close()
+
+
+def test_expert_budgets_are_for_single_texts() -> None:
+    with pytest.raises(SpeqError, match="max_batch is 2 and an expert budget is given"):
+        RunConfig.of("1GiB", max_batch=2, expert_budget=8)
+    with pytest.raises(SpeqError, match="max_batch is 65"):
+        RunConfig.of("1GiB", max_batch=65)
 
 
 def test_contexts_of_all_texts_are_planned(tiny: Callable[[str], Path]) -> None:

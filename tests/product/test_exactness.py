@@ -113,6 +113,11 @@ def check_family(
     assert seen == {"full", "partial", "rejected"}
 
 
+def wide(*values: Any) -> list[Any]:
+    """Parameters of the wider checks."""
+    return [pytest.param(value, marks=pytest.mark.wide) for value in values]
+
+
 @cache
 def pairwise_cells() -> list[Cell]:
     factors = (
@@ -175,7 +180,7 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
     check_family(family, cells, folders, "float64")
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["qwen2_moe", *wide("mixtral", "deepseek_v2")])
 def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
     """A seed gives the text that the exact model alone draws with it, whatever drafts."""
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
@@ -202,10 +207,12 @@ def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.3},
         {"repetition_penalty": 1.1, "presence_penalty": 0.6, "frequency_penalty": 0.2},
-        {"temperature": 0.9, "top_k": 50, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 11},
-        {"temperature": 0.8, "top_k": 90, "presence_penalty": 1.0, "seed": 12},
+        *wide(
+            {"repetition_penalty": 1.3},
+            {"temperature": 0.9, "top_k": 50, "min_p": 0.02, "repetition_penalty": 1.2, "seed": 11},
+            {"temperature": 0.8, "top_k": 90, "presence_penalty": 1.0, "seed": 12},
+        ),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -315,7 +322,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+NOT_FIRST = [variant for at, variant in enumerate(VARIANTS) if at % 5]
+
+
+@pytest.mark.parametrize("variant", [*list(VARIANTS)[::5], *wide(*NOT_FIRST)])
 def test_variants_within_a_family(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     model = write_model(tmp_path / family, family, max_shard_size="200KB", **overrides)

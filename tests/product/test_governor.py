@@ -509,6 +509,11 @@ def test_an_explanation_by_hand() -> None:
     )
     found = explain(steps)
     assert [choice.draft_length for choice in found.choices] == [0, 2]
+    tree = StepStats("decode", draft_length=2, branches=3, emitted=2, end_s=3.0, ground="best")
+    apart = explain([*steps, tree]).choices
+    assert [(each.draft_length, each.branching, each.cycles) for each in apart] == [
+        *((0, False, 1), (2, False, 2), (2, True, 1)),
+    ]
     two = found.choices[1]
     assert (two.cycles, two.tokens, two.token_s, two.reason) == (2, 4, 1.5, "b")
     assert two.grounds == {"best": 1, "probe": 1}

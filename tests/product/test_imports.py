@@ -35,7 +35,9 @@ LEAVES = (
     "speq.version",
 )
 REFERENCES = ("reference", "reference_compact", "reference_decoder", "reference_dense")
-BELOW_MODELS = ("leaves", "devices", "reference", "kernels", "files", "experts", "layers")
+BELOW_MODELS = (
+    *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
+)
 BELOW_DECODE = (*BELOW_MODELS, "models", "scheduler", "governor")
 BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
 TABLE = {
@@ -60,9 +62,15 @@ TABLE = {
         ("leaves", "kernels", "files", "experts", "drafts"),
         never=("transformers",),
     ),
+    # The one of the layers that lies in a file.
+    "expert counts": Layer(
+        ("speq.layers.expert_counts",),
+        ("leaves", "files", "expert counts"),
+        never=("torch", "transformers"),
+    ),
     "layers": Layer(
         ("speq.layers",),
-        ("leaves", "devices", "kernels", "experts", "layers"),
+        ("leaves", "devices", "kernels", "experts", "expert counts", "layers"),
         never=("transformers",),
     ),
     "models": Layer(("speq.models",), (*BELOW_MODELS, "models")),

@@ -62,7 +62,7 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], seed: int, **sam
 
 @pytest.mark.parametrize(
     "at",
-    [pytest.param(at, marks=[pytest.mark.wide] if at > 1 else []) for at in range(len(cells()))],
+    [pytest.param(at, marks=[pytest.mark.wide] if at else []) for at in range(len(cells()))],
 )
 def test_greedy_tokens_are_the_exact_models(at: int, folders: Folders) -> None:
     cell, family = cells()[at], list(FAMILIES)[at % len(FAMILIES)]

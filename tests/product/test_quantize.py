@@ -447,6 +447,7 @@ def quantise_and_die(model: Path, out: Path, at: int) -> bool:
     return killed_at(at, MOMENTS, lambda: quantise_to(out, model))
 
 
+@pytest.mark.wide
 def test_killed_at_any_moment(small: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     """Nothing opens before all is there, and the same command comes to the same bytes."""
     moment, lived, unfinished = 1, False, 0

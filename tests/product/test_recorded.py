@@ -401,7 +401,12 @@ def test_a_read_in_the_pass_cannot_be_recorded(
 
 @pytest.mark.parametrize(
     ("family", "graphs"),
-    [("qwen2_moe", "auto"), ("mixtral", "auto"), ("deepseek_v2", "auto"), ("mixtral", "none")],
+    [
+        ("qwen2_moe", "auto"),
+        pytest.param("mixtral", "auto", marks=pytest.mark.wide),
+        pytest.param("deepseek_v2", "auto", marks=pytest.mark.wide),
+        pytest.param("mixtral", "none", marks=pytest.mark.wide),
+    ],
 )
 def test_recorded_drafts_give_the_exact_tokens(
     family: str, graphs: str, tiny: Callable[[str], Path]

@@ -1,16 +1,19 @@
 """What a run measured, on a clock that moves when told to."""
 
+import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from speq.stats import (
+    BUDGET_FIGURES,
     FIGURES,
     LAYER_FIGURES,
     MAX_EVENTS,
+    ApproximationStats,
     Event,
     LayerStats,
     Recorder,
@@ -311,6 +314,7 @@ def test_every_figure_has_a_meaning() -> None:
     figures = run_of([PREFILL, *DECODE]).summary()
     assert set(figures) == set(FIGURES)
     assert list(LAYER_FIGURES) == ["layer", *LayerStats.__slots__]
+    assert list(BUDGET_FIGURES) == [*ApproximationStats().summary()]
 
 
 def test_summary_of_a_run() -> None:
@@ -351,11 +355,14 @@ def test_summary_of_a_run() -> None:
         "prefill_s": 3.5,
         "prefill_moved_bytes": 9000,
         "prefill_hit_rate": 12 / 30,
+        "select_s": 0.0,
+        "audit_s": 0.0,
     }
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []
     assert (figures.pop("codec"), figures.pop("dense")) == ("raw", "raw")
     assert (figures.pop("planned"), figures.pop("card")) == (None, None)
+    assert figures.pop("budget") is None
     assert figures == pytest.approx(expected)
 
 
@@ -401,6 +408,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "prefill_hit_rate",
         "card",
         "planned",
+        "budget",
     }
     assert {name for name, value in nothing.items() if value is None} == undefined
     assert nothing["new_tokens"] == nothing["steps"] == nothing["moved_bytes"] == 0
@@ -417,6 +425,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "route_recall",
         "card",
         "planned",
+        "budget",
     }
     assert plain["accept_length_mean"] == 1
     assert plain["draft_length_mean"] == 0
@@ -450,3 +459,22 @@ def test_events_of_old_steps_are_dropped() -> None:
     assert figures["steps"] == fitting + extra
     assert figures["moved_bytes"] == 2 * (fitting + extra)
     assert figures["tpot_ms"] == pytest.approx(500)
+
+
+def test_what_a_budget_cost() -> None:
+    """Wilson's interval of 1 in 4, and the interval of a mean, worked out by hand."""
+    steps = [replace(step) for step in DECODE]
+    steps[0].approximation = ApproximationStats(1, 8, 6, 3.0, 2.0, 3, 1, 0.6, 0.36)
+    steps[1].approximation = ApproximationStats(1, 4, 4, 1.0, 1.0, 1, 0, 0.2, 0.04)
+    found = run_of([PREFILL, *steps]).summary()["budget"]
+    assert (found["verifications"], found["natural"], found["served"]) == (2, 12, 10)
+    assert found["dropped_share"] == pytest.approx(1 / 4)
+    assert (found["audited"], found["differing"], found["differing_share"]) == (4, 1, 0.25)
+    z2 = 1.96**2
+    half = 1.96 * math.sqrt(0.25 * 0.75 / 4 + z2 / 64)
+    ends = [(0.25 + z2 / 8 - half) / (1 + z2 / 4), (0.25 + z2 / 8 + half) / (1 + z2 / 4)]
+    assert found["differing_interval"] == pytest.approx(ends)
+    assert found["nats"] == pytest.approx(0.2)
+    deviation = math.sqrt((0.4 - 4 * 0.2**2) / 3)
+    ends = [0.2 - 1.96 * deviation / 2, 0.2 + 1.96 * deviation / 2]
+    assert found["nats_interval"] == pytest.approx(ends)

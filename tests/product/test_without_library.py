@@ -31,6 +31,7 @@ def run(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=where, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.wide
 def test_output_is_exact_and_the_slowness_is_said(
     uncompiled: Path, tiny: Callable[[str], Path]
 ) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 from speq.dashboard.bench_panels import (
     ablation,
     breakdown,
+    budget,
     check,
     codec,
+    coverage,
     equal_memory,
     fidelity,
     governor,
@@ -49,8 +51,10 @@ class Kind:
 KINDS = {
     "ablation": Kind(ablation.panels, ablation.notes),
     "breakdown": Kind(breakdown.panels),
+    "budget": Kind(budget.panels),
     "check": Kind(check.panels),
     "codec": Kind(codec.panels),
+    "coverage": Kind(coverage.panels, coverage.notes),
     "dense kernels": Kind(kernels.panels),
     "equal-memory": Kind(equal_memory.panels, equal_memory.notes),
     "fidelity": Kind(fidelity.panels, fidelity.notes),

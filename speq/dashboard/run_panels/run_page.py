@@ -14,6 +14,7 @@ from speq.dashboard.run_panels import (
     throughput,
 )
 from speq.dashboard.run_record import RunRecord
+from speq.measure.approximation import approximate
 from speq.units import format_bytes
 
 
@@ -66,6 +67,8 @@ def facts_of(run: RunRecord) -> list[tuple[str, str]]:
 def page_of(run: RunRecord) -> Page:
     """A page of a run."""
     notes = ["Times are of the machine above, while it did whatever else it did."]
+    if run.stats.get("budget") is not None:
+        notes.insert(0, approximate(run.stats["budget"]) + ".")
     if run.left_out:
         notes.append(
             f"The pictures of steps show the last {len(run.steps)}; {run.left_out} steps before "

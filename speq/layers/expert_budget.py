@@ -1,0 +1,259 @@
+"""Verifications that ask for fewer experts than their rows want: never exact, and asked for only.
+
+MoE-Spec (section 3) bounds the experts of a layer, whatever the size of a draft. Here the experts
+that lie in slots are free besides, rows count by the chance that they stand, and a share of the
+routing weight may take the place of a number.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.layers.expert_counts import ExpertCounts
+from speq.layers.gates import Gate
+from speq.routing import Guess, Route
+from speq.stats import Timed
+
+Scores = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BudgetRules:
+    """Which experts of a layer a verification may ask for.
+
+    experts    the best of so many; None: any number
+    floor      those that hold at least so large a share of what all rows want
+    truncate   experts outside are left out; otherwise their rows choose again among those inside
+    residents  experts that lie in slots or are under way are inside, whatever their rank
+    by_reach   rows count by the chance that they stand; otherwise alike
+    counts     [L, E]: rank by these, whatever the rows want; None: by what they want (Eq. 5)
+    """
+
+    experts: int | None
+    floor: float = 0.0
+    truncate: bool = False
+    residents: bool = True
+    by_reach: bool = True
+    counts: Tensor | None = None
+
+    def shortlist(
+        self, scores: Scores, top_k: int, at_hand: Callable[[Sequence[int]], Sequence[int]]
+    ) -> NDArray[np.bool_]:
+        """[E]: the experts inside, at least `top_k`, by scores [E]; the lower id where two tie.
+
+        at_hand  those of some experts that take no transfer
+        """
+        ranked = np.argsort(-scores, kind="stable")
+        best = ranked[: self.experts]
+        inside = np.zeros(len(scores), dtype=bool)
+        inside[best[scores[best] >= self.floor * scores.sum()]] = True
+        if self.residents:
+            inside[list(at_hand(range(len(scores))))] = True
+        lacking = top_k - int(inside.sum())
+        if lacking > 0:
+            inside[ranked[~inside[ranked]][:lacking]] = True
+        return inside
+
+
+def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> BudgetRules | None:
+    """The budget that options ask for, of MoE layers with so many experts; None: all they want.
+
+    Raises SpeqError for fewer experts than a token chooses, and for counts of another model.
+    """
+    if not config.approximates:
+        return None
+    asked = config.expert_budget
+    most = math.ceil(asked * experts) if isinstance(asked, float) else asked
+    if most is not None and not top_k <= most <= experts:
+        raise SpeqError(
+            f"expert_budget is {asked if isinstance(asked, int) else f'{asked:.0%}'}, which is "
+            f"{most} of {experts} experts; each token chooses {top_k}, so give {top_k} to {experts}"
+        )
+    counts = None
+    if config.expert_counts is not None:
+        known = ExpertCounts.read(config.expert_counts)
+        known.check_sizes(config.expert_counts, layers, experts, top_k)
+        counts = torch.tensor(known.counts)
+    return BudgetRules(
+        most,
+        config.expert_floor or 0.0,
+        truncate=config.expert_policy == "truncate",
+        residents=config.expert_residents == "free",
+        by_reach=config.expert_rows == "reach",
+        counts=counts,
+    )
+
+
+class LayerBudgets(NamedTuple):
+    """One budget for all MoE layers, and how their routers choose, in order."""
+
+    rules: BudgetRules
+    gates: Sequence[Gate]
+
+
+@dataclass(slots=True)
+class Kept:
+    """What verifications under a budget kept of what their rows wanted.
+
+    wanted, kept  [T]: routing weight of each row's own experts, summed over layers, and that part
+                  of it whose experts were served
+    natural       distinct experts that rows wanted; served: that they were given
+    """
+
+    wanted: Scores
+    kept: Scores
+    natural: int = 0
+    served: int = 0
+
+
+class Supply(Protocol):
+    """What the budget asks of `speq.scheduler.supply`."""
+
+    def at_hand(self, layer: int, experts: Sequence[int]) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class ExpertBudget:
+    """Serves the layers of a verification within a budget.
+
+    gates  of the MoE layers, in order
+    timed  times the selection
+    """
+
+    rules: BudgetRules
+    gates: Sequence[Gate]
+    supply: Supply
+    timed: Timed
+    _reach: Scores | None = field(default=None, init=False)
+    _kept: Kept = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kept = Kept(np.zeros(0, np.float32), np.zeros(0, np.float32))
+
+    def begin(self, reach: Sequence[float]) -> None:
+        """A verification follows whose rows stand with these chances."""
+        rows = len(reach)
+        self._reach = np.asarray(reach if self.rules.by_reach else [1.0] * rows, np.float32)
+        self._kept = Kept(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
+
+    def end(self) -> Kept:
+        """It is over; others have all their experts."""
+        self._reach = None
+        return self._kept
+
+    def serve(self, layer: int, route: Route, live: Sequence[int]) -> Route:
+        """What is served for an exact route that the host has read.
+
+        live  rows that are not given up
+        """
+        if self._reach is None:
+            return route
+        with self.timed("select", layer):
+            return self._within(layer, route, list(live), self._reach)
+
+    def _within(self, layer: int, route: Route, live: list[int], reach: Scores) -> Route:
+        assert route.router_logits is not None, "a router's logits are its first output"
+        gate, natural = self.gates[layer], route.host_ids
+        logits = route.router_logits.cpu()
+        shares = gate.shares(logits).numpy()
+        if self.rules.counts is None:
+            scores = reach[live] @ shares[live]
+        else:
+            scores = self.rules.counts[layer].float().numpy()
+        top_k = natural.shape[1]
+        inside = self.rules.shortlist(scores, top_k, lambda ids: self.supply.at_hand(layer, ids))
+        served = self._chosen(route, gate, logits, inside, live)
+        self._note(natural.numpy(), shares, served, live)
+        return served
+
+    def _chosen(
+        self, route: Route, gate: Gate, logits: Tensor, inside: NDArray[np.bool_], live: list[int]
+    ) -> Route:
+        ids = route.host_ids
+        lacking = ~inside[ids.numpy()].all(axis=1)
+        if not lacking[live].any():
+            return route
+        if self.rules.truncate:
+            route.left_out = frozenset(np.flatnonzero(~inside).tolist())
+            return route
+        # Rows that have all their experts keep them, in the router's own order, to the bit.
+        rows = torch.from_numpy(np.flatnonzero(lacking))
+        ids, weights = ids.clone(), route.host_weights.clone()
+        others = gate.choose(logits[rows], torch.from_numpy(inside), ids.shape[1])
+        ids[rows], weights[rows] = others[0], others[1].to(weights.dtype)
+        return route.instead(ids, weights)
+
+    def _note(
+        self, natural: NDArray[np.int64], shares: Scores, served: Route, live: list[int]
+    ) -> None:
+        """Add a layer to what was wanted and kept."""
+        weights = np.take_along_axis(shares, natural, axis=1)
+        given = (natural[:, :, None] == served.host_ids.numpy()[:, None, :]).any(-1)
+        if served.left_out:
+            given &= ~np.isin(natural, [*served.left_out])
+        kept = self._kept
+        kept.wanted += weights.sum(1)
+        kept.kept += (weights * given).sum(1)
+        kept.natural += len(np.unique(natural[live]))
+        kept.served += len(set(served.host_ids[live].flatten().tolist()) - served.left_out)
+
+
+class PredictedBudget:
+    """Which experts a verification will probably be allowed, by what its draft has named so far.
+
+    What is outside is not brought ahead. What came ahead is at hand, and so inside.
+    """
+
+    def __init__(self, rules: BudgetRules, gates: Sequence[Gate], num_experts: int) -> None:
+        self._rules, self._gates = rules, gates
+        self._none = np.zeros(num_experts, np.float32)
+        self._scores: dict[int, Scores] = {}
+        self._inside: dict[int, frozenset[int]] = {}
+
+    def begin(self) -> None:
+        """Another draft begins."""
+        self._scores.clear()
+        self._inside.clear()
+
+    def named(self, layer: int, route: Route, reach: float) -> None:
+        """A drafted token that stands with this chance has this route (T = 1)."""
+        if route.router_logits is not None:
+            shares = self._gates[layer].shares(route.router_logits.cpu())[0].numpy()
+        else:  # what a recorded pass leaves: those that it chose
+            shares = self._none.copy()
+            weights = np.asarray(route.weights[0], np.float32)
+            shares[route.ids[0]] = weights / weights.sum()
+        self._add(layer, shares * np.float32(self._count(reach)))
+
+    def guessed(self, layer: int, guess: Guess, reach: Sequence[float]) -> None:
+        """Tokens that no draft has run will probably want these, and stand with these chances."""
+        shares = self._none.copy()
+        for ids, chance in zip(guess.ids, reach, strict=True):
+            shares[ids] += self._count(chance) / len(ids)
+        self._add(layer, shares)
+
+    def worth(self, layer: int, experts: list[int]) -> list[int]:
+        """Those of a layer's experts that are worth a transfer, in the same order."""
+        if layer not in self._inside:
+            counts = self._rules.counts
+            known = None if counts is None else counts[layer].float().numpy()
+            scores = self._scores.get(layer, self._none) if known is None else known
+            best = self._rules.shortlist(scores, 0, lambda experts: ())
+            self._inside[layer] = frozenset(np.flatnonzero(best).tolist())
+        inside = self._inside[layer]
+        return [expert for expert in experts if expert in inside]
+
+    def _count(self, reach: float) -> float:
+        return reach if self._rules.by_reach else 1.0
+
+    def _add(self, layer: int, shares: Scores) -> None:
+        self._scores[layer] = self._scores.get(layer, self._none) + shares
+        self._inside.pop(layer, None)

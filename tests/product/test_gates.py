@@ -1,0 +1,88 @@
+"""How routers choose: our gates beside transformers' routers, and among fewer experts by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speq.layers.gates import ScoreGate, SparseMixer
+from speq.models.families import FAMILIES as KNOWN
+from speq.models.families import MoEBlock
+from tests.helpers.tiny_models import BY_FAMILY, COMMON, FAMILY_OPTIONS
+
+# Groups are left out of account among allowed experts.
+UNGROUPED = {"n_group": 1, "topk_group": 1}
+VARIANTS = [
+    *[pytest.param(each.values[0], {}, marks=each.marks) for each in BY_FAMILY],
+    ("qwen2_moe", {"norm_topk_prob": True}),
+    ("olmoe", {"norm_topk_prob": True}),
+    ("deepseek_v2", {"routed_scaling_factor": 2.5}),
+    ("deepseek_v3", {"norm_topk_prob": False}),
+    ("glm4_moe", {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+]
+
+
+def block_of(family: str, overrides: dict[str, Any]) -> MoEBlock:
+    options = COMMON | FAMILY_OPTIONS[family]
+    options |= {name: value for name, value in UNGROUPED.items() if options.get(name)}
+    config = AutoConfig.for_model(family, **(options | overrides))
+    torch.manual_seed(3)
+    with KNOWN[family].without_experts():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(0.2 * torch.randn(tensor.shape))
+        elif "gate" in name or "router" in name:
+            tensor.data.normal_(std=0.2)
+    return list(KNOWN[family].moe_blocks(model).values())[-1]
+
+
+def by_expert(ids: torch.Tensor, weights: torch.Tensor) -> list[dict[int, float]]:
+    pairs = zip(ids.tolist(), weights.tolist(), strict=True)
+    return [dict(zip(row, of_row, strict=True)) for row, of_row in pairs]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_among_all_experts_a_gate_is_the_router(family: str, overrides: dict[str, Any]) -> None:
+    block = block_of(family, overrides)
+    logits, weights, ids = block.router(torch.randn(64, COMMON["hidden_size"]), *block.beside)
+    everything = torch.ones(logits.shape[1], dtype=torch.bool)
+    chosen, given = block.gate.choose(logits, everything, ids.shape[1])
+    for ours, theirs in zip(by_expert(chosen, given), by_expert(ids, weights), strict=True):
+        assert set(ours) == set(theirs)
+        # The router may add its weights up in another order.
+        assert ours == pytest.approx(theirs, rel=3e-7, abs=0)
+    shares = block.gate.shares(logits)
+    assert shares.sum(-1).numpy() == pytest.approx(1, abs=1e-5)
+
+
+def test_fewer_experts_by_hand() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    allowed = torch.tensor([False, True, True, True])
+    e = np.exp([2.0, 1.0, 0.0, -1.0])
+    softmax, sigmoid = e / e.sum(), e / (1 + e)
+    cases = [
+        (ScoreGate(), {1: softmax[1], 2: softmax[2]}),
+        (ScoreGate(divided=True), {1: e[1] / (e[1] + e[2]), 2: e[2] / (e[1] + e[2])}),
+        (ScoreGate(scale=3.0), {1: 3 * softmax[1], 2: 3 * softmax[2]}),
+        # A bias decides who is chosen, and has no part in the weights.
+        (
+            ScoreGate(sigmoid=True, bias=torch.tensor([9.0, 0.0, 0.0, 0.3])),
+            {1: sigmoid[1], 3: sigmoid[3]},
+        ),
+    ]
+    for gate, wanted in cases:
+        ((chosen),) = by_expert(*gate.choose(logits, allowed, 2))
+        assert chosen == pytest.approx(wanted, rel=1e-6)
+
+
+def test_sparse_mixer_by_hand() -> None:
+    """Far experts have no part in the weights; one that is left out has none either."""
+    logits = torch.tensor([[10.0, 9.9, 9.8, 1.0]])
+    allowed = torch.tensor([True, False, True, True])
+    (chosen,) = by_expert(*SparseMixer(0.01).choose(logits, allowed, 2))
+    near = np.exp(10.0) / (np.exp(10.0) + np.exp(9.8))
+    assert chosen == pytest.approx({0: near, 2: 1.0}, rel=1e-5)
