@@ -148,6 +148,29 @@ def breakdown(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     yield "hidden", row["system"], row["budget"], of(row["hidden_share"], 100)
 
 
+def budget(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
+    way = row["ranking"]
+    if way != "exact":
+        bound = "by number" if row["floor"] is None else "by share"
+        way = f"{way}, {row['policy']}, residents {row['residents']}, {bound}"
+    over: dict[str, dict[str, Any]] = {
+        "moved": {
+            "nats": row["nats_added"],
+            "same": of(row["same_token"], 100),
+            "dropped": of(row["dropped_share"], 100),
+        },
+        "experts": {
+            "error": of(row["reconstruction_error"], 100),
+            "length": row.get("accept_length"),
+        },
+        "tpot_of_exact": {"time": row["nats_added"], "rouge": row.get("rouge_l")},
+    }
+    for across, figures in over.items():
+        for panel, value in figures.items():
+            if row.get(across) is not None:
+                yield panel, way, row[across], value
+
+
 def memory(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     for part in ("draft", "target", "shared"):
         value = row[f"{part}_bytes"] * GIB
@@ -202,6 +225,7 @@ def check(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
 ROWS: dict[str, Callable[[Row], Iterator[tuple[str, str, Any, Any]]]] = {
     "ablation": ablation,
     "breakdown": breakdown,
+    "budget": budget,
     "check": check,
     "codec": codec,
     "equal-memory": equal_memory,
