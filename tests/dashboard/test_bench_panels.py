@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,12 @@ def fidelity(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     yield "matches", "hard: same experts, same order, %", layer, 100 * row["hard"]
     yield "matches", "soft: same experts, another order, %", layer, 100 * row["soft"]
     yield "matches", "mismatch: another expert, %", layer, 100 * row["mismatch"]
+
+
+def coverage(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
+    series = f"{row['tokens']} tokens"
+    yield "probability", series, row["experts"], row["probability"] * 100
+    yield "served", series, row["experts"], row["served"] * 100
 
 
 def hit_rate(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
@@ -228,6 +235,7 @@ ROWS: dict[str, Callable[[Row], Iterator[tuple[str, str, Any, Any]]]] = {
     "budget": budget,
     "check": check,
     "codec": codec,
+    "coverage": coverage,
     "equal-memory": equal_memory,
     "fidelity": fidelity,
     "governor": governor,
@@ -256,6 +264,17 @@ def beside_rows(report: Row) -> Iterator[tuple[str, str, Any, Any]]:
         for row in report["positions"]:
             for key, name in names.items():
                 yield "draft", name, row["position"], of(row[key], 100)
+    if report["bench"] == "coverage":
+        for row in report["unique"]:
+            yield "unique", row["shape"], row["rows"], row["distinct"]
+            yield "unique", "independent choice", row["rows"], row["independent"]
+            yield "unique", "as many tokens of the text", row["rows"], row["of_text"]
+        for row in report["layers"][:-1]:
+            yield "concentration", "concentration", row["layer"], row["concentration"]
+            pairs = combinations(range(len(row["order"])), 2)
+            for pair, tokens in zip(pairs, row["coactivation"], strict=True):
+                for one, other in permutations(pair):
+                    yield "together", one, other, tokens / row["expected"]
     if report["bench"] == "equal-memory":
         for row in report["codecs"]:
             yield "codecs", "bits a weight", row["codec"], row["bits_per_weight"]
