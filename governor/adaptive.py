@@ -177,6 +177,17 @@ class AdaptiveDraftLength:
             self._plain_s = interpolated(prior.verify, 1)
             self._drafts.left_s = BELIEVED / prior.drafts * self._plain_s
 
+    def beside(self, longest: int) -> "AdaptiveDraftLength":
+        """A governor of batches of another size, whose drafts are no longer than that. It measures
+        their cycles for itself, and knows what this one knows of acceptance.
+        """
+        nodes = None if self.nodes is None or not longest else min(self.nodes, longest)
+        made = AdaptiveDraftLength(min(longest, self.longest), self.objectives, nodes=nodes)
+        made.chains.acceptance = self.chains.acceptance
+        if made.trees is not None and self.trees is not None:
+            made.trees.acceptance = self.trees.acceptance
+        return made
+
     @property
     def _kinds(self) -> list[Kind]:
         return [self.chains] if self.trees is None else [self.chains, self.trees]
@@ -245,19 +256,21 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         # A stopped draft counts for the length decided on, in its time and in its tokens: else only
         # lucky drafts would count, and the length would look cheap.
-        kind, length = self.chains, step.draft_length
+        kind, length = self.chains, step.deepest
         if self._options and self._options[self._chosen].nodes is not None and length:
             assert self.trees is not None, "chosen"
             # A tree that is less deep than it had passes spent them on other branches.
             kind, length = self.trees, step.passes
-        drafted = length
+        drafts = [(length, step.accepted, self._stopped)]
+        if step.sequences > 1:
+            drafts = [(each.draft_length, each.accepted, each.stopped) for each in step.drafts]
         if self._stopped:
             length = self._options[self._chosen].cycle.draft_length
         for each in self._kinds:
-            if each is kind:
-                each.acceptance.observe(drafted, step.accepted, self._stopped)
-            else:
-                each.acceptance.observe(0, 0)
+            for drafted in drafts:
+                each.acceptance.observe(*(drafted if each is kind else (0, 0)))
+        # Of each text, as all that follows is.
+        emitted = step.emitted / step.sequences
         if self._cold:
             # Slots held what the prompt left in them. Only the first cycle is like that.
             self._cold = False
@@ -270,7 +283,7 @@ class AdaptiveDraftLength:
         settled = step.draft_length > 0 or self._plain_run > SETTLE
         for each in self._kinds:
             counts = settled and (each is kind or not step.draft_length)
-            each.measured.observe(length if counts else -1, cycle_s, step.emitted)
+            each.measured.observe(length if counts else -1, cycle_s, emitted)
         if not step.draft_length:
             if settled:
                 weight = max(self.measured.weight(0), 1.0)
@@ -285,7 +298,7 @@ class AdaptiveDraftLength:
         if self._chosen != self._held:
             credit = self._drafts if self._chosen else self._plains
             token_s = self._options[self._held].token_s
-            credit.left_s -= max(cycle_s - token_s * step.emitted, LEAST_LOSS * token_s)
+            credit.left_s -= max(cycle_s - token_s * emitted, LEAST_LOSS * token_s)
 
     def outlook(self) -> list[Cycle]:
         return [option.cycle for option in self._options if option.nodes is None]

@@ -47,7 +47,7 @@ class CycleModel:
     It is ready once it has seen a cycle of plain decoding, or was made from what was known before.
     """
 
-    single: float = 0.0  # distinct experts of one row, in all layers
+    single: float = 0.0  # distinct experts of one row of each text, in all layers
     drafts: int = 0  # cycles with one that were observed
     draft_base_s: float = 0.0  # of each draft, whatever its length; known beforehand or not at all
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
@@ -90,16 +90,17 @@ class CycleModel:
 
     def observe(self, step: StepStats) -> None:
         """Learn from a finished cycle."""
-        rows = step.rows
+        # Of a batch all is counted by the rows of each of its texts.
+        rows = step.rows / step.sequences
         if not step.requests or not (self.single or rows == 1):
             return
         self._learn_spread(rows, step.requests)
         if step.draft_length:
             self.drafts += 1
             tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
-            self.draft_token.add(tokens_s / (step.passes or step.draft_length))
+            self.draft_token.add(tokens_s / (step.passes or step.deepest))
         if step.branches and step.passes:
-            self.fan.add((step.rows - 1) / step.passes)
+            self.fan.add((rows - 1) / step.passes)
         verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
         self.compute.add(step.requests, verify_s)
         traffic = self.drafting if step.draft_length else self.plain

@@ -52,7 +52,7 @@ class MeasuredCycles:
         logs = [math.log(length + 1) for length in self.lengths]
         self._steps = [WANDER * (right - left) for left, right in pairwise(logs)]
 
-    def observe(self, draft_length: int, cycle_s: float, tokens: int) -> None:
+    def observe(self, draft_length: int, cycle_s: float, tokens: float) -> None:
         """Learn from a cycle. A cycle of another length only lets time pass."""
         kept = (1 - FADING) ** tokens
         self._weight = [weight * kept for weight in self._weight]

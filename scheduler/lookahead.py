@@ -2,6 +2,9 @@
 
 MoE-SpeQ 3.3.1: k x L entries of (expert ids, confidence), filled while drafting. Entries are routes
 that the host has read, so that nothing that is asked of the buffer waits for the device.
+
+Several texts that draft side by side share a buffer. Their tokens have numbers that alternate: of B
+texts, token n of the draft of text t is token n * B + t of the buffer. Of one text they are n.
 """
 
 from dataclasses import dataclass, field
@@ -13,35 +16,62 @@ from speq.routing import Route
 class LookaheadBuffer:
     """Entry (i, l): the route of the draft's token i (0 is the pending token) in MoE layer l.
 
-    reach  the probability that the draft's tokens stand, up to each: 1 for the pending token
+    texts  that draft side by side
+    reach  of each text, the probability that its tokens stand, up to each: 1 for the pending token
+    rows   of the verification, the token in each; None: they are the tokens, in their order
     """
 
     num_layers: int
     predicted: dict[tuple[int, int], Route] = field(default_factory=dict)
     used: dict[int, Route] = field(default_factory=dict)
-    reach: list[float] = field(default_factory=lambda: [1.0])
+    texts: int = 1
+    reach: list[list[float]] = field(default_factory=lambda: [[1.0]])
+    rows: list[int] | None = None
 
-    def clear(self) -> None:
-        """Forget the last draft and the verification that followed it."""
+    def clear(self, texts: int = 1) -> None:
+        """Forget the last draft and the verification that followed it; so many texts draft next."""
         self.predicted.clear()
         self.used.clear()
-        self.reach = [1.0]
+        self.texts = texts
+        self.reach = [[1.0] for _ in range(texts)]
+        self.rows = None
 
-    def extend(self, probability: float, parent: int | None = None) -> float:
+    def token(self, text: int, node: int) -> int:
+        """The number of a text's token."""
+        return node * self.texts + text
+
+    def node(self, token: int) -> int:
+        """The number of a token in the draft of its text."""
+        return token // self.texts
+
+    def scored(self, nodes: list[int]) -> None:
+        """A verification follows whose rows are so many nodes of each text, text behind text."""
+        if self.texts > 1:
+            self.rows = [
+                self.token(text, node) for text, count in enumerate(nodes) for node in range(count)
+            ]
+
+    def token_of(self, row: int) -> int:
+        """The token in a row of the verification."""
+        return row if self.rows is None else self.rows[row]
+
+    def extend(self, probability: float, parent: int | None = None, text: int = 0) -> float:
         """One more token is drafted, which stands with this probability if those before it do.
         Return the probability that all of them do.
 
-        parent  the token before it; None: the last one
+        parent  the node before it; None: the last one
         """
-        before = self.reach[-1 if parent is None else parent]
-        self.reach.append(before * probability)
-        return self.reach[-1]
+        reach = self.reach[text]
+        reach.append(reach[-1 if parent is None else parent] * probability)
+        return reach[-1]
 
     def reach_of(self, token: int) -> float:
-        """Of a token of the draft. Where the drafter gave no probability, that of the last token
-        for which it did.
+        """Of a token of the draft. Where the drafter gave no probability, that of the last token of
+        its text for which it did.
         """
-        return self.reach[min(token, len(self.reach) - 1)]
+        node, text = divmod(token, self.texts)
+        reach = self.reach[text]
+        return reach[min(node, len(reach) - 1)]
 
     def record(self, token: int, layer: int, route: Route) -> None:
         """Keep a draft token's route (T = 1)."""
@@ -62,7 +92,10 @@ class LookaheadBuffer:
         return {expert for token in tokens for expert in self.expert_ids(token, layer)}
 
     def rejected(self, path: list[int]) -> set[tuple[int, int]]:
-        """(layer, expert) pairs that the last verification used for rejected nodes only."""
+        """(layer, expert) pairs that the last verification used for rejected rows only.
+
+        path  the accepted ones
+        """
         pairs = set()
         for layer, route in self.used.items():
             kept = {expert for node in path for expert in route.ids[node]}
@@ -72,18 +105,19 @@ class LookaheadBuffer:
     def recall(self, path: list[int]) -> tuple[int, int]:
         """(named, choices): how many of the exact model's choices the draft had named.
 
-        path holds the accepted nodes. Two kinds of tokens do not count: those without a recorded
+        path holds the accepted rows. Two kinds of tokens do not count: those without a recorded
         route, and rejected ones, whose context the exact model never had.
         """
         found = [self.recall_at(node) for node in path]
         return sum(named for named, _ in found), sum(choices for _, choices in found)
 
-    def recall_at(self, node: int) -> tuple[int, int]:
-        """`recall` of one node."""
+    def recall_at(self, row: int) -> tuple[int, int]:
+        """`recall` of one row."""
         named = choices = 0
+        token = self.token_of(row)
         for layer, route in self.used.items():
-            if (node, layer) in self.predicted:
-                actual = set(route.ids[node])
+            if (token, layer) in self.predicted:
+                actual = set(route.ids[row])
                 choices += len(actual)
-                named += len(actual & set(self.expert_ids(node, layer)))
+                named += len(actual & set(self.expert_ids(token, layer)))
         return named, choices

@@ -81,11 +81,11 @@ class Prefetcher(Protocol):
     @property
     def new_experts(self) -> int: ...
 
-    def begin(self, draft_length: int) -> None:
-        """A step follows that drafts so many tokens at most."""
+    def begin(self, draft_length: int, texts: int = 1) -> None:
+        """A step follows that drafts so many tokens at most for each of some texts."""
 
     def request(self, token: int, layer: int, route: Route) -> None:
-        """A draft's route, as soon as it is known."""
+        """A draft's route, as soon as it is known; tokens as `LookaheadBuffer` counts them."""
 
     def end(self) -> None:
         """The draft has ended, after as many tokens as it might have or before."""
@@ -112,8 +112,8 @@ class OnDemand:
     def new_experts(self) -> int:
         return len(self._new)
 
-    def begin(self, draft_length: int) -> None:
-        self.lookahead.clear()
+    def begin(self, draft_length: int, texts: int = 1) -> None:
+        self.lookahead.clear(texts)
         self.allowance.begin()
         self._new.clear()
 
@@ -174,8 +174,8 @@ class ThreePhase:
     def new_experts(self) -> int:
         return len(self._new)
 
-    def begin(self, draft_length: int) -> None:
-        self.lookahead.clear()
+    def begin(self, draft_length: int, texts: int = 1) -> None:
+        self.lookahead.clear(texts)
         self.allowance.begin()
         self._new.clear()
         self._supply.pace.pause()
@@ -200,10 +200,11 @@ class ThreePhase:
             return  # all is there or on its way, and stays
         self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
         self._want(token, layer, experts, route.weights[0])
-        known = (token + 1) / (self._draft_length + 1)
+        node = self.lookahead.node(token)
+        known = (node + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
         if self._phase is not Phase.SATURATION:
-            self._phase = self._phase_of(token)
+            self._phase = self._phase_of(node)
             if self._phase is Phase.SATURATION:
                 self._saturate()
         self._unsettled.add(layer)
@@ -217,11 +218,11 @@ class ThreePhase:
             self._supply.land()
             self._load()
 
-    def _phase_of(self, token: int) -> Phase:
-        """While the draft's pass of that token is under way."""
-        if token + 1 >= self._draft_length:
+    def _phase_of(self, node: int) -> Phase:
+        """While the draft's pass of that node is under way."""
+        if node + 1 >= self._draft_length:
             return Phase.SATURATION
-        resting = token < self.primed_share * self._draft_length
+        resting = node < self.primed_share * self._draft_length
         return Phase.PRIMING if resting else Phase.GUIDED
 
     def _saturate(self) -> None:
@@ -229,12 +230,12 @@ class ThreePhase:
         self._unsettled = set(self._named)
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
-        """Count a token's experts by the chance that it stands. The pending token does."""
+        """Count a token's experts by the chance that it stands. A pending token does."""
         reach, even = self.lookahead.reach_of(token), sum(weights) / len(experts)
         wanted = self._wanted[layer]
         self._named.add(layer)
         for expert, weight in zip(experts, weights, strict=True):
-            chance = reach if token == 0 or weight >= even else reach * LIGHT
+            chance = reach if token < self.lookahead.texts or weight >= even else reach * LIGHT
             wanted[expert] = wanted.get(expert, 0.0) + chance
 
     def observe(self, layer: int, route: Route) -> None:
@@ -263,11 +264,12 @@ class ThreePhase:
 
     def _guess(self, layer: int, route: Route) -> None:
         """Add what is probably wanted by tokens that no draft has run."""
-        unnamed = [node for node in route.rows if (node, layer) not in self.lookahead.predicted]
+        predicted, token_of = self.lookahead.predicted, self.lookahead.token_of
+        unnamed = [row for row in route.rows if (token_of(row), layer) not in predicted]
         guess = route.foresee(unnamed) if unnamed else None
         if guess is None:
             return
-        reach = [self.lookahead.reach_of(node) for node in unnamed]
+        reach = [self.lookahead.reach_of(token_of(row)) for row in unnamed]
         self.allowance.guessed(layer, guess, reach)
         guessed: dict[int, float] = {}
         for ids, margins in zip(guess.ids, guess.margins, strict=True):

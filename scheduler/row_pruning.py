@@ -2,8 +2,8 @@
 
 A row depends on the rows above it and on no other. So a subtree of a draft may be declared dead in
 any layer: from there on its experts are not asked for, and none of its tokens is accepted. All
-other rows have all their experts, and the output is the exact model's own. The pending token never
-dies.
+other rows have all their experts, and the output is the exact model's own. A pending token never
+dies. Several texts that are verified in one pass are a tree each.
 """
 
 from collections import Counter
@@ -30,9 +30,9 @@ def surviving(
     expert_s: float,
     later_s: Sequence[float],
 ) -> list[int]:
-    """The nodes of a tree that are worth what they cost, ascending; the root is among them.
+    """The nodes of trees that are worth what they cost, ascending; the roots are among them.
 
-    parents   of the nodes, before their children; the root's is -1
+    parents   of the nodes, before their children; a root's is -1
     worth_s   what the expected token of each is worth
     wanted    missing experts that each wants, of any layers; one costs `expert_s`, however many
               nodes want it
@@ -48,6 +48,8 @@ def surviving(
         of_all.update(keys)
     dead = [False] * count
     for node in range(count - 1, 0, -1):
+        if parents[node] < 0:
+            continue
         # By now `wants` has what all live nodes of the subtree want.
         own = sum(of_all[key] == times for key, times in wants[node].items())
         if own * expert_s + later[node] > worth[node]:
@@ -59,7 +61,7 @@ def surviving(
             worth[parent] += worth[node]
             later[parent] += later[node]
     for node in range(1, count):
-        dead[node] |= dead[parents[node]]
+        dead[node] |= parents[node] >= 0 and dead[parents[node]]
     return [node for node in range(count) if not dead[node]]
 
 
@@ -67,7 +69,7 @@ def surviving(
 class Stakes:
     """What rows are weighed by.
 
-    parents   of the tree's nodes, before their children; the root's is -1
+    parents   of the trees' nodes, before their children; a root's is -1
     reach     of each node, how likely it and all above it are to stand
     expert_s  that a missing expert delays a verification
     token_s   that a token takes
@@ -88,7 +90,7 @@ class RowPolicy(Protocol):
         missing: list[set[ExpertKey]],
         named: Callable[[int], bool],
     ) -> list[int]:
-        """Those of `rows`, ascending and closed under parents, that stay so; the first one does.
+        """Those of `rows`, ascending and closed under parents, that stay so; roots do.
 
         missing  of each of `rows`, experts that are neither in slots nor on their way: those that
                  it wants now, and those that the draft has named for it in later layers
@@ -115,14 +117,16 @@ class WorthTheirExperts:
         missing: list[set[ExpertKey]],
         named: Callable[[int], bool],
     ) -> list[int]:
-        self._learn(rows, missing, named)
-        if stakes.expert_s <= 0 or not any(missing[1:]):
+        drafted = [stakes.parents[node] >= 0 for node in rows]
+        self._learn(rows, drafted, missing, named)
+        lacking = any(keys for keys, may_die in zip(missing, drafted, strict=True) if may_die)
+        if stakes.expert_s <= 0 or not lacking:
             return rows
         places = {node: place for place, node in enumerate(rows)}
         # Nobody has named what the rest will want: as much, layer by layer, as is usual.
         later_s = self._usual * (self.num_layers - 1 - layer) * stakes.expert_s
         kept = surviving(
-            [-1, *(places[stakes.parents[node]] for node in rows[1:])],
+            [places.get(stakes.parents[node], -1) for node in rows],
             [stakes.reach[node] * stakes.token_s for node in rows],
             missing,
             stakes.expert_s,
@@ -131,12 +135,16 @@ class WorthTheirExperts:
         return [rows[place] for place in kept]
 
     def _learn(
-        self, rows: list[int], missing: list[set[ExpertKey]], named: Callable[[int], bool]
+        self,
+        rows: list[int],
+        drafted: list[bool],
+        missing: list[set[ExpertKey]],
+        named: Callable[[int], bool],
     ) -> None:
         """The mean of experts that a row lacks in a layer and no other row wants."""
         wanted = Counter(key for keys in missing for key in keys)
-        for node, keys in zip(rows[1:], missing[1:], strict=True):
-            if not named(node):
+        for node, may_die, keys in zip(rows, drafted, missing, strict=True):
+            if may_die and not named(node):
                 own = sum(wanted[key] == 1 for key in keys)
                 self._seen = min(self._seen + 1, HORIZON)
                 self._usual += (own - self._usual) / self._seen
@@ -155,7 +163,9 @@ class LiveRows:
         self._supply = supply
         self._lookahead = lookahead
         self._stakes: Stakes | None = None
-        self._live: list[int] = []
+        # Nodes of the last verification that lived through it, ascending.
+        self.live: list[int] = []
+        self._roots = 1
 
     @property
     def live(self) -> list[int]:
@@ -163,33 +173,36 @@ class LiveRows:
         return self._live
 
     def begin(self, stakes: Stakes) -> None:
-        """A verification follows of a tree whose nodes are all live."""
+        """A verification follows of trees whose nodes are all live."""
         self._stakes = stakes
-        self._live = [*range(len(stakes.parents))]
+        self._roots = sum(parent < 0 for parent in stakes.parents)
+        self.live = [*range(len(stakes.parents))]
 
     def end(self) -> list[int]:
-        """The verification is over; the nodes that lived through it, ascending."""
+        """The verification is over; its `live` nodes."""
         self._stakes = None
-        return self._live
+        return self.live
 
     def observe(self, layer: int, route: Route) -> None:
         """Choose the live rows of a layer, whose exact route this is, and of those behind it."""
         if self._stakes is None or self.policy is None:
             return
-        if len(self._live) > 1:
+        if len(self.live) > self._roots:
             missing = self._missing(layer, route)
-            self._live = self.policy.live(self._stakes, self._live, layer, missing, self._named)
-        if len(self._live) < len(self._stakes.parents):
-            route.live = tuple(self._live)
+            self.live = self.policy.live(self._stakes, self.live, layer, missing, self._named)
+        if len(self.live) < len(self._stakes.parents):
+            route.live = tuple(self.live)
 
     def _missing(self, layer: int, route: Route) -> list[set[ExpertKey]]:
         """Of each live node, what is missing now; and where anything is, what will be."""
-        missing = [self._supply.missing(layer, route.ids[node]) for node in self._live]
+        missing = [self._supply.missing(layer, route.ids[node]) for node in self.live]
         if any(missing[1:]):
-            for node, keys in zip(self._live, missing, strict=True):
+            for node, keys in zip(self.live, missing, strict=True):
+                token = self._lookahead.token_of(node)
                 for ahead in range(layer + 1, min(layer + 1 + AHEAD, self._lookahead.num_layers)):
-                    keys |= self._supply.missing(ahead, self._lookahead.expert_ids(node, ahead))
+                    keys |= self._supply.missing(ahead, self._lookahead.expert_ids(token, ahead))
         return missing
 
     def _named(self, node: int) -> bool:
-        return (node, self._lookahead.num_layers - 1) in self._lookahead.predicted
+        token = self._lookahead.token_of(node)
+        return (token, self._lookahead.num_layers - 1) in self._lookahead.predicted

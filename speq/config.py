@@ -32,6 +32,8 @@ MAX_DRAFT_NODES = 63
 # Share of the host's free memory that experts take where nothing is said: the rest is for programs
 # beside this one, and for what the process itself takes.
 HOST_SHARE = 0.8
+# As many texts as native kernels run rows alike.
+MAX_BATCH = 64
 MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
 
 # Options that commands have without the rest of a run's.
@@ -57,6 +59,13 @@ Dtype = Annotated[str, Option("Compute dtype; auto is the checkpoint's.", Choice
 ContextLength = Annotated[
     int | None,
     Option("Tokens that the KV cache holds; default: what each request needs.", Whole(1)),
+]
+MaxBatch = Annotated[
+    int,
+    Option(
+        "Texts that are run side by side, at most; each has a KV cache of the whole context.",
+        Whole(1, MAX_BATCH),
+    ),
 ]
 Draft = Annotated[
     str,
@@ -211,6 +220,7 @@ class RunConfig(Options):
     device: Device = "auto"
     dtype: Dtype = "auto"
     context_length: ContextLength = None
+    max_batch: MaxBatch = 1
     draft: Draft = "auto"
     draft_dense: DraftDense = "auto"
     draft_length: DraftLength = None
@@ -296,9 +306,15 @@ class RunConfig(Options):
 
     def check_together(self) -> None:
         """Raise SpeqError for objectives where there is nothing to choose by them, for trees of a
-        drafter that makes none, and for parts of an expert budget without the rest.
+        drafter that makes none, for parts of an expert budget without the rest, and for a budget
+        that texts would share: what is left out of one would depend on the others.
         """
         self._check_budget()
+        if self.approximates and self.max_batch > 1:
+            raise SpeqError(
+                f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
+                "for one text at a time, so leave one of the two out"
+            )
         if self.draft_nodes is not None and self.drafter not in ("auto", "int4"):
             raise SpeqError(
                 f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "

@@ -12,9 +12,10 @@ from typing import Any, Unpack
 
 from transformers import GenerationConfig
 
+from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
-from speq.decode.sequence import Sequence as Request
+from speq.decode.sequence import Sequence
 from speq.devices.failures import in_a_sentence
 from speq.errors import SpeqError, checked_int
 from speq.load import check_context, load
@@ -29,7 +30,7 @@ from speq.text.tokenizer import load_tokenizer
 from speq.units import Progress
 
 # Tokens as they come; at the end, the request and what was measured.
-Run = Coroutine["Token", None, tuple[Request, RunStats]]
+Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,12 @@ class Generation:
     token_ids: list[int]
     finish_reason: str
     stats: dict[str, Any]
+
+
+def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
+    """Tokens that a request has just emitted, with their text."""
+    assert isinstance(sequence.text, TextStream), "prepared"
+    return [Token(*each) for each in zip(token_ids, sequence.text.take(), strict=True)]
 
 
 class Generator:
@@ -161,6 +168,73 @@ class Generator:
             request, stats = stop.value
         return Generation("".join(pieces), ids, request.finish_reason or "", stats.summary())
 
+    def generate_batch(
+        self,
+        prompts: list[Prompt],
+        *,
+        generation_config: GenerationConfig | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Generation]:
+        """Generate from several prompts side by side, `max_batch` at a time; each text is what it
+        would be alone.
+
+        options  of all of them, as of `stream`. `stats` are the figures of each text; those of all
+                 together are `last_run`'s
+        """
+        sequences = [self.prepare(prompt, generation_config, options) for prompt in prompts]
+        contexts = [len(s.prompt_ids) + s.sampling.max_new_tokens for s in sequences]
+        with self.batch(max(contexts, default=1)) as batch:
+            requests = [batch.add(sequence) for sequence in sequences]
+            pieces: dict[Request, list[str]] = {request: [] for request in requests}
+            while not batch.idle:
+                for emitted in batch.step(self._draft_length):
+                    if emitted.error is not None:
+                        raise emitted.error
+                    tokens = tokens_of(emitted.request.sequence, emitted.token_ids)
+                    pieces[emitted.request] += [token.text for token in tokens]
+        return [
+            Generation(
+                "".join(pieces[request]),
+                request.sequence.generated_ids,
+                request.sequence.finish_reason or "",
+                request.figures,
+            )
+            for request in requests
+        ]
+
+    @contextmanager
+    def batch(self, context: int = 1) -> Iterator[Batch]:
+        """Texts that run side by side within the block; calls of other threads wait for its end.
+
+        context  tokens that memory is laid out for beforehand
+        """
+        with self._own_turn(), in_a_sentence():
+            self._streaming_thread = threading.get_ident()
+            try:
+                start_s = time.perf_counter()
+                self._runtime.reserve(context)
+                stats = self._runtime.recorder.begin_run(self._runtime.begin_stats(start_s))
+                self.last_run = stats
+                with self._runtime.watched(stats):
+                    yield Batch(self._runtime)
+            finally:
+                self._streaming_thread = None
+
+    def prepare(
+        self, prompt: Prompt, config: GenerationConfig | None, options: SamplingOptions
+    ) -> Sequence:
+        """A request for a batch: its prompt, and the text that comes of it. Raises SpeqError for
+        what is refused in any case.
+        """
+        request = self._request(prompt, config, options)
+        request.text = self._text_of(prompt, request)
+        return request
+
+    def _text_of(self, prompt: Prompt, request: Sequence) -> TextStream:
+        # Text goes on from text; an answer in a chat begins one.
+        context = request.prompt_ids if isinstance(prompt, str) else []
+        return TextStream(self.tokenizer, request.sampling.stop, context)
+
     def stream(
         self,
         prompt: Prompt,
@@ -187,7 +261,7 @@ class Generator:
 
     def _request(
         self, prompt: Prompt, config: GenerationConfig | None, options: SamplingOptions
-    ) -> Request:
+    ) -> Sequence:
         ids = self.encode(prompt)
         eos_ids = self._runtime.model.eos_ids
         given: dict[str, Any] = dict(options)
@@ -200,7 +274,7 @@ class Generator:
             eos_ids = from_config.pop("eos_ids", eos_ids)
             given = from_config | given
         sampling = build(SamplingParams, given, ("generation_config", "progress"))
-        return Request(ids, sampling, eos_ids)
+        return Sequence(ids, sampling, eos_ids)
 
     def _stream(
         self,
@@ -214,9 +288,7 @@ class Generator:
         with self._own_turn(), in_a_sentence():
             self._streaming_thread = threading.get_ident()
             try:
-                # Text goes on from text; an answer in a chat begins one.
-                context = request.prompt_ids if isinstance(prompt, str) else []
-                text = TextStream(self.tokenizer, request.sampling.stop, context)
+                text = self._text_of(prompt, request)
                 request.text = text
                 return (yield from self._run(request, text, start_s, progress))
             finally:
@@ -236,7 +308,7 @@ class Generator:
             yield
 
     def _run(
-        self, request: Request, text: TextStream, start_s: float, progress: Progress | None
+        self, request: Sequence, text: TextStream, start_s: float, progress: Progress | None
     ) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
         stats = engine.recorder.begin_run(self._runtime.begin_stats(start_s))
@@ -275,6 +347,11 @@ class Generator:
             yield
         finally:
             self._draft_length = before
+
+    @property
+    def fixed_draft_length(self) -> int | None:
+        """Of `with_draft_length`, inside its block."""
+        return self._draft_length
 
     @property
     def max_context(self) -> int:

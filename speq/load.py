@@ -30,11 +30,12 @@ from speq.experts.packed_copy import PackedCopy, copied_codec, copy_folder, kept
 from speq.files import heap
 from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
+from speq.governor.batches import Governors
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.kernels import library
-from speq.kernels.ops import Int4Pair
+from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.layers.int4_matrix import Int4Matrix
@@ -74,7 +75,7 @@ class Loaded:
     draft_bank  the INT4 copy, where one is held
     host      exact experts in the host's memory, for a device with memory of its own
     graphs_on  the device that passes are recorded on; None: they are not
-    governor  outlives arenas that are laid out anew, with what it has learnt
+    governors  of batches; they outlive arenas that are laid out anew, with what it has learnt
     copy      the packed copy of published experts that this run writes
     limits    of the experts of verifications; None: they are exact
     """
@@ -89,7 +90,7 @@ class Loaded:
     draft_bank: DraftExperts | None
     host: HostTier | None
     graphs_on: Accelerator | None
-    governor: Governor
+    governors: Governors
     copy: PackedCopy | None = None
     limits: BudgetRules | None = None
 
@@ -180,11 +181,11 @@ def load(
             settled = measured(encoding, subject, settled, budget)
         bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
         graphs_on = recording_device(config.graphs, device, model)
-        governor = governor_of(config, profile, settled)
+        governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()
     heap.give_back()
     loaded = Loaded(
-        config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governor
+        config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governors
     )
     loaded.limits = limits
     if limits is not None and not settled.holding.drafts:
@@ -256,6 +257,7 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
         most_drafted(config),
         beside,
         graphs=not on_cpu and config.graphs == "auto",
+        texts=config.max_batch,
     )
 
 

@@ -92,6 +92,16 @@ class Route:
         """Live rows, ascending."""
         return range(len(self.topk_ids)) if self.live is None else self.live
 
+    def split(self) -> list["Route"]:
+        """A route for each row."""
+        rows = zip(self.topk_ids.split(1), self.topk_weights.split(1), self.ids, strict=True)
+        made = []
+        for topk_ids, topk_weights, ids in rows:
+            route = Route(topk_ids, topk_weights)
+            route._ids = [ids]
+            made.append(route)
+        return made
+
     def instead(self, topk_ids: Tensor, topk_weights: Tensor) -> "Route":
         """The same rows with other experts, [T, K] in host memory."""
         device, dtype = self.topk_ids.device, self.topk_weights.dtype

@@ -18,14 +18,15 @@ from speq.decode.approximation import Approximation
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
-from speq.decode.sampler import sampler_on
+from speq.decode.sampler import Sampler, sampler_on
 from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
 from speq.devices.device import Processor
 from speq.errors import SpeqError
 from speq.files.alignment import aligned_bytes
+from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
-from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.draft_length import FixedDraftLength
 from speq.governor.holding import Holding
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import LayerBudgets
@@ -157,9 +158,7 @@ class Runtime:
 
         Raises SpeqError where the model, the budget or a fixed context_length forbids it.
         """
-        limit = check_context(context, self.config.context_length, self.shape.max_context)
-        if self.holding.drafts:
-            context = min(context + (self.config.draft_nodes or 0), limit)
+        context, limit = self._room_for(context)
         if context > self.plan.context:
             holding, plan = self._roomy(context, limit)
             before = self.holding, self.plan
@@ -177,6 +176,23 @@ class Runtime:
                 self.engine = self._lay_out()
                 raise
         return self.engine
+
+    def has_room(self, context: int) -> bool:
+        """Whether memory is laid out for so many tokens."""
+        return self._room_for(context)[0] <= self.plan.context
+
+    def check(self, context: int) -> None:
+        """Raise SpeqError where no memory could be laid out for so many tokens, as `reserve`."""
+        context, limit = self._room_for(context)
+        if context > self.plan.context:
+            self._roomy(context, limit)
+
+    def _room_for(self, context: int) -> tuple[int, int]:
+        """The tokens to lay out for a request of so many, and the most that may be."""
+        limit = check_context(context, self.config.context_length, self.shape.max_context)
+        if self.holding.drafts:
+            context = min(context + (self.config.draft_nodes or 0), limit)
+        return context, limit
 
     def _roomy(self, context: int, limit: int) -> Fitting:
         """A plan with some room to grow, where that costs neither the draft nor the request."""
@@ -211,20 +227,18 @@ class Runtime:
         parts = slots.split(max(TAKEN_BYTES // self.holding.slot_bytes, 1))
         for part in tracked("taking memory for slots", parts, len(parts), progress):
             part.zero_()
-        cache = KVCache(
-            shape.num_layers, shape.attention.kv_shapes, plan.context, self.dtype, self.device
-        )
+        kv_shapes = shape.attention.kv_shapes
+        caches = [
+            KVCache(shape.num_layers, kv_shapes, plan.context, self.dtype, self.device, number)
+            for number in range(self.config.max_batch)
+        ]
         sampler = sampler_on(loaded.device)
-        drafter: Drafter = PlainDecoding()
+        drafters: list[Drafter] = [PlainDecoding() for _ in caches]
         confidence = Confidence()
-        governor: Governor = FixedDraftLength(0, self._no_draft_reason())
+        governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
         if self.holding.drafts:
-            drafter = DRAFTERS[self.holding.drafter](
-                DraftBase(
-                    self.model, cache, loaded.draft_bank, sampler, loaded.graphs_on, confidence
-                )
-            )
-            governor = loaded.governor
+            drafters = [self._drafter(cache, sampler, confidence) for cache in caches]
+            governors = loaded.governors
         transfer, timed = self._transfer(slots)
         budget = None
         if loaded.limits is not None:
@@ -247,17 +261,26 @@ class Runtime:
             approximation = Approximation(offload.budget, share, self.recorder.timed)
         return Engine(
             model=self.model,
-            cache=cache,
+            caches=caches,
             offload=offload,
-            verification=verification_over(self.model, cache, offload.target, loaded.graphs_on),
-            drafter=drafter,
-            governor=governor,
+            verification=verification_over(self.model, caches[0], offload.target, loaded.graphs_on),
+            drafters=drafters,
+            governors=governors,
             recorder=self.recorder,
             chunk=plan.chunk,
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
         )
+
+    def _drafter(self, cache: KVCache, sampler: Sampler, confidence: Confidence) -> Drafter:
+        """Of the texts that a cache is for. Passes of the first one alone are recorded: batches are
+        launched, and a text by itself has that cache.
+        """
+        loaded = self._loaded
+        graphs_on = None if cache.number else loaded.graphs_on
+        base = DraftBase(self.model, cache, loaded.draft_bank, sampler, graphs_on, confidence)
+        return DRAFTERS[self.holding.drafter](base)
 
     def _transfer(self, slots: Tensor) -> tuple[TransferEngine, Timed]:
         """Whatever fills the slots, reading threads or copies from host memory, and what times the

@@ -74,6 +74,18 @@ class Forecast:
     tokens: float
 
 
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """One text's draft in a step of several: tokens on its longest path, and those accepted.
+
+    stopped  whether it ended before the length decided on, as one token more was not worth it
+    """
+
+    draft_length: int
+    accepted: int
+    stopped: bool = False
+
+
 @dataclass(slots=True)
 class ApproximationStats:
     """What an expert budget kept of the exact model, in one verification or in several.
@@ -146,8 +158,10 @@ def mean_interval(total: float, squares: float, count: int) -> tuple[float, floa
 class StepStats:
     """One step: a prefill, or one round of draft, verification and acceptance.
 
+    sequences      texts of its batch; figures are sums over them
+    drafts         of each of these, where they are several
     draft_length   tokens of the draft, on its longest path; branches: those beside that path
-    passes         of what drafted
+    passes         of what drafted; texts that draft in one pass share it
     given_up       tokens of the draft that were given up in its verification
     requests       distinct (layer, expert) pairs the exact model asked for
     hits           those that lay in a slot when asked for
@@ -171,6 +185,8 @@ class StepStats:
     """
 
     phase: str
+    sequences: int = 1
+    drafts: list[DraftStats] = field(default_factory=list)
     draft_length: int = 0
     branches: int = 0
     passes: int = 0
@@ -215,8 +231,13 @@ class StepStats:
 
     @property
     def rows(self) -> int:
-        """Tokens that were scored: the pending one and the draft's."""
-        return 1 + self.draft_length + self.branches
+        """Tokens that were scored: the pending ones and the drafts'."""
+        return self.sequences + self.draft_length + self.branches
+
+    @property
+    def deepest(self) -> int:
+        """Tokens on the longest path of any draft."""
+        return max((each.draft_length for each in self.drafts), default=self.draft_length)
 
     def layer(self, layer: int) -> LayerStats:
         """The figures of one layer, to add to."""
@@ -363,14 +384,15 @@ FIGURES = {
     "new_tokens": "generated tokens, the first one included",
     "ttft_ms": "time from the call to the first token",
     "tpot_ms": "time per output token after the first: time in decode steps over the tokens that "
-    "they emitted",
+    "they emitted; a step counts for each text of its batch",
     "steps": "rounds of drafting and verifying",
-    "draft_length_mean": "drafted tokens per step; of a tree those on its longest path",
-    "branches_mean": "drafted tokens beside the longest path, per step",
-    "given_up_mean": "drafted tokens given up in their verification, per step: their experts would "
-    "have cost more than they were worth",
-    "accept_length_mean": "tokens that a step yields: the accepted ones and one of the exact "
-    "model's own (the bonus token)",
+    "batch_mean": "texts of a step, which share its passes",
+    "draft_length_mean": "drafted tokens per step and text; of a tree those on its longest path",
+    "branches_mean": "drafted tokens beside the longest path, per step and text",
+    "given_up_mean": "drafted tokens given up in their verification, per step and text: their "
+    "experts would have cost more than they were worth",
+    "accept_length_mean": "tokens that a step yields of each text: the accepted ones and one of "
+    "the exact model's own (the bonus token)",
     "acceptance_rate": "accepted tokens over drafted ones, those beside the longest path left out",
     "route_recall": "share of the exact model's expert choices that the draft's routes had named "
     "(accepted tokens only)",
@@ -516,12 +538,15 @@ class RunStats:
         return {
             "new_tokens": sum(step.emitted for step in self.steps),
             "ttft_ms": (prefill[-1].end_s - self.start_s) * 1e3 if prefill else None,
-            "tpot_ms": ratio(total("duration_s") * 1e3, total("emitted")),
+            "tpot_ms": ratio(
+                sum(step.duration_s * step.sequences for step in decode) * 1e3, total("emitted")
+            ),
             "steps": len(decode),
-            "draft_length_mean": ratio(total("draft_length"), len(decode)),
-            "branches_mean": ratio(total("branches"), len(decode)),
-            "given_up_mean": ratio(total("given_up"), len(decode)),
-            "accept_length_mean": ratio(total("emitted"), len(decode)),
+            "batch_mean": ratio(total("sequences"), len(decode)),
+            "draft_length_mean": ratio(total("draft_length"), total("sequences")),
+            "branches_mean": ratio(total("branches"), total("sequences")),
+            "given_up_mean": ratio(total("given_up"), total("sequences")),
+            "accept_length_mean": ratio(total("emitted"), total("sequences")),
             "acceptance_rate": ratio(total("accepted"), total("draft_length")),
             "route_recall": ratio(total("named"), total("choices")),
             "hit_rate": ratio(total("hits"), total("requests")),

@@ -13,6 +13,7 @@ from speq.decode.drafter import DraftBounds, GoOn
 from speq.decode.engine import Engine
 from speq.decode.offload import Offload
 from speq.decode.sequence import Draft, Sequence
+from speq.governor.batches import Governors
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.layers.draft_experts import OnRoute
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
@@ -126,7 +127,7 @@ class Recorded:
         logits = torch.stack([~accepted, accepted], dim=1).float()
         return Scored(logits, logits)
 
-    def keep_path(self, row: int, path: list[int]) -> None:
+    def keep_path(self, path: list[int]) -> None:
         """There is no KV cache to keep anything in."""
 
     def _arrive(self) -> None:
@@ -178,11 +179,11 @@ class Replay:
         model: Any = self._recorded
         self._engine = Engine(
             model=model,
-            cache=model,
+            caches=[model],
             offload=offload,
             verification=model,
-            drafter=model,
-            governor=governor or FixedDraftLength(0),
+            drafters=[model],
+            governors=Governors(governor or FixedDraftLength(0), most_rows=sys.maxsize),
             recorder=recorder,
             chunk=0,
         )

@@ -23,8 +23,8 @@ class SingleShot(OnDemand):
         super().__init__(supply, lookahead)
         self.begin(0)
 
-    def begin(self, draft_length: int) -> None:
-        super().begin(draft_length)
+    def begin(self, draft_length: int, texts: int = 1) -> None:
+        super().begin(draft_length, texts)
         self._supply.pace.pause()
         self._draft_length = draft_length
         # By layer: how many tokens want each expert.
@@ -35,7 +35,7 @@ class SingleShot(OnDemand):
         (experts,) = route.ids
         self._new |= self._supply.missing(layer, experts)
         self._wanted[layer].update(experts)
-        known = (token + 1) / (self._draft_length + 1)
+        known = (self.lookahead.node(token) + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
@@ -54,7 +54,8 @@ class SingleSooner(SingleShot):
 
     def request(self, token: int, layer: int, route: Route) -> None:
         super().request(token, layer, route)
-        if token == 0 and layer + 1 == self.lookahead.num_layers:
+        first = token + 1 == self.lookahead.texts  # of the last text
+        if first and layer + 1 == self.lookahead.num_layers:
             self._load()
 
 

@@ -11,6 +11,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.recorded import RecordedPasses
+from speq.models.texts import TextTokens
 from speq.models.tree import Tree
 from speq.routing import Route
 
@@ -50,6 +51,21 @@ class EagerPass:
             return self._model.score(self._bank, self._cache, [token_id], tree).logits
         finally:
             self._bank.on_route = None
+
+
+def run_together(
+    model: MoEModel, bank: DraftExperts, texts: list[TextTokens], on_route: OnLayer
+) -> Tensor:
+    """A token of each of several texts in one pass, launched kernel by kernel; logits [B, V].
+
+    on_route  told the route of every layer, a row for each of the texts
+    """
+    bank.on_route = on_route
+    try:
+        hidden = model.forward_texts(bank, texts)[0]
+        return model.logits(hidden, bank)
+    finally:
+        bank.on_route = None
 
 
 class RecordedPass:

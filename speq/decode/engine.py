@@ -2,99 +2,181 @@
 
 The INT4 experts draft k tokens and name, layer by layer, the exact experts those will need; the
 exact model then verifies k + 1 tokens in one pass, experts out of slots. Plain decoding is the case
-k = 0, and a prompt is run by the same model, chunk by chunk. `start` and `step` return the tokens
-they emitted; what they measured goes by way of the recorder, and no other.
+k = 0, and a prompt is run by the same model, chunk by chunk. Several texts take their steps
+together: passes over the draft's experts and over the exact ones are common to all of them, and
+what a text's tokens are does not depend on the others. `start` and `step` return the tokens they
+emitted; what they measured goes by way of the recorder, and no other.
 """
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import Tensor
 
 from speq.decode.accept import accept
 from speq.decode.approximation import Approximation
-from speq.decode.drafter import DraftBounds, Drafter, PlainDecoding
+from speq.decode.drafter import DraftBounds, Drafter, GoOn, PlainDecoding
+from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
+from speq.decode.turn import Turn, place, stakes_of
 from speq.decode.verification import EagerVerification, Verification
+from speq.errors import SpeqError
+from speq.governor.batches import Governors, longest_draft
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.governor.prices import Prices
+from speq.layers.draft_experts import OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
+from speq.routing import Route
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.row_pruning import Stakes
-from speq.stats import Recorder, StepStats
+from speq.stats import DraftStats, Recorder, StepStats
+
+
+@dataclass(slots=True)
+class Reading:
+    """A prompt that is being run.
+
+    done  tokens of it that were
+    last  hidden state [1, H] of the last of these
+    """
+
+    sequence: Sequence
+    done: int = 0
+    last: Tensor | None = None
+
+    @property
+    def left(self) -> int:
+        return len(self.sequence.prompt_ids) - self.done
 
 
 @dataclass(slots=True)
 class Engine:
-    """One model over one KV cache, for one sequence at a time.
+    """One model over some KV caches, each for a text.
 
+    caches, drafters  of each text, by `Sequence.row`; a drafter drafts over the cache beside it
     sampler     chooses tokens where the model computes
     confidence  how likely drafted tokens are to stand
     prices      what missing experts and tokens cost
-    approximation  runs verifications within an expert budget; None: they are exact
-    draft       of the last step
-    live        nodes of it that were not given up in its verification
-    path        nodes of it that were accepted, the pending token's first
+    approximation  runs verifications within an expert budget; None: they are exact. Only of single
+             texts
+    turns       of the last step, text by text
     """
 
     model: MoEModel
-    cache: KVCache
+    caches: list[KVCache]
     offload: Offload
     verification: Verification
-    drafter: Drafter
-    governor: Governor
+    drafters: list[Drafter]
+    governors: Governors
     recorder: Recorder
     chunk: int
     sampler: Sampler = field(default_factory=HostSampler)
     confidence: Confidence = field(default_factory=Confidence)
     prices: Prices = field(default_factory=Prices)
     approximation: Approximation | None = None
-    live: list[int] = field(default_factory=list, init=False)
-    draft: Draft = field(default_factory=Draft, init=False)
-    path: list[int] = field(default_factory=list, init=False)
+    turns: list[Turn] = field(default_factory=list, init=False)
 
     def start(
         self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
     ) -> list[int]:
         """Run the prompt and return the first token. progress: told (tokens done, tokens)."""
         stats = self.recorder.begin("prefill")
-        self.cache.clear()
-        prompt = sequence.prompt_ids
-        stream = self.offload.stream.prompt(len(prompt), self.chunk, progress)
+        reading = self.begin(sequence)
+        tokens = reading.left
+        stream = self.offload.stream.prompt(tokens, self.chunk, progress)
         # An accelerator is through with a pass when its outcome is known, and no sooner.
         with self.recorder.timed("prefill"):
             with self.mending(), stream:
-                scored = self.model.prefill(self.offload.reader, self.cache, prompt, self.chunk)
-            outcome = accept(Draft(), scored.logits, sequence, self.sampler)
+                while reading.left:
+                    self._read_chunk(reading)
+            emitted = self._first_token(reading)
         if progress is not None:
-            progress(len(prompt), len(prompt))
-        self.governor.begin()
-        emitted = sequence.extend(outcome.token_ids)
+            progress(tokens, tokens)
+        self._finish_prompt(stats, emitted)
+        return emitted
+
+    def begin(self, sequence: Sequence) -> Reading:
+        """Forget what the sequence's cache holds: its prompt follows."""
+        self.caches[sequence.row].clear()
+        return Reading(sequence)
+
+    def read(self, reading: Reading) -> list[int]:
+        """Run the next chunk of a prompt; return the first token where that was the last chunk.
+
+        Chunks are those of `start`, so that entries and tokens are the same.
+        """
+        stats = self.recorder.begin("prefill")
+        emitted: list[int] = []
+        stream = self.offload.stream.prompt(min(reading.left, self.chunk), self.chunk, None)
+        with self.recorder.timed("prefill"):
+            with self.mending(), stream:
+                self._read_chunk(reading)
+            if not reading.left:
+                emitted = self._first_token(reading)
+        self._finish_prompt(stats, emitted)
+        return emitted
+
+    def _read_chunk(self, reading: Reading) -> None:
+        sequence = reading.sequence
+        tokens = sequence.prompt_ids[reading.done : reading.done + self.chunk]
+        cache = self.caches[sequence.row]
+        reading.last = self.model.read(self.offload.reader, cache, tokens)
+        reading.done += len(tokens)
+
+    def _first_token(self, reading: Reading) -> list[int]:
+        assert reading.last is not None, "a prompt has tokens"
+        with self.mending():
+            scored = self.model.score_last(reading.last)
+        outcome = accept(Draft(), scored.logits, reading.sequence, self.sampler)
+        return reading.sequence.extend(outcome.token_ids)
+
+    def _finish_prompt(self, stats: StepStats, emitted: list[int]) -> None:
+        self.governors.begin()
         stats.emitted = len(emitted)
         self.offload.supply.report()
         self.recorder.finish()
-        return emitted
 
     def step(self, sequence: Sequence, draft_length: int | None = None) -> list[int]:
         """Run one round of drafting and verification; return the tokens it emitted, at least one.
 
         draft_length  where it is given, the governor neither decides nor learns
         """
-        governor = self.governor if draft_length is None else FixedDraftLength(draft_length)
+        (emitted,) = self.step_all([sequence], draft_length)
+        return emitted
+
+    def step_all(
+        self, batch: Several[Sequence], draft_length: int | None = None
+    ) -> list[list[int]]:
+        """One round of several texts; of each the tokens that it emitted.
+
+        A text of several of which the model's logits are no numbers emits nothing, and the others
+        go on: `Turn.error` says so.
+        """
+        governor = self.governors.of(len(batch))
+        if draft_length is not None:
+            governor = FixedDraftLength(draft_length)
         stats = self.recorder.begin("decode")
-        decision = within(governor.decide(), sequence, self.cache)
-        bounds = DraftBounds(decision.draft_length, decision.nodes)
-        draft = self.propose(sequence, bounds, governor)
+        decision = governor.decide()
+        if len(batch) == 1:
+            decision = within(decision, batch[0], self.caches[batch[0].row])
+        self.turns = [self._turn(sequence, decision, len(batch)) for sequence in batch]
+        self.propose(self.turns, governor)
         with self.recorder.timed("verify"):
-            scored = self.verify(sequence.pending_id, draft)
-            outcome = accept(draft, scored.logits, sequence, self.sampler, self.live)
+            scored = self._score_turns(self.turns)
+            for turn, each in zip(self.turns, scored, strict=True):
+                self._accept(turn, each)
         if self.approximation is not None:
-            report = self.approximation.report(draft, scored, outcome, sequence, self.sampler)
-            stats.approximation = report
-        emitted = self.commit(sequence, draft, outcome, stats)
+            (turn,) = self.turns
+            stats.approximation = self.approximation.report(
+                turn.draft, scored[0], turn.outcome, turn.sequence, self.sampler
+            )
+        emitted = self.commit(self.turns, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
         finished = self.recorder.finish()
@@ -103,62 +185,160 @@ class Engine:
             self.prices.observe(finished)
         return emitted
 
-    def propose(self, sequence: Sequence, bounds: DraftBounds, governor: Governor) -> Draft:
-        """Draft so far, as long as each pass is worth it by the experts named so far and the chance
-        that the token that it runs stands.
+    def _turn(self, sequence: Sequence, decision: Decision, texts: int) -> Turn:
+        cache = self.caches[sequence.row]
+        decision = within(decision, sequence, cache)
+        length, nodes = decision.draft_length, decision.nodes
+        if texts > 1:
+            most = longest_draft(self.governors.most_rows, texts)
+            length, nodes = min(length, most), None if nodes is None else min(nodes, most)
+        return Turn(sequence, cache, DraftBounds(length, nodes))
+
+    def _accept(self, turn: Turn, scored: Scored) -> None:
+        try:
+            turn.outcome = accept(turn.draft, scored.logits, turn.sequence, self.sampler, turn.live)
+        except SpeqError as error:
+            if len(self.turns) == 1:
+                raise
+            turn.outcome, turn.error = Outcome([], []), error
+
+    def propose(self, turns: list[Turn], governor: Governor) -> None:
+        """Draft for each text, as long as each pass is worth it by the experts named so far and the
+        chance that the token that it runs stands.
         """
         prefetcher = self.offload.prefetcher
-        prefetcher.begin(bounds.length)
+        prefetcher.begin(max(turn.bounds.length for turn in turns), len(turns))
+        lookahead = prefetcher.lookahead
 
-        def go_on(drafted: int, lead: float | None, parent: int | None = None) -> bool:
-            reach = prefetcher.lookahead.extend(self.confidence.probability(lead), parent)
-            return governor.go_on(drafted, prefetcher.new_experts, reach)
+        def on_route(text: int, node: int, layer: int, route: Route) -> None:
+            prefetcher.request(lookahead.token(text, node), layer, route)
 
+        def go_on(text: int, drafted: int, lead: float | None, parent: int | None = None) -> bool:
+            reach = lookahead.extend(self.confidence.probability(lead), parent, text)
+            on = governor.go_on(drafted, prefetcher.new_experts, reach)
+            turns[text].stopped = not on
+            return on
+
+        tellers = [(partial(on_route, text), partial(go_on, text)) for text in range(len(turns))]
         with self.mending(), self.recorder.timed("draft"):
-            draft = self.drafter.propose(sequence, bounds, prefetcher.request, go_on)
+            for turn, draft in zip(turns, self._drafts(turns, tellers), strict=True):
+                turn.draft = draft
             prefetcher.end()
-        self.draft = draft
-        return draft
+
+    def _drafts(self, turns: list[Turn], tellers: list[tuple[OnRoute, GoOn]]) -> Iterator[Draft]:
+        """Of each text: in passes that are common to all, where drafters make such."""
+        drafters = [self.drafters[turn.sequence.row] for turn in turns]
+        stepping = [each for each in drafters if isinstance(each, Int4Drafter)]
+        if len(turns) > 1 and len(stepping) == len(turns):
+            batch = [turn.sequence for turn in turns]
+            draftings = [
+                drafter.drafting(turn.sequence, turn.bounds, *told)
+                for drafter, turn, told in zip(stepping, turns, tellers, strict=True)
+            ]
+            yield from Int4Drafter.together(stepping, batch, draftings)
+            return
+        for drafter, turn, told in zip(drafters, turns, tellers, strict=True):
+            yield drafter.propose(turn.sequence, turn.bounds, *told)
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
-        """Score the pending token and the draft with the exact experts, in one pass. Nodes that are
-        not `live` behind it were given up.
-        """
-        reach, prices = draft.reach(self.confidence.probability), self.prices
-        stakes = Stakes([-1, *draft.parents], reach, prices.expert_s, prices.token_s)
-        rows = self.offload.rows
+        """Score a pending token behind the first cache, and a draft, with the exact experts."""
+        (scored,) = self._scored([draft], lambda: [self.verification.score(pending_id, draft)])
+        return scored
 
-        def score() -> Scored:
+    def _score_turns(self, turns: list[Turn]) -> list[Scored]:
+        """Score the pending tokens and drafts of all texts with the exact experts, in one pass.
+        Nodes that are not `live` behind it were given up.
+        """
+        drafts = [turn.draft for turn in turns]
+
+        def score() -> list[Scored]:
+            if len(turns) == 1 and turns[0].sequence.row == 0:
+                return [self.verification.score(turns[0].sequence.pending_id, drafts[0])]
+            return self.verification.score_texts([turn.tokens for turn in turns])
+
+        scored = self._scored(drafts, score)
+        live = self.offload.rows.live
+        for turn, first in zip(turns, place(drafts), strict=True):
+            turn.first = first
+            last = first + turn.draft.nodes
+            turn.live = [row - first for row in live if first <= row < last]
+        return scored
+
+    def _scored(self, drafts: list[Draft], score: Callable[[], list[Scored]]) -> list[Scored]:
+        """Verify drafts side by side. score: does so, with rows that may be given up."""
+        rows, prices = self.offload.rows, self.prices
+        self.lookahead.scored([draft.nodes for draft in drafts])
+        probability = self.confidence.probability
+        stakes = stakes_of(drafts, probability, prices.expert_s, prices.token_s)
+
+        def begun() -> list[Scored]:
             rows.begin(stakes)
-            return self.verification.score(pending_id, draft)
+            return score()
 
         try:
             with self.mending():
                 if self.approximation is None:
-                    return score()
-                return self.approximation.score(score, reach)
+                    return begun()
+                return [self.approximation.score(lambda: begun()[0], stakes.reach)]
         finally:
-            self.live = rows.end()
+            rows.end()
 
-    def commit(
-        self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats
-    ) -> list[int]:
-        """Keep the accepted path in the KV cache, emit its tokens, complete the record."""
+    def commit(self, turns: list[Turn], stats: StepStats) -> list[list[int]]:
+        """Keep accepted paths in the KV caches, emit their tokens, complete the record."""
         self.offload.supply.report()
-        self.cache.keep_path(0, outcome.path)
-        self.path = outcome.path
-        emitted = sequence.extend(outcome.token_ids)
-        stats.draft_length, stats.passes = draft.depth, draft.passes
-        stats.branches = draft.nodes - 1 - draft.depth
-        stats.given_up = draft.nodes - len(self.live)
-        stats.accepted = outcome.accepted
-        stats.emitted = len(emitted)
-        for lead, stood in draft.tried(outcome):
-            self.confidence.learn(lead, stood)
-        stats.named, stats.choices = self.lookahead.recall(outcome.path)
-        if len(outcome.path) < draft.nodes:
-            self.recorder.rejected(self.lookahead.rejected(outcome.path))
+        emitted, kept = [], []
+        stats.sequences = len(turns)
+        for turn in turns:
+            draft, outcome = turn.draft, turn.outcome
+            turn.cache.keep_path(outcome.path)
+            emitted.append(turn.sequence.extend(outcome.token_ids))
+            if turn.error is not None:
+                stats.sequences -= 1
+                continue
+            kept += turn.kept
+            stats.draft_length += draft.depth
+            stats.passes = max(stats.passes, draft.passes)
+            stats.branches += draft.nodes - 1 - draft.depth
+            stats.given_up += draft.nodes - len(turn.live)
+            stats.accepted += outcome.accepted
+            stats.emitted += len(emitted[-1])
+            if len(turns) > 1:
+                stats.drafts.append(DraftStats(draft.depth, outcome.accepted, turn.stopped))
+            for lead, stood in draft.tried(outcome):
+                self.confidence.learn(lead, stood)
+        stats.named, stats.choices = self.lookahead.recall(kept)
+        if len(kept) < stats.rows:
+            self.recorder.rejected(self.lookahead.rejected(kept))
         return emitted
+
+    @property
+    def cache(self) -> KVCache:
+        """Of single texts."""
+        return self.caches[0]
+
+    @property
+    def drafter(self) -> Drafter:
+        """Of single texts; measurements may put another one in its place."""
+        return self.drafters[0]
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self.drafters[0] = drafter
+
+    @property
+    def governor(self) -> Governor:
+        """Of single texts."""
+        return self.governors.alone
+
+    @property
+    def draft(self) -> Draft:
+        """Of the first text of the last step."""
+        return self.turns[0].draft if self.turns else Draft()
+
+    @property
+    def path(self) -> list[int]:
+        """Nodes of that draft that were accepted, the pending token's first."""
+        return self.turns[0].outcome.path if self.turns else []
 
     @property
     def lookahead(self) -> LookaheadBuffer:
@@ -179,15 +359,18 @@ class Engine:
             yield
         except BaseException:
             self.offload.supply.forget()
-            self.cache.erase()
+            for cache in self.caches:
+                cache.erase()
             raise
 
     def close(self) -> None:
         """Give back slots and KV cache, even where a traceback still holds this engine."""
         self.offload.supply.close()
-        self.drafter = PlainDecoding()  # the other one may hold an INT4 copy that is given up
+        # Other ones may hold an INT4 copy that is given up.
+        self.drafters = [PlainDecoding() for _ in self.caches]
         self.verification = EagerVerification(self.model, self.cache, self.offload.target)
-        for tensor in (self.offload.slots, *self.cache.tensors()):
+        entries = [tensor for cache in self.caches for tensor in cache.tensors()]
+        for tensor in (self.offload.slots, *entries):
             tensor.untyped_storage().resize_(0)
 
 
@@ -197,7 +380,7 @@ def within(decision: Decision, sequence: Sequence, cache: KVCache) -> Decision:
     """
     useful = sequence.remaining - 1
     if decision.nodes is not None:
-        room = cache.capacity - cache.lengths[0] - 1
+        room = cache.capacity - cache.length - 1
         decision = replace(decision, nodes=min(decision.nodes, room))
     if decision.draft_length <= useful:
         return decision

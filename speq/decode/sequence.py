@@ -108,6 +108,7 @@ class Sequence:
     """One request. Its KV entries are exact for every token but the last, the pending one.
 
     text  reads the tokens as they are appended; without one there are no stop strings
+    row   number of the KV cache that has its entries, among those of texts side by side
     seed  of what is drawn: the request's, or one of its own
     """
 
@@ -115,6 +116,7 @@ class Sequence:
     sampling: SamplingParams
     eos_ids: frozenset[int] = frozenset()
     text: Text | None = None
+    row: int = 0
     generated_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seed: int = field(init=False)

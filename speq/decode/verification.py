@@ -17,14 +17,19 @@ from speq.layers.offloaded_experts import ExpertBank
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
 from speq.models.recorded import RecordedPasses
+from speq.models.texts import TextTokens
 from speq.routing import Route
 
 
 class Verification(Protocol):
     def score(self, pending_id: int, draft: Draft) -> Scored:
-        """Score the pending token and all of a draft's. Their entries are written behind the
-        cache's length, which stays as it is. The next pass may overwrite the result.
+        """Score the pending token and all of a draft's, of the text whose cache this was made over.
+        Their entries are written behind the cache's length, which stays as it is. The next pass
+        may overwrite the result.
         """
+
+    def score_texts(self, texts: list[TextTokens]) -> list[Scored]:
+        """The same for the drafts of any texts, in one pass, which is never recorded."""
 
 
 class EagerVerification:
@@ -36,6 +41,9 @@ class EagerVerification:
     def score(self, pending_id: int, draft: Draft) -> Scored:
         token_ids = [pending_id, *draft.token_ids]
         return self._model.score(self._bank, self._cache, token_ids, draft.tree)
+
+    def score_texts(self, texts: list[TextTokens]) -> list[Scored]:
+        return self._model.score_texts(self._bank, texts)
 
 
 class CutBank:
@@ -89,6 +97,9 @@ class RecordedVerification:
         if draft.is_chain:
             results = self.passes.run([pending_id, *draft.token_ids])
         return self._eager.score(pending_id, draft) if results is None else Scored(*results)
+
+    def score_texts(self, texts: list[TextTokens]) -> list[Scored]:
+        return self._eager.score_texts(texts)
 
 
 def verification_over(

@@ -1,4 +1,4 @@
-"""What decoder layers do between their products, each in one call: outputs are made here.
+"""What decoder layers do between their products, each in one call.
 
 Few rows spend most of their time on the way to such operations, not in them. So arguments are not
 checked here: the kernels themselves refuse what does not fit together, and torch does otherwise.
@@ -80,8 +80,9 @@ def attention(
     positions: Positions,
     window: int | None,
     cached: tuple[Tensor, Tensor],
-) -> Tensor:
-    """`reference_decoder.attention_out` into a new tensor [T, heads * D]; shapes there.
+    out: Tensor,
+) -> None:
+    """`reference_decoder.attention_out` into out [T, heads * D]; shapes there.
 
     A row's result does not depend on the rows beside it: a node of a tree comes out, bit for bit,
     as it does at the end of a chain of the nodes above it.
@@ -89,7 +90,6 @@ def attention(
     window  positions that a row looks back at most, its own included; None: all
     cached  keys and values [kv_heads, C, D], which take the rows' entries
     """
-    out = torch.empty_like(queries)
     query_norm, key_norm = heads.query_norm, heads.key_norm
     library.call(
         "attention",
@@ -108,7 +108,6 @@ def attention(
         positions.parents,
         out,
     )
-    return out
 
 
 def route(

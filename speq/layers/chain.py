@@ -1,10 +1,10 @@
-"""A few tokens behind a text, a chain or a tree, and what layers do in one call for them.
+"""A few tokens behind texts, chains or trees, and what layers do in one call for them.
 
 Each class here stands in for the `forward` of a module of transformers, whose weights and parts it
 uses. What it does not know how to run it leaves to the module's own forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
@@ -55,14 +55,27 @@ def own_forward(module: nn.Module) -> Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """Given to attention in place of a mask: tokens behind one text.
+class ChainText:
+    """Tokens behind one text.
 
+    rows       theirs, among those of the pass
     positions  theirs, and whether they are a tree
-    window     positions a token looks back at most, its own included; None: all
+    layers     of the text's KV cache
     """
 
+    rows: slice
     positions: Positions
+    layers: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Given to attention in place of a mask: tokens behind texts.
+
+    window  positions a token looks back at most, its own included; None: all
+    """
+
+    texts: Sequence[ChainText]
     window: int | None
 
 
@@ -107,7 +120,7 @@ class ChainRouter:
 
 @dataclass(slots=True, eq=False)
 class ChainAttention:
-    """Attention of a chain [T, H] over the entries of layer `layer`."""
+    """Attention of rows [T, H] over the entries of layer `layer`, each over those of its text."""
 
     projections: tuple[nn.Module, nn.Module, nn.Module]
     output: nn.Module
@@ -132,16 +145,18 @@ class ChainAttention:
                 **others,
             )
             return attended
-        query, key, value = self.projections
-        mixed = decoder_ops.attention(
-            query(hidden_states),
-            key(hidden_states),
-            value(hidden_states),
-            self.heads,
-            attention_mask.positions,
-            attention_mask.window,
-            past_key_values.layers[self.layer].row,
-        )
+        rows = [project(hidden_states) for project in self.projections]
+        texts, window = attention_mask.texts, attention_mask.window
+        mixed = torch.empty_like(rows[0])
+        for text in texts:
+            decoder_ops.attention(
+                *(rows if len(texts) == 1 else [each[text.rows] for each in rows]),
+                self.heads,
+                text.positions,
+                window,
+                text.layers[self.layer].row,
+                mixed if len(texts) == 1 else mixed[text.rows],
+            )
         return self.output(mixed), None
 
 

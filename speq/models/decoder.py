@@ -1,12 +1,13 @@
-"""The decoder's layers, walked by ourselves for a few tokens of one text.
+"""The decoder's layers, walked by ourselves for a few tokens behind texts.
 
 transformers' own forward takes longer for them than what it computes. The walk calls the same
 modules in the same order, in rows [T, H], and hands each addition to the norm behind it.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,14 @@ from speq.kernels.decoder_ops import Positions
 from speq.layers.chain import (
     Chain,
     ChainNorm,
+    ChainText,
     chain_attention,
     chain_norm,
     chain_router,
     own_forward,
 )
 from speq.models.families import Family
+from speq.models.texts import Span
 from speq.models.tree import Tree
 
 logger = logging.getLogger("speq")
@@ -76,16 +79,14 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Given to a model in place of masks: tokens behind one text.
+    """Given to a model in place of masks: tokens behind texts.
 
-    start  entries before them
+    spans  of each text its rows
     of     how far layers of each kind look back, a token's own position included; None: all the way
-    tree   whose last nodes they are; None: they follow one another
     """
 
-    start: int
+    spans: Sequence[Span]
     of: dict[str, int | None]
-    tree: Tree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,9 @@ class ChainDecoder:
     def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._rotary = RotaryTable(body.rotary_emb, ahead)
+        self._table = partial(RotaryTable, body.rotary_emb, ahead)
+        # By number of the text's cache: texts that run side by side are of different lengths.
+        self._tables: dict[int, RotaryTable] = {}
         layers = list(body.layers)
         norms = [*(layer.input_layernorm for layer in layers), body.norm]
         self._first_norm = norms[0]
@@ -121,20 +124,28 @@ class ChainDecoder:
     def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
         if not isinstance(attention_mask, Windows):
             return self._forward(*args, attention_mask=attention_mask, **others)
-        return self._walk(attention_mask, others["input_ids"], others["past_key_values"])
+        return self._walk(attention_mask, others["input_ids"])
 
-    def _walk(self, windows: Windows, input_ids: Tensor, cache: Any) -> Walked:
+    def _walk(self, windows: Windows, input_ids: Tensor) -> Walked:
         hidden = self._embed(input_ids[0])
-        positions = self._rotary.at(windows.start, hidden, windows.tree)
-        chains = {kind: Chain(positions, window) for kind, window in windows.of.items()}
+        texts = [self._text(span, hidden) for span in windows.spans]
+        chains = {kind: Chain(texts, window) for kind, window in windows.of.items()}
         normed = self._first_norm(hidden)
         for layer in self._layers:
-            chain = chains[layer.kind]
-            update, _ = layer.attention(normed, attention_mask=chain, past_key_values=cache)
+            update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
             hidden, normed = added(hidden, update, layer.norm)
             update = layer.feed_forward(normed[None])[0]
             hidden, normed = added(hidden, update, layer.next_norm)
         return Walked(normed[None])
+
+    def _text(self, span: Span, hidden: Tensor) -> ChainText:
+        """Where the rows of a text stand among those of a pass, hidden [T, H]."""
+        cache = span.cache
+        table = self._tables.get(cache.number)
+        if table is None:
+            table = self._tables[cache.number] = self._table()
+        positions = table.at(cache.length, hidden[span.rows], span.tree)
+        return ChainText(span.rows, positions, cache.layers)
 
 
 def added(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -147,7 +158,7 @@ def added(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tens
 
 
 def walk_chains(model: Any, family: Family, kinds: list[str], ahead: bool) -> None:
-    """Have few tokens of one text walked through a model on the CPU, as far as its parts are usual.
+    """Have few tokens behind texts walked through a model on the CPU, if its parts are usual.
 
     kinds, ahead  as ChainDecoder has them
     """

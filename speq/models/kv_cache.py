@@ -1,7 +1,8 @@
-"""The KV cache: fixed storage, one length per row.
+"""The KV cache of a text: fixed storage, and a length.
 
-Rolling back is setting a length; keeping the accepted path of a tree moves its entries together.
-Draft and target share it. Addresses never move.
+Rolling back is setting the length; keeping the accepted path of a tree moves its entries together.
+Draft and target share it. Addresses never move. Texts that run side by side have a cache each, so
+that each of them grows, is rolled back and is forgotten by itself.
 """
 
 from typing import Any
@@ -11,18 +12,25 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer. `lengths` [B] is shared by all layers of a cache.
+class Length:
+    """Entries of a text that are kept; all layers of its cache share it."""
 
-    row  those of the first text, without its dimension
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer, [1, heads, C, width].
+
+    row  both without the first dimension
     """
 
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, length: Length) -> None:
         super().__init__()
-        self.keys, self.values, self.lengths = keys, values, lengths
+        self.keys, self.values, self.length = keys, values, length
         self.row = keys[0], values[0]
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
@@ -33,20 +41,19 @@ class KVLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write T entries behind each row's length; return all entries up to the longest row's."""
-        count = key_states.shape[2]
-        assert max(self.lengths) + count <= self.keys.shape[2]
-        for row, length in enumerate(self.lengths):
-            self.keys[row, :, length : length + count] = key_states[row]
-            self.values[row, :, length : length + count] = value_states[row]
-        end = max(self.lengths) + count
+        """Write T entries behind the length; return all entries up to the last of them."""
+        start = self.length.count
+        end = start + key_states.shape[2]
+        assert end <= self.keys.shape[2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.lengths) + query_length, 0
+        return self.length.count + query_length, 0
 
     def get_seq_length(self, *args: Any) -> int:
-        return max(self.lengths)
+        return self.length.count
 
     def get_max_length(self) -> int:
         return self.keys.shape[2]
@@ -56,7 +63,7 @@ class KVLayer(CacheLayerMixin):
 
 
 class PlacedKVLayer(KVLayer):
-    """A view of a KVLayer of one row, written to where a tensor says.
+    """A view of a KVLayer, written to where a tensor says.
 
     Its shapes depend on no length: a recorded pass is right for all of them.
 
@@ -65,8 +72,7 @@ class PlacedKVLayer(KVLayer):
     """
 
     def __init__(self, layer: KVLayer, places: Tensor, seen: int) -> None:
-        super().__init__(layer.keys, layer.values, layer.lengths)
-        assert layer.keys.shape[0] == 1
+        super().__init__(layer.keys, layer.values, layer.length)
         assert seen <= layer.keys.shape[2]
         self._places, self._seen = places, seen
 
@@ -83,9 +89,10 @@ class PlacedKVLayer(KVLayer):
 
 
 class KVCache(Cache):
-    """Room for `capacity` tokens in each of B rows.
+    """Room for `capacity` tokens of one text.
 
     kv_shapes  (heads, width) of keys and of values
+    number     among the caches of texts that run side by side
     """
 
     def __init__(
@@ -95,21 +102,31 @@ class KVCache(Cache):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        rows: int = 1,
+        number: int = 0,
     ) -> None:
-        self.capacity = capacity
-        self.lengths = [0] * rows
+        self.capacity, self.number = capacity, number
+        self._length = Length()
 
         def storage(shape: tuple[int, int]) -> Tensor:
             heads, width = shape
-            return torch.zeros(rows, heads, capacity, width, dtype=dtype, device=device)
+            return torch.zeros(1, heads, capacity, width, dtype=dtype, device=device)
 
         super().__init__(
             layers=[
-                KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), self.lengths)
+                KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), self._length)
                 for _ in range(num_layers)
             ]
         )
+
+    @property
+    def length(self) -> int:
+        """Entries that are kept."""
+        return self._length.count
+
+    @length.setter
+    def length(self, count: int) -> None:
+        assert 0 <= count <= self.capacity
+        self._length.count = count
 
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
@@ -123,11 +140,10 @@ class KVCache(Cache):
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def clear(self) -> None:
-        for row in range(len(self.lengths)):
-            self.lengths[row] = 0
+        self.length = 0
 
     def erase(self) -> None:
-        """Forget everything, and have numbers behind every length.
+        """Forget everything, and have numbers behind the length.
 
         Recorded passes give no weight to entries there, but what is no number would remain.
         """
@@ -136,26 +152,22 @@ class KVCache(Cache):
             tensor.zero_()
 
     def advance(self, count: int) -> None:
-        """Keep the `count` entries last written behind every row."""
-        for row, length in enumerate(self.lengths):
-            assert length + count <= self.capacity
-            self.lengths[row] = length + count
+        """Keep the `count` entries last written."""
+        self.length += count
 
     def rewind(self, count: int) -> None:
-        """Forget the last `count` entries of every row."""
-        for row, length in enumerate(self.lengths):
-            assert count <= length
-            self.lengths[row] = length - count
+        """Forget the last `count` entries."""
+        self.length -= count
 
-    def keep_path(self, row: int, path: list[int]) -> None:
-        """Of the tree last written behind `row`, keep the nodes of `path`, in that order."""
-        start = self.lengths[row]
+    def keep_path(self, path: list[int]) -> None:
+        """Of the tree last written, keep the nodes of `path`, in that order."""
+        start = self.length
         if path != list(range(len(path))):
             nodes = torch.tensor(path, device=self.layers[0].keys.device) + start
             for layer in self.layers:
-                for entries in (layer.keys[row], layer.values[row]):
+                for entries in layer.row:
                     entries[:, start : start + len(path)] = entries[:, nodes]
-        self.lengths[row] = start + len(path)
+        self.length = start + len(path)
 
 
 def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:

@@ -1,7 +1,7 @@
 """A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, pl
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
+from speq.models.texts import Span, TextTokens, branching, cache_of, mask_of, spans_of
 from speq.models.tree import Tree
 from speq.units import Progress, no_progress
 
@@ -153,29 +154,54 @@ class MoEModel:
         token_ids: Tensor,
         tree: Tree | None = None,
     ) -> Tensor:
-        """Run [B, T] tokens behind what `cache` holds; return their last hidden states [B, T, H].
+        """Run [1, T] tokens behind what `cache` holds; return their last hidden states [1, T, H].
 
         tree  whose last T nodes they are, with entries of the others kept; None: they are a chain
 
-        Their entries are written behind each row's length, which stays as it is.
+        Their entries are written behind the cache's length, which stays as it is.
         """
-        rows, count = token_ids.shape
+        count = token_ids.shape[1]
         assert tree is None or tree.rows == count
-        if tree is not None and tree.is_chain:
-            tree = None
-        if self._walks and rows == 1 and count <= MAX_LINEAR_ROWS:
-            windows = Windows(cache.lengths[0], self._windows, tree)
-            return self._run(bank, cache, token_ids, None, windows)
-        end = max(cache.lengths) + count
-        lengths = self._send(torch.tensor(cache.lengths))
+        span = Span(cache, 0, count, branching(tree))
+        if self._walks and count <= MAX_LINEAR_ROWS:
+            return self._run(bank, cache, token_ids, None, Windows([span], self._windows))
+        positions, mask = self._seen(span)
+        return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
+
+    @torch.inference_mode()
+    def forward_texts(self, bank: ExpertBank, texts: Sequence[TextTokens]) -> Tensor:
+        """Run tokens of several texts; return their last hidden states [1, T, H], text by text.
+
+        A row of few comes out, bit for bit, as it would without the other texts where the walk
+        runs it, and elsewhere up to the rounding of products and of attention: torch's depend on
+        the number of rows.
+        """
+        if len(texts) == 1:
+            (text,) = texts
+            return self.forward(bank, text.cache, torch.tensor([text.token_ids]), text.tree)
+        spans = spans_of(texts)
+        packed = torch.tensor([[token_id for text in texts for token_id in text.token_ids]])
+        if self._walks and packed.shape[1] <= MAX_LINEAR_ROWS:
+            return self._run(bank, None, packed, None, Windows(spans, self._windows))
+        seen = [self._seen(span) for span in spans]
+        positions = torch.cat([positions for positions, _ in seen], 1)
+        masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
+        with turned_by_text(self._hf_model.model, spans):
+            return self._run(bank, cache_of(spans), self._send(packed), positions, masks)
+
+    def _seen(self, span: Span) -> tuple[Tensor, Callable[[int | None], Tensor]]:
+        """Positions [1, T] of a text's rows, and what they see of its entries, by how far they look
+        back.
+        """
+        cache, tree, count = span.cache, span.tree, span.last - span.first
+        end = cache.length + count
+        lengths = self._send(torch.tensor([cache.length]))
         if tree is None:
             positions = lengths[:, None] + torch.arange(count, device=self.device)
-            mask = partial(causal_mask, positions, end)
-        else:
-            roots, depths = lengths - tree.first, self._send(torch.tensor(tree.depths()))
-            positions = roots[:, None] + depths[tree.first :]
-            mask = partial(attention_mask, roots, depths, self._send(tree.visible()), end)
-        return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
+            return positions, partial(causal_mask, positions, end)
+        roots, depths = lengths - tree.first, self._send(torch.tensor(tree.depths()))
+        positions = roots[:, None] + depths[tree.first :]
+        return positions, partial(attention_mask, roots, depths, self._send(tree.visible()), end)
 
     @torch.inference_mode()
     def forward_at(
@@ -200,7 +226,7 @@ class MoEModel:
     def _run(
         self,
         bank: ExpertBank,
-        cache: Cache,
+        cache: Cache | None,
         token_ids: Tensor,
         positions: Tensor | None,
         masks: Any,
@@ -238,16 +264,31 @@ class MoEModel:
         token_ids: list[int],
         tree: Tree | None = None,
     ) -> Scored:
-        """One row's tokens in one pass, logits for all of them."""
+        """One text's tokens in one pass, logits for all of them."""
         hidden = self.forward(bank, cache, torch.tensor([token_ids]), tree)[0]
         return Scored(self.logits(hidden, bank), hidden)
+
+    def score_texts(self, bank: ExpertBank, texts: Sequence[TextTokens]) -> list[Scored]:
+        """Tokens of several texts in one pass, logits for all of them, text by text."""
+        hidden = self.forward_texts(bank, texts)[0]
+        counts = [len(text.token_ids) for text in texts]
+        found = zip(self.logits(hidden, bank).split(counts), hidden.split(counts), strict=True)
+        return [Scored(*each) for each in found]
 
     def prefill(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int) -> Scored:
         """Run a prompt, `chunk` tokens at a time, keeping its entries; score its last token."""
         for start in range(0, len(token_ids), chunk):
-            tokens = token_ids[start : start + chunk]
-            last = self.forward(bank, cache, torch.tensor([tokens]))[0, -1:]
-            cache.advance(len(tokens))
+            last = self.read(bank, cache, token_ids[start : start + chunk])
+        return self.score_last(last)
+
+    def read(self, bank: ExpertBank, cache: KVCache, token_ids: list[int]) -> Tensor:
+        """Run some tokens of a prompt, keeping their entries; the last hidden state [1, H]."""
+        last = self.forward(bank, cache, torch.tensor([token_ids]))[0, -1:]
+        cache.advance(len(token_ids))
+        return last
+
+    def score_last(self, last: Tensor) -> Scored:
+        """Score a prompt's last token by its hidden state [1, H]."""
         return Scored(self.logits(last), last)
 
     def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
@@ -272,6 +313,28 @@ def host_rope(body: Any) -> str | None:
         if kind == "longrope" or "dynamic" in kind:
             return kind
     return None
+
+
+@contextmanager
+def turned_by_text(body: Any, spans: Sequence[Span]) -> Iterator[None]:
+    """Within the block positions turn the rows of each text as those of that text alone do, where
+    turns depend on all positions of a pass.
+    """
+    if host_rope(body) is None:
+        yield
+        return
+    rotary = body.rotary_emb
+    own = rotary.forward
+
+    def forward(hidden: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, ...]:
+        turns = [own(hidden, position_ids=position_ids[:, span.rows], **others) for span in spans]
+        return tuple(torch.cat(of_texts, 1) for of_texts in zip(*turns, strict=True))
+
+    rotary.forward = forward
+    try:
+        yield
+    finally:
+        del rotary.forward
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class RecordedPasses:
         Returns the results, which the next run of any of these passes may overwrite; None where the
         pass is not recorded and has to be launched.
         """
-        start, count = self._cache.lengths[0], len(token_ids)
+        start, count = self._cache.length, len(token_ids)
         seen = min(-(-(start + count) // BUCKET) * BUCKET, self._cache.capacity)
         made = self._passes.pop((count, seen), None) or self._record(count, seen)
         if made is None:
@@ -86,7 +86,7 @@ class RecordedPasses:
         beside = next((made.graph for made in self._passes.values()), None)
         inputs = torch.zeros(2, count, dtype=torch.int64, device=self._device.torch)
         # Where the next tokens go, and nothing of worth lies yet.
-        inputs[1] = torch.arange(count, device=self._device.torch) + self._cache.lengths[0]
+        inputs[1] = torch.arange(count, device=self._device.torch) + self._cache.length
         results: tuple[Tensor, ...] = ()
 
         def run(cut: Cut) -> None:

@@ -15,6 +15,8 @@ class RunOptions(TypedDict, total=False):
     """Compute dtype; auto is the checkpoint's."""
     context_length: int | None
     """Tokens that the KV cache holds; default: what each request needs."""
+    max_batch: int
+    """Texts that are run side by side, at most; each has a KV cache of the whole context."""
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.
@@ -237,6 +239,8 @@ class TuneOptions(TypedDict, total=False):
     """Compute dtype; auto is the checkpoint's."""
     context_length: int | None
     """Tokens that the KV cache holds; default: what each request needs."""
+    max_batch: int
+    """Texts that are run side by side, at most; each has a KV cache of the whole context."""
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.

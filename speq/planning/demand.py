@@ -50,6 +50,7 @@ class Budget:
     longest_draft  tokens of a draft that is to be verified, at most
     beside         what is taken besides tensors on a device; None: nothing of that is asked
     graphs         whether passes are recorded, which the CPU never does
+    texts          that run side by side, at most, each with a KV cache of its own
     """
 
     budget_bytes: int
@@ -59,6 +60,7 @@ class Budget:
     longest_draft: int = LONGEST
     beside: Beside | None = None
     graphs: bool = False
+    texts: int = 1
 
     @classmethod
     def of(
@@ -80,7 +82,11 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     loading_bytes = 0
     if budget.on_cpu:
         loading_bytes = subject.dense.loading_bytes(budget.readers, subject.converted_bytes)
+    texts = budget.texts
     scored = 1 + budget.longest_draft if holding.drafts else 1
+    alone = scored
+    # Side by side, texts draft less far each: all rows of a pass are few.
+    scored = max(scored, texts * min(scored, MAX_LINEAR_ROWS // texts))
     order_bytes = 0
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
@@ -88,6 +94,10 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     recorded = budget.graphs and not budget.on_cpu
 
     def workspace(rows: int, context: int) -> int:
+        of_prompt = of_pass(rows, context)
+        return of_prompt if texts == 1 else max(of_prompt, of_pass(scored, texts * context))
+
+    def of_pass(rows: int, context: int) -> int:
         rows = max(rows, scored)
         few = min(MAX_LINEAR_ROWS, KERNELS["cpu" if budget.on_cpu else "cuda"].max_rows)
         decoded = decoded_bytes(subject, rows, scored, few)
@@ -97,13 +107,14 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         return shape.activation_bytes(rows, scored, context, dtype) + kernels + decoded
 
     def graphs(context: int) -> int:
-        return graph_bytes(shape, scored, holding.drafter == "int4", context, dtype)
+        return graph_bytes(shape, alone, holding.drafter == "int4", context, dtype)
 
     return Demand(
         non_expert_bytes=subject.non_expert_bytes,
         loading_bytes=loading_bytes,
         draft_bytes=holding.draft_bytes + order_bytes,
-        kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
+        kv_bytes_per_token=texts * shape.kv_elements_per_token * dtype.itemsize,
+        texts=texts,
         reading_bytes=(
             ALIGNMENT + readers * reading_bytes_of(subject, holding) + subject.copying_bytes
         ),
@@ -136,7 +147,9 @@ def overhead_of(subject: Subject, holding: Holding, budget: Budget) -> Callable[
     beside = budget.beside
     if beside is None:
         return None
-    return lambda context: beside.overhead(kept_bytes(subject, holding, context), budget.graphs)
+    return lambda context: beside.overhead(
+        kept_bytes(subject, holding, context, budget.texts), budget.graphs
+    )
 
 
 def graph_bytes(
@@ -172,9 +185,9 @@ def reading_bytes_of(subject: Subject, holding: Holding) -> int:
     return ENDS_BYTES + ALIGNMENT if codec.usual_bits is None else 0
 
 
-def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int]:
+def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
-    weights, the INT4 copy part by part, and the KV cache.
+    weights, the INT4 copy part by part, and the KV caches of so many texts.
     """
     shape, size = subject.shape, subject.dtype.itemsize
     yield from subject.dense.sizes
@@ -185,5 +198,5 @@ def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int
     if holding.drafter == "int4":
         for layout in subject.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
-    for _ in range(shape.num_layers):
+    for _ in range(texts * shape.num_layers):
         yield from (heads * width * context * size for heads, width in shape.attention.kv_shapes)

@@ -20,6 +20,8 @@ class Demand:
 
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
     draft_bytes    of the INT4 copy of all experts, and codes of other layers; 0: none is held
+    kv_bytes_per_token  of the contexts of all texts together
+    texts          that run side by side, at most
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
@@ -35,6 +37,7 @@ class Demand:
     slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
+    texts: int = 1
     overhead: Callable[[int], int] | None = None
     graphs: Callable[[int], int] | None = None
 
@@ -102,10 +105,14 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     )
     if needed > sum(items.values()):
         listed += f", and loading weights that are converted or encoded {format_bytes(loading)}"
+    contexts, less = f"a context of {context} tokens", "with a shorter context"
+    if demand.texts > 1:
+        contexts = f"{demand.texts} contexts of {context} tokens"
+        less = "with a shorter context or a smaller max_batch"
     raise BudgetTooSmall(
-        f"memory budget {format_bytes(budget)} is too small for a context of {context} tokens: it "
-        f"takes {listed} (at the least); the smallest workable budget is {needed} bytes "
-        f"({format_bytes(needed)}), or less with a shorter context",
+        f"memory budget {format_bytes(budget)} is too small for {contexts}: it takes {listed} (at "
+        f"the least); the smallest workable budget is {needed} bytes ({format_bytes(needed)}), or "
+        f"less {less}",
         needed,
     )
 

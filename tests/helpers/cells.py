@@ -119,6 +119,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
+        max_batch=options.get("max_batch", 1),
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes

@@ -25,8 +25,8 @@ class RandomRows:
     ) -> list[int]:
         if self._rng.random() > self._chance:
             return rows
-        dead = {self._rng.choice(rows[1:])}
-        for node in rows[1:]:
+        dead = {self._rng.choice([node for node in rows if stakes.parents[node] >= 0])}
+        for node in rows:
             if stakes.parents[node] in dead:
                 dead.add(node)
         self.died += len(dead)

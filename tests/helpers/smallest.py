@@ -26,6 +26,7 @@ def two_slot_budget(
     graphs: str = "auto",
     dense: str = "raw",
     draft_nodes: int | None = None,
+    max_batch: int = 1,
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -41,6 +42,7 @@ def two_slot_budget(
         graphs=graphs,
         dense=dense,
         draft_nodes=draft_nodes,
+        max_batch=max_batch,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

@@ -131,7 +131,8 @@ class Problem:
         return Problem(*parts, self.heads, positions, self.cached)
 
     def run(self, window: int | None) -> Tensor:
-        return decoder_ops.attention(
+        out = torch.empty_like(self.queries)
+        decoder_ops.attention(
             self.queries,
             self.keys,
             self.values,
@@ -139,7 +140,9 @@ class Problem:
             self.positions,
             window,
             self.cached,
+            out,
         )
+        return out
 
 
 # Whole trees, and trees of which earlier passes have run some nodes.

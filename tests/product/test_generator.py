@@ -511,7 +511,7 @@ class Interrupt:
 def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) -> str:
     if isinstance(bank, DraftExperts):
         return "draft"
-    return "verify" if cache.lengths[0] else "prefill"
+    return "verify" if cache.length else "prefill"
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -92,7 +92,7 @@ TABLE = {
     ),
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
-        ("speq.generator",),
+        ("speq.batching", "speq.generator", "speq.async_generator"),
         ("leaves", "devices", "models", "decode", "runtime", "text", "generator"),
     ),
     "package": Layer(("speq",), ("leaves", "generator", "measure", "conversions")),

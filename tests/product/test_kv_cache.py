@@ -14,19 +14,19 @@ SHAPES = ((2, 6), (3, 4))
 LAYERS = 3
 
 
-def new_cache(capacity: int = 24, rows: int = 2, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache(LAYERS, SHAPES, capacity, dtype, torch.device("cpu"), rows)
+def new_cache(capacity: int = 24, dtype: torch.dtype = torch.float32, number: int = 0) -> KVCache:
+    return KVCache(LAYERS, SHAPES, capacity, dtype, torch.device("cpu"), number)
 
 
-def entries(tokens: list[list[int]], layer: int, part: int) -> Tensor:
-    """[B, heads, T, width]: what a token's key (part 0) or value (1) is in a layer."""
+def entries(tokens: list[int], layer: int, part: int) -> Tensor:
+    """[1, heads, T, width]: what a token's key (part 0) or value (1) is in a layer."""
     heads, width = SHAPES[part]
-    ids = torch.tensor(tokens, dtype=torch.float32)[:, None, :, None]
+    ids = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None]
     places = torch.arange(heads * width, dtype=torch.float32).view(1, heads, 1, width)
     return 1000 * ids + 100 * layer + 50 * part + places
 
 
-def write(cache: KVCache, tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+def write(cache: KVCache, tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Write a pass's tokens in every layer, as attention does; what each layer gets to see."""
     return [
         cache.update(entries(tokens, layer, 0), entries(tokens, layer, 1), layer)
@@ -34,96 +34,95 @@ def write(cache: KVCache, tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]
     ]
 
 
-def assert_holds(cache: KVCache, tokens: list[list[int]]) -> None:
-    """The cache holds exactly these tokens, row by row, in every layer."""
-    assert cache.lengths == [len(row) for row in tokens]
+def assert_holds(cache: KVCache, tokens: list[int]) -> None:
+    """The cache holds exactly these tokens in every layer."""
+    assert cache.length == len(tokens)
     for at, layer in enumerate(cache.layers):
-        for row, ids in enumerate(tokens):
-            for part, held in enumerate((layer.keys, layer.values)):
-                wanted = entries([ids], at, part)[0]
-                assert torch.equal(held[row, :, : len(ids)], wanted)
+        for part, held in enumerate((layer.keys, layer.values)):
+            assert torch.equal(held[:, :, : len(tokens)], entries(tokens, at, part))
 
 
-def test_entries_go_behind_each_rows_length() -> None:
+def test_entries_go_behind_the_length() -> None:
     cache = new_cache()
-    write(cache, [[1, 2, 3], [4, 5, 6]])
-    assert_holds(cache, [[], []])
+    write(cache, [1, 2, 3])
+    assert_holds(cache, [])
     cache.advance(3)
-    assert_holds(cache, [[1, 2, 3], [4, 5, 6]])
-    cache.keep_path(0, [])
-    cache.lengths[1] = 1
-    seen = write(cache, [[7, 8], [9, 10]])
-    assert_holds(cache, [[1, 2, 3], [4]])
-    for keys, values in seen:
-        # Up to the end of the longest row: 3 and 2 new ones.
-        assert keys.shape == (2, 2, 5, 6)
-        assert values.shape == (2, 3, 5, 4)
-    for at, (keys, values) in enumerate(seen):
-        for part, got in enumerate((keys, values)):
-            assert torch.equal(got[0], entries([[1, 2, 3, 7, 8]], at, part)[0])
-            assert torch.equal(got[1, :, :3], entries([[4, 9, 10]], at, part)[0])
+    assert_holds(cache, [1, 2, 3])
+    cache.keep_path([])
+    seen = write(cache, [7, 8])
+    assert_holds(cache, [1, 2, 3])
+    for at, layer in enumerate(seen):
+        for part, got in enumerate(layer):
+            assert torch.equal(got, entries([1, 2, 3, 7, 8], at, part))
     cache.advance(2)
-    assert_holds(cache, [[1, 2, 3, 7, 8], [4, 9, 10]])
+    assert_holds(cache, [1, 2, 3, 7, 8])
 
 
 def test_rewind_forgets_the_last_entries() -> None:
     cache = new_cache()
-    write(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    write(cache, [1, 2, 3, 4])
     cache.advance(4)
     cache.rewind(3)
-    assert_holds(cache, [[1], [5]])
-    write(cache, [[9], [10]])
+    assert_holds(cache, [1])
+    write(cache, [9])
     cache.advance(1)
-    assert_holds(cache, [[1, 9], [5, 10]])
+    assert_holds(cache, [1, 9])
     cache.clear()
-    assert_holds(cache, [[], []])
+    assert_holds(cache, [])
     with pytest.raises(AssertionError):
         cache.rewind(1)
 
 
 def test_erased_entries_are_numbers() -> None:
     cache = new_cache()
-    write(cache, [[1, 2], [3, 4]])
+    write(cache, [1, 2])
     cache.advance(2)
     cache.layers[1].values[:, :, 2:] = float("nan")
     cache.erase()
-    assert cache.lengths == [0, 0]
+    assert cache.length == 0
     assert not any(tensor.any() for tensor in cache.tensors())
 
 
 def test_capacity_cannot_be_passed() -> None:
     cache = new_cache(capacity=3)
-    write(cache, [[1, 2, 3], [4, 5, 6]])
+    write(cache, [1, 2, 3])
     with pytest.raises(AssertionError):
         cache.advance(4)
     cache.advance(3)
     with pytest.raises(AssertionError):
-        write(cache, [[7], [8]])
+        write(cache, [7])
 
 
 def test_kept_paths_of_random_trees() -> None:
-    """Against lists: two rows, each keeping a path of its own."""
+    """Against lists: two texts side by side, each with trees and a path of its own."""
     rng = random.Random(61)
     for _ in range(60):
-        cache = new_cache()
+        caches = [new_cache(number=number) for number in range(2)]
         held: list[list[int]] = [[], []]
         fresh = iter(range(1, 1000))
-        for _ in range(4):
-            nodes = rng.randint(1, 6)
-            tokens = [[next(fresh) for _ in range(nodes)] for _ in range(2)]
-            write(cache, tokens)
-            for row in rng.sample([0, 1], 2):
-                path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
-                cache.keep_path(row, path)
-                held[row] += [tokens[row][node] for node in path]
-            assert_holds(cache, held)
+        for _ in range(8):
+            at = rng.choice([0, 1])
+            nodes = rng.randint(1, 24 - len(held[at])) if len(held[at]) > 18 else rng.randint(1, 6)
+            tokens = [next(fresh) for _ in range(nodes)]
+            write(caches[at], tokens)
+            path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
+            caches[at].keep_path(path)
+            held[at] += [tokens[node] for node in path]
+            if rng.random() < 0.3:
+                count = rng.randint(0, len(held[at]))
+                caches[at].rewind(count)
+                held[at] = held[at][: len(held[at]) - count]
+            for cache, tokens in zip(caches, held, strict=True):
+                assert_holds(cache, tokens)
+            if max(map(len, held)) == 24:
+                break
 
 
 def test_storage_never_moves() -> None:
     cache = new_cache()
     before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
-    write(cache, [[1, 2, 3], [4, 5, 6]])
-    cache.keep_path(0, [0, 2])
+    write(cache, [1, 2, 3])
+    cache.keep_path([0, 2])
     cache.rewind(0)
     cache.clear()
     assert before == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
@@ -131,15 +130,14 @@ def test_storage_never_moves() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_those_of_the_storage(dtype: torch.dtype) -> None:
-    cache = new_cache(capacity=7, rows=2, dtype=dtype)
-    assert cache.nbytes == LAYERS * 2 * 7 * (2 * 6 + 3 * 4) * dtype.itemsize
+    cache = new_cache(capacity=7, dtype=dtype)
+    assert cache.nbytes == LAYERS * 7 * (2 * 6 + 3 * 4) * dtype.itemsize
 
 
 def test_lengths_as_transformers_asks_for_them() -> None:
     cache = new_cache()
-    write(cache, [[1, 2], [3, 4]])
+    write(cache, [1, 2])
     cache.advance(2)
-    cache.lengths[0] = 1
     assert cache.get_seq_length() == 2
     assert cache.get_mask_sizes(3, 0) == (5, 0)
     assert cache.layers[0].get_max_cache_shape() == 24
@@ -234,20 +232,20 @@ def test_causal_mask_is_that_of_a_chain(window: int | None) -> None:
 
 def test_placed_entries_are_those_of_the_cache() -> None:
     """One at a time, where a tensor says: the views see them, and so does the cache itself."""
-    plain, cache = new_cache(rows=1), new_cache(rows=1)
+    plain, cache = new_cache(), new_cache()
     place = torch.tensor([0])
     placed = cache.placed(place, 6)
     for at, token in enumerate([3, 1, 4, 1, 5]):
-        wanted = write(plain, [[token]])
+        wanted = write(plain, [token])
         place.fill_(at)
         for layer, (keys, values) in enumerate(wanted):
-            got = placed.update(entries([[token]], layer, 0), entries([[token]], layer, 1), layer)
+            got = placed.update(entries([token], layer, 0), entries([token], layer, 1), layer)
             assert [tensor.shape[2] for tensor in got] == [6, 6]
             assert torch.equal(got[0][:, :, : at + 1], keys)
             assert torch.equal(got[1][:, :, : at + 1], values)
         plain.advance(1)
     cache.advance(5)
-    assert_holds(cache, [[3, 1, 4, 1, 5]])
+    assert_holds(cache, [3, 1, 4, 1, 5])
 
 
 def test_every_query_sees_itself() -> None:

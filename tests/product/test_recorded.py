@@ -335,7 +335,7 @@ def test_the_graphs_used_last_are_kept(
         eager, recorded = made.eager(), made.graphs(device)
         kept = []
         for length in (0, 9, 1, 17, 2, 10):
-            made.plain.lengths[0] = made.recorded.lengths[0] = length
+            made.plain.length = made.recorded.length = length
             compare(eager, recorded, 33)
             kept.append([seen for _, seen in recorded.passes.shapes])
         assert kept == [[8], [8, 16], [16, 8], [8, 24], [24, 8], [8, 16]]

@@ -326,6 +326,7 @@ def test_summary_of_a_run() -> None:
         "tpot_ms": (2.0 + 1.25 + 0.75) * 1000 / decode_tokens,
         "steps": 3,
         "draft_length_mean": (4 + 2 + 0) / 3,
+        "batch_mean": 1,
         "branches_mean": 3 / 3,
         "given_up_mean": 2 / 3,
         # Each step adds one token of the exact model's own to those it accepted.
@@ -393,6 +394,7 @@ def test_figures_that_do_not_exist_are_none() -> None:
         "ttft_ms",
         "tpot_ms",
         "draft_length_mean",
+        "batch_mean",
         "branches_mean",
         "given_up_mean",
         "accept_length_mean",

@@ -58,7 +58,7 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     assert 0 < result.stats["acceptance_rate"] < 1
     cache = generator.runtime.engine.cache
     kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    length = cache.lengths[0]
+    length = cache.length
     assert length == len(PROMPT) + 39
     generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
     for (keys, values), layer in zip(kept, cache.layers, strict=True):

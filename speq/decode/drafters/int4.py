@@ -1,14 +1,19 @@
 """The model's own INT4 experts as draft (MoE-SpeQ 3.4.1): same network, same KV cache."""
 
+from collections.abc import Sequence as Several
 from functools import partial
 from typing import ClassVar
 
-from speq.decode.draft_pass import draft_pass_over
+from torch import Tensor
+
+from speq.decode.draft_pass import OnLayer, draft_pass_over, run_together
 from speq.decode.drafter import DraftBase, DraftBounds, GoOn
 from speq.decode.drafters.best_first import BestFirst
-from speq.decode.drafters.next_token import NextToken, next_token_on
+from speq.decode.drafters.in_step import Ask, Drafting, in_step
+from speq.decode.drafters.next_token import Asked, Chosen, NextToken, next_token_on, next_tokens_on
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
+from speq.models.texts import TextTokens
 
 
 class Int4Drafter:
@@ -21,10 +26,11 @@ class Int4Drafter:
 
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
-        self._cache = base.cache
+        self._base, self._cache = base, base.cache
         self._confidence = base.confidence
         self.draft_pass = draft_pass_over(base.model, base.cache, base.int4, base.graphs_on)
         self.next_token: NextToken = next_token_on(base.sampler)
+        self._next_tokens = next_tokens_on(base.sampler)
 
     def propose(
         self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
@@ -34,15 +40,28 @@ class Int4Drafter:
 
         The draft's KV entries are forgotten again: verification writes exact ones in their place.
         """
-        before = self._cache.lengths[0]
+        drafting = self.drafting(sequence, bounds, on_route, go_on)
+        (draft,) = in_step([drafting], lambda _, asks: [self._answer(sequence, asks[0])])
+        return draft
+
+    def drafting(
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+    ) -> Drafting:
+        """The same, pass by pass."""
+        before = self._cache.length
         try:
             if bounds.nodes is None or not bounds.length:
-                return self._chain(sequence, bounds.length, on_route, go_on)
-            return self._tree(sequence, bounds.length, bounds.nodes, on_route, go_on)
+                return (yield from self._chain(sequence, bounds.length, on_route, go_on))
+            return (yield from self._tree(sequence, bounds.length, bounds.nodes, on_route, go_on))
         finally:
-            self._cache.rewind(self._cache.lengths[0] - before)
+            self._cache.length = before
 
-    def _chain(self, sequence: Sequence, length: int, on_route: OnRoute, go_on: GoOn) -> Draft:
+    def _answer(self, sequence: Sequence, ask: Ask) -> Chosen | None:
+        """What follows the token that one text asks for."""
+        run = partial(self.draft_pass.run, ask.token_id, tree=ask.tree)
+        return self.next_token(run, sequence, ask.drafted, ask.on_layer)
+
+    def _chain(self, sequence: Sequence, length: int, on_route: OnRoute, go_on: GoOn) -> Drafting:
         tokens: list[int] = []
         leads: list[float | None] = []
         passes = 0
@@ -50,8 +69,7 @@ class Int4Drafter:
             if tokens and (sequence.ends(tokens[-1]) or not go_on(len(tokens), leads[-1])):
                 break
             last = tokens[-1] if tokens else sequence.pending_id
-            run, on_layer = partial(self.draft_pass.run, last), partial(on_route, len(tokens))
-            chosen = self.next_token(run, sequence, tokens, on_layer)
+            chosen = yield Ask(last, tokens, partial(on_route, len(tokens)))
             self._cache.advance(1)
             passes += 1
             if chosen is None:  # damaged codes must not end what needs no draft
@@ -62,13 +80,13 @@ class Int4Drafter:
 
     def _tree(
         self, sequence: Sequence, passes: int, nodes: int, on_route: OnRoute, go_on: GoOn
-    ) -> Draft:
+    ) -> Drafting:
         """Nodes that are run are the first of the tree, in the order in which they are run."""
         growing = BestFirst(self._confidence.probability)
         draft, node, last = growing.draft, 0, sequence.pending_id
         while True:
-            run = partial(self.draft_pass.run, last, tree=growing.as_last())
-            chosen = self.next_token(run, sequence, draft.above(node), partial(on_route, node))
+            on_layer = partial(on_route, node)
+            chosen = yield Ask(last, draft.above(node), on_layer, growing.as_last())
             self._cache.advance(1)
             draft.passes += 1
             if chosen is None:
@@ -81,3 +99,33 @@ class Int4Drafter:
                 break
             node, last = growing.grow(best), best.token_id
         return growing.finished(nodes)
+
+    @staticmethod
+    def together(
+        drafters: Several["Int4Drafter"], batch: Several[Sequence], draftings: Several[Drafting]
+    ) -> list[Draft]:
+        """Let several texts draft side by side, each by a drafter over its own cache."""
+        base, next_tokens = drafters[0]._base, drafters[0]._next_tokens
+        model, bank = base.model, base.int4
+        assert bank is not None, "planned for"
+
+        def answer(texts: list[int], asks: list[Ask]) -> list[Chosen | None]:
+            if len(texts) == 1:
+                return [drafters[texts[0]]._answer(batch[texts[0]], asks[0])]
+            tokens = [
+                TextTokens(drafters[text]._cache, [ask.token_id], ask.tree)
+                for text, ask in zip(texts, asks, strict=True)
+            ]
+
+            def run(on_layer: OnLayer) -> Tensor:
+                return run_together(model, bank, tokens, on_layer)
+
+            return next_tokens(
+                run,
+                [
+                    Asked(batch[text], ask.drafted, ask.on_layer)
+                    for text, ask in zip(texts, asks, strict=True)
+                ],
+            )
+
+        return in_step(draftings, answer)

@@ -55,14 +55,49 @@ def next_token_on(sampler: Sampler) -> NextToken:
     return read_token(sampler) if isinstance(sampler, DeviceSampler) else host_token
 
 
+class Asked(NamedTuple):
+    """A text that wants to know what follows its tokens and what is drafted behind them.
+
+    on_layer  told (layer, route) of its row of a pass
+    """
+
+    sequence: Sequence
+    drafted: list[int]
+    on_layer: OnLayer
+
+
+class NextTokens(Protocol):
+    def __call__(self, run: Run, asked: list[Asked]) -> list[Chosen | None]:
+        """The same for several texts, each of which has a row of one pass."""
+
+
+def next_tokens_on(sampler: Sampler) -> NextTokens:
+    return read_tokens(sampler) if isinstance(sampler, DeviceSampler) else host_tokens
+
+
 def host_token(
     run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
 ) -> Chosen | None:
     """Routes are told in the midst of the pass, while the next layers are still to come."""
-    logits = run(on_layer)
+    return host_choice(run(on_layer)[0], sequence, drafted)
+
+
+def host_tokens(run: Run, asked: list[Asked]) -> list[Chosen | None]:
+    """As `host_token`."""
+
+    def on_layer(layer: int, route: Route) -> None:
+        for each, row in zip(asked, route.split(), strict=True):
+            each.on_layer(layer, row)
+
+    rows = zip(run(on_layer), asked, strict=True)
+    return [host_choice(logits, each.sequence, each.drafted) for logits, each in rows]
+
+
+def host_choice(logits: Tensor, sequence: Sequence, drafted: list[int]) -> Chosen | None:
+    """By logits [V] in host memory."""
     if not logits.isfinite().all():
         return None
-    standing = standings(logits[0], sequence, drafted)
+    standing = standings(logits, sequence, drafted)
     return chosen(int(standing.argmax()), *runners_up(standing, sequence.sampling, OTHERS))
 
 
@@ -87,6 +122,43 @@ def read_token(sampler: DeviceSampler) -> NextToken:
         if not bounds.isfinite().all():
             return None
         return chosen(int(token_id), ids, behind)
+
+    return read
+
+
+def read_tokens(sampler: DeviceSampler) -> NextTokens:
+    """Routes and tokens of all texts in one read, when the pass is through."""
+    readback = Readback(sampler.device)
+
+    def read(run: Run, asked: list[Asked]) -> list[Chosen | None]:
+        routes: list[Route] = []
+        scores = run(lambda layer, route: routes.append(route)).float()
+        choices: list[Tensor] = []
+        for row, each in zip(scores.split(1), asked, strict=True):
+            standing = sampler.standings(row, each.sequence, each.drafted)[0]
+            choices.append(standing.argmax(-1)[None])
+            choices.extend(runners_up(standing, each.sequence.sampling, OTHERS))
+        all_ids, all_weights, lowest, highest, *read_choices = readback.read(
+            torch.cat([route.topk_ids for route in routes]),
+            torch.cat([route.topk_weights for route in routes]),
+            scores.amin(-1),
+            scores.amax(-1),
+            *choices,
+        )
+        texts = len(asked)
+        of_layers = zip(all_ids.split(texts), all_weights.split(texts), strict=True)
+        for layer, (ids, weights) in enumerate(of_layers):
+            for each, row_ids, row_weights in zip(
+                asked, ids.split(1), weights.split(1), strict=True
+            ):
+                each.on_layer(layer, Route(row_ids, row_weights))
+        # Neither bound is finite where any logit is not a number.
+        finite = (lowest.isfinite() & highest.isfinite()).tolist()
+        triples = [read_choices[3 * text : 3 * text + 3] for text in range(texts)]
+        return [
+            chosen(int(token_id), ids, behind) if is_finite else None
+            for (token_id, ids, behind), is_finite in zip(triples, finite, strict=True)
+        ]
 
     return read
 

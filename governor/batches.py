@@ -1,0 +1,39 @@
+"""A governor for each size of batch: what a cycle takes depends on the texts that share it."""
+
+from dataclasses import dataclass, field
+
+from speq.governor.adaptive import AdaptiveDraftLength
+from speq.governor.draft_length import Governor
+
+
+@dataclass(slots=True)
+class Governors:
+    """Governors of batches of 1, 2, 3 to 4, 5 to 8 texts, and so on. A batch has one draft length,
+    and cycles are measured for each of these sizes apart. What is known of acceptance is common.
+
+    alone      the governor of single texts
+    most_rows  that a verification may have
+    """
+
+    alone: Governor
+    most_rows: int
+    _others: dict[int, Governor] = field(default_factory=dict, init=False)
+
+    def of(self, texts: int) -> Governor:
+        """The governor of batches of so many texts."""
+        if texts == 1 or not isinstance(self.alone, AdaptiveDraftLength):
+            return self.alone
+        size = (texts - 1).bit_length()
+        if size not in self._others:
+            self._others[size] = self.alone.beside(longest_draft(self.most_rows, 1 << size))
+        return self._others[size]
+
+    def begin(self) -> None:
+        """Hear that a prompt was run: slots hold what it left in them."""
+        for governor in (self.alone, *self._others.values()):
+            governor.begin()
+
+
+def longest_draft(most_rows: int, texts: int) -> int:
+    """Tokens that each of so many texts may draft, at most, with so many rows in all."""
+    return max(most_rows // texts - 1, 0)
