@@ -36,7 +36,7 @@ TEXTS = ("humaneval.jsonl", "text.jsonl")
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "paper-systems", "step")
 SLOW = ("bench", "quantize", "tune", "check")
-ENDLESS = ("dashboard",)
+ENDLESS = ("dashboard", "serve")
 
 
 @dataclass(frozen=True, slots=True)
