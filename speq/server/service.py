@@ -2,11 +2,10 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from speq.config import SamplingParams
 from speq.errors import SpeqError
-from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.api_error import ApiError
 from speq.server.chat_prompt import template_messages, template_tools
@@ -28,6 +27,17 @@ SAMPLED = (
 )
 
 
+class Model(Protocol):
+    """What is asked of a model beside text: `speq.Generator`."""
+
+    tokenizer: Any
+
+    @property
+    def max_context(self) -> int: ...
+
+    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]: ...
+
+
 @dataclass(slots=True)
 class Service:
     """What is known of the model that is served.
@@ -36,7 +46,7 @@ class Service:
     defaults  of sampling, where a request says nothing: the model's own
     """
 
-    generator: Generator
+    model: Model
     name: str
     default_max_tokens: int
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -44,11 +54,11 @@ class Service:
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
-        self._texts = TokenTexts(self.generator.tokenizer)
+        self._texts = TokenTexts(self.model.tokenizer)
 
     @property
     def max_context(self) -> int:
-        return self.generator.max_context
+        return self.model.max_context
 
     async def chat(self, body: ChatBody) -> tuple[EngineRequest, ChatForm]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
@@ -95,7 +105,7 @@ class Service:
         return await self._encode(body.prompt or "")
 
     async def chat_ids(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
-        described = template_tools(self.generator.tokenizer, tools)
+        described = template_tools(self.model.tokenizer, tools)
         return await self._encode(template_messages(messages), described)
 
     def check_model(self, name: str) -> None:
@@ -111,7 +121,7 @@ class Service:
     async def _encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         # One at a time, beside the loop: a long text takes seconds of a processor.
         async with self._encoding:
-            return await asyncio.to_thread(self.generator.encode, prompt, tools)
+            return await asyncio.to_thread(self.model.encode, prompt, tools)
 
     def _sampling(
         self, body: SampledBody, prompt_tokens: int, wanted: int | None, default: int

@@ -43,8 +43,8 @@ class TokenStream:
         self._wake()
 
     def fail(self, error: SpeqError) -> None:
-        """There are no more tokens, because of this error."""
-        self._error = error
+        """There are no more tokens, because of this error; the first one counts."""
+        self._error = self._error or error
         self._wake()
 
     def _wake(self) -> None:
