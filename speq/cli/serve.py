@@ -27,7 +27,8 @@ def serve(
 ) -> None:
     """Serve chats and completions as OpenAI's API has them; Ctrl-C ends it.
 
-    It prints the base URL for clients. Requests are answered one after the other.
+    It prints the base URL for clients, then the address of the page that shows what is generated,
+    if there is one. Requests are answered one after the other.
     """
     from speq.dashboard.live.needed import check_serve
 
@@ -51,14 +52,17 @@ def serve(
         generator = stack.enter_context(closing(opt.load_generator(model, run, quiet=output.quiet)))
         stack.enter_context(metrics.listening(generator.runtime.recorder))
         engine: Engine = generator
+        addresses = []
         if settings.dashboard:
-            engine = stack.enter_context(page_of(generator, metrics, settings.dashboard_port))
+            port = settings.dashboard_port
+            engine, address = stack.enter_context(page_of(generator, metrics, port))
+            addresses.append(address)
         folder = generator.runtime.opened.checkpoint.path
         service = Service(generator, name, settings.default_max_tokens, sampling_defaults(folder))
         worker = stack.enter_context(closing(SingleWorker(engine, metrics, settings.max_waiting)))
         server = ApiServer(service, worker, metrics, settings, keys, listening)
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        print(server.url, flush=True)
+        print(server.url, *addresses, sep="\n", flush=True)
         server.run()
 
 
@@ -68,8 +72,10 @@ def name_of(model: str) -> str:
 
 
 @contextmanager
-def page_of(generator: "Generator", metrics: "Metrics", port: int) -> "Iterator[Watched]":
-    """The generator as a live page shows it, which is served meanwhile; its address is printed."""
+def page_of(
+    generator: "Generator", metrics: "Metrics", port: int
+) -> "Iterator[tuple[Watched, str]]":
+    """The generator as a live page shows it, which is served meanwhile, and the page's address."""
     from speq.dashboard.live.server import LiveServer, bound
     from speq.dashboard.recording import Recording
     from speq.dashboard.run_panels.run_page import panels_of
@@ -84,8 +90,7 @@ def page_of(generator: "Generator", metrics: "Metrics", port: int) -> "Iterator[
         thread = threading.Thread(target=page.run, name="speq-live-page")
         thread.start()
         try:
-            print(page.url, flush=True)
-            yield watched
+            yield watched, page.url
         finally:
             page.stop()
             thread.join()
