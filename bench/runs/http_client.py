@@ -15,7 +15,7 @@ FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server. path: before the routes; key: None where it asks for none."""
+    """A server. key: None where it asks for none."""
 
     address: SplitResult
     key: str | None = None
@@ -24,14 +24,14 @@ class Target:
     @classmethod
     def of(cls, url: str, key: str | None, timeout_s: float) -> "Target":
         """Raises SpeqError for what is no URL of a server."""
+        wrong = SpeqError(f"{url!r:.200} is no URL of a server; {WANTED}")
         try:
             address = urlsplit(url.rstrip("/"))
-            named = address.scheme in ("http", "https") and address.hostname
-            named = named and (address.port is None or address.port)
-        except ValueError:
-            named = None
-        if not named:
-            raise SpeqError(f"{url!r:.200} is no URL of a server; {WANTED}")
+            port = address.port
+        except ValueError as error:
+            raise wrong from error
+        if address.scheme not in ("http", "https") or not address.hostname or port == 0:
+            raise wrong
         return cls(address, key, timeout_s)
 
     def connect(self) -> http.client.HTTPConnection:
@@ -116,7 +116,8 @@ def ask(target: Target, model: str, prompt: str, max_new_tokens: int, clock: Clo
 
 def read(response: http.client.HTTPResponse, sent_s: float, clock: Clock) -> Heard:
     """Chunks up to the one that ends them. An answer that breaks off is none."""
-    first_s, usage = None, {}
+    first_s: float | None = None
+    usage: dict[str, Any] = {}
     for line in iter(response.readline, b""):
         if line.startswith(b"data: [DONE]"):
             queued_ms = usage.get("speq", {}).get("queued_ms")

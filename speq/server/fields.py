@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 # As many likeliest tokens as OpenAI's own.
 MOST_LOGPROBS = 20
-Nothing = None
 
 
 class Body(BaseModel):
@@ -84,9 +83,9 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: Nothing = None
-    audio: Nothing = None
-    function_call: Nothing = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
@@ -137,7 +136,7 @@ class CompletionBody(SampledBody):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-    suffix: Nothing = None
+    suffix: None = None
 
 
 class TokenizeBody(Body):

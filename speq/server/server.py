@@ -45,7 +45,7 @@ class ApiServer:
             settings.max_body,
             settings.max_waiting + BESIDE,
         )
-        app = Gate(application(service, worker, metrics), access)  # type: ignore[arg-type]
+        app = Gate(application(service, worker, metrics), access)
         self._server = Draining(app, worker, settings.shutdown_seconds)
 
     @property

@@ -57,7 +57,8 @@ class CallParser:
     def feed(self, text: str) -> Piece:
         """What is certain with these characters."""
         self._held += text
-        told, calls = "", []
+        told = ""
+        calls: list[Call] = []
         while True:
             before, begin, behind = self._held.partition(BEGIN)
             inside, end, rest = behind.partition(END)
