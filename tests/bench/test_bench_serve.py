@@ -12,6 +12,7 @@ from speq.bench.runs import serve
 from speq.bench.runs.http_client import Heard, Target
 from speq.bench.runs.serve import arrivals_at, load, percentile, summed_up
 from speq.bench.settings import ServeSettings
+from speq.dashboard.bench_panels.kinds import kind_of
 from speq.server.keys import Keys
 from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.command import PATIENCE_S, Command
@@ -37,6 +38,16 @@ def test_arrivals_are_those_of_a_poisson_process() -> None:
     assert arrivals_at(4.0, 10, seed=1) == times[:10] != arrivals_at(4.0, 10, seed=2)
 
 
+HEARD = [
+    Heard(200, 10.0, 10.5, 12.5, 5, 100.0),
+    Heard(200, 11.0, 12.0, 20.0, 5, 300.0),
+    Heard(429, 11.5),
+    Heard(0, 12.0, 13.0),
+    Heard(500, 12.0),
+    Heard(200, 13.0, None, 14.0, 0),
+]
+
+
 @pytest.mark.parametrize(
     ("values", "share", "wanted"),
     [
@@ -52,15 +63,7 @@ def test_percentiles(values: list[float], share: int, wanted: float | None) -> N
 
 
 def test_sums() -> None:
-    heard = [
-        Heard(200, 10.0, 10.5, 12.5, 5, 100.0),
-        Heard(200, 11.0, 12.0, 20.0, 5, 300.0),
-        Heard(429, 11.5),
-        Heard(0, 12.0, 13.0),
-        Heard(500, 12.0),
-        Heard(200, 13.0, None, 14.0, 0),
-    ]
-    row = summed_up(0.5, heard)
+    row = summed_up(0.5, HEARD)
     assert (row["requests"], row["whole"], row["refused"], row["failed"]) == (6, 2, 1, 3)
     assert row["statuses"] == {"0": 1, "200": 3, "429": 1, "500": 1}
     assert (row["took_s"], row["tokens"], row["tokens_per_s"]) == (10.0, 10, 1.0)
@@ -70,6 +73,25 @@ def test_sums() -> None:
     assert row["queued_p99_ms"] == 300.0
     nothing = summed_up(1.0, [Heard(0, 1.0)])
     assert nothing["tokens_per_s"] is nothing["ttft_p50_ms"] is None
+
+
+def test_pictures() -> None:
+    rows = [summed_up(rate, HEARD) for rate in (0.5, 2.0)]
+    panels = {panel.name: panel for panel in kind_of("serve").panels({"rows": rows})}
+    assert list(panels) == ["ttft", "tpot", "latency", "queued", "speed", "outcomes"]
+    drawn = {
+        (name, trace["name"]): (trace["x"], trace["y"])
+        for name, panel in panels.items()
+        for trace in panel.data
+    }
+    rates = ["0.5", "2"]
+    assert drawn["ttft", "p50"] == (rates, [500.0, 500.0])
+    assert drawn["tpot", "p95"] == (rates, [2000.0, 2000.0])
+    assert drawn["latency", "p99"] == (rates, [9000.0, 9000.0])
+    assert drawn["queued", "p50"] == (rates, [100.0, 100.0])
+    assert drawn["speed", "tokens per second"] == (rates, [1.0, 1.0])
+    assert drawn["outcomes", "refused"] == (rates, [1, 1])
+    assert panels["outcomes"].table.rows == [[0.5, 2, 1, 3], [2.0, 2, 1, 3]]
 
 
 def test_requests_are_sent_at_their_times() -> None:
