@@ -14,7 +14,7 @@ from tests.helpers.api_server import NAME, Rig, api_server
 def generator(bundled: Path) -> Iterator[Generator]:
     """In float32, in which the same text comes whatever is drafted."""
     made = Generator.from_pretrained(
-        bundled, "60MiB", dtype="float32", draft_length=3, context_length=512, reader_threads=2
+        bundled, "80MiB", dtype="float32", draft_length=3, context_length=512, reader_threads=2
     )
     yield made
     made.close()

@@ -11,6 +11,7 @@ import pytest
 
 from speq import SpeqError
 from speq.config import SamplingParams
+from speq.server.answer import with_heartbeats
 from speq.server.engine_worker import EngineFailed, EngineRequest, QueueFull, Unavailable
 from speq.server.single_worker import SingleWorker
 from speq.server.token_stream import TokenStream
@@ -274,3 +275,20 @@ def test_aborting_ends_the_one_under_way() -> None:
 
     assert run(engine, ask).reasons == ["stopped"]
     assert engine.closed == 1
+
+
+def test_silence_is_told() -> None:
+    """A line goes out where no token came for so long, and no token is lost by that."""
+    told: list[str | None] = []
+
+    async def ask(worker: SingleWorker) -> None:
+        stream = worker.submit(request_of())
+        async for token in with_heartbeats(stream, 0.001):
+            told.append(None if token is None else token.text)
+            go.set()
+
+    go = threading.Event()
+    engine = ScriptedEngine(pieces(*TEXTS), before=lambda at: hold(go) if at == 0 else None)
+    run(engine, ask)
+    assert told[0] is None
+    assert [text for text in told if text is not None] == list(TEXTS)
