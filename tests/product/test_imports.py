@@ -103,6 +103,10 @@ TABLE = {
         ("speq.dashboard",),
         (*BELOW_LOAD, "runtime", "text", "generator", "package", "measure", "dashboard"),
     ),
+    "server": Layer(
+        ("speq.server",),
+        ("leaves", "devices", "files", "text", "generator", "dashboard", "server"),
+    ),
     "bench": Layer(
         ("speq.bench",),
         (
@@ -115,7 +119,7 @@ TABLE = {
         (
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "measure"),
-            *("dashboard", "cli", "bench commands"),
+            *("dashboard", "server", "cli", "bench commands"),
         ),
     ),
     "bench commands": Layer(
@@ -268,6 +272,9 @@ def test_library_keeps_to_the_table() -> None:
         ("speq.measure.tune", "from speq.bench import widen", "measure may not import bench"),
         ("speq.cli.tune", "from speq.bench import widen", "cli may not import bench"),
         ("speq.bench.runs.tpot", "from speq.cli import options", "bench may not import cli"),
+        ("speq.server.service", "from speq.cli import options", "server may not import cli"),
+        ("speq.server.service", "from speq.decode import engine", "may not import decode"),
+        ("speq.dashboard.page", "from speq.server import server", "may not import server"),
         ("speq.quantizing.gptq", "import speq.text", "quantizing may not import text"),
         ("speq.planning.profiles", "from speq import __version__", "may not import package"),
         ("speq.runtime", "from scheduler.lookahead import x", "bare name scheduler.lookahead"),
