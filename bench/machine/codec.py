@@ -67,7 +67,7 @@ def run(
             raise SpeqError(
                 f"model {model!r} is packed with codec {store.codec.name}; give one of plain words"
             )
-        measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape.dtype)]
+        measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape)]
         count, slot = store.num_layers * store.num_experts, expert_slot(store)
         with closing(
             open_draft(settings.draft, opened.checkpoint, store, opened.shape.experts)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from speq.files.published_format import SCALES
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # What transformers calls all experts of a layer in one tensor, with gate above up.
 GATE_UP = "gate_up_proj"
@@ -84,8 +86,8 @@ class ExpertNames:
         )
 
     def is_expert(self, name: str) -> bool:
-        """Whether a tensor belongs to routed experts."""
-        return self.matrix(name) is not None
+        """Whether a tensor belongs to routed experts: a matrix, or its scales."""
+        return self.matrix(name.removesuffix(SCALES)) is not None
 
     def module(self, layer: int, expert: int, projection: str) -> str:
         """The name that transformers gives an expert's matrix, without `.weight`."""

@@ -4,13 +4,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from speq.errors import SpeqError
 from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
 from speq.files.json_file import read_json
+from speq.files.published_format import FP8, FP8_BLOCK, FP8_DTYPE, SCALE_DTYPES, SCALES, format_of
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards
 
 # Of a packed model: what its experts' records are, and what is written until there is a model.
@@ -101,12 +102,10 @@ def has_weights(path: Path) -> bool:
     return any(os.path.exists(path / name) for name in (SINGLE, INDEX, EXPERTS_MANIFEST))
 
 
-def is_quantised(config: dict[str, Any]) -> bool:
-    return config.get("quantization_config") is not None
-
-
 class Checkpoint:
     """The weights of a model on disk, by tensor name.
+
+    format  what they are published as: words, or `published_format.FORMATS`
 
     Raises SpeqError where a file is missing, damaged or holds what no exact model holds.
     """
@@ -116,13 +115,7 @@ class Checkpoint:
         self.config = read_json(path / "config.json")
         if os.path.exists(path / "generation_config.json"):
             read_json(path / "generation_config.json")  # transformers passes over a damaged one
-        if is_quantised(self.config):
-            settings = self.config["quantization_config"]
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise SpeqError(
-                f"{path} is quantised ({method}); give the original 16- or 32-bit checkpoint, "
-                "whose output is the one to reproduce"
-            )
+        self.format = format_of(self.config, path)
         if "transformers_weights" in self.config:
             raise SpeqError(
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
@@ -162,12 +155,36 @@ class Checkpoint:
 
     def _check_dtypes(self) -> None:
         for name, (file, info) in self.tensors.items():
-            if info.dtype not in WORD_DTYPES:
+            if info.dtype == FP8_DTYPE and self.format == FP8:
+                self._check_scales(name, file, info)
+            elif info.dtype not in WORD_DTYPES:
                 raise SpeqError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
                     "bfloat16, float16, float32 or float64: convert it to bfloat16, or download "
                     "the original model"
                 )
+
+    def _check_scales(self, name: str, file: SafetensorsFile, info: TensorInfo) -> None:
+        """Raise SpeqError unless FP8 codes have the scales of their blocks."""
+        if name + SCALES not in self.tensors:
+            raise SpeqError(f"{file.path}: tensor {name} lacks its scales, {name + SCALES}")
+        holder, scales = self.tensors[name + SCALES]
+        wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
+        if list(scales.shape) != wanted or scales.dtype not in SCALE_DTYPES or len(wanted) != 2:
+            raise SpeqError(
+                f"{holder.path}: tensor {name + SCALES} is {scales.dtype} {list(scales.shape)}; of "
+                f"a tensor {list(info.shape)} in blocks of 128 it must be float32 or bfloat16 "
+                f"{wanted}; {OTHER_VERSION}"
+            )
+
+    def scales_of(self, name: str) -> tuple[SafetensorsFile, int, int] | None:
+        """The file that holds the scales of a tensor of codes, their offset there and bytes; None:
+        it is of words.
+        """
+        if self.tensors[name][1].dtype != FP8_DTYPE:
+            return None
+        file, info = self.tensors[name + SCALES]
+        return file, info.offset, info.nbytes
 
     def fingerprint(self) -> str:
         """A digest of the shards' headers, sizes and samples, and of a pack's manifest.

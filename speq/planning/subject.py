@@ -9,11 +9,11 @@ import torch
 from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import ExpertCodec, ExpertShape, RawCodec
+from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
 from speq.experts.int4 import Int4Layout
 from speq.files.alignment import ALIGNMENT
-from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
+from speq.files.published_format import WORDS, format_of
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
 from speq.models.dense_form import DenseForm
@@ -57,15 +57,13 @@ class Subject:
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
         """A folder with a config.json: experts as published, and a draft made by rounding."""
         content = read_json(path / "config.json")
-        if is_quantised(content):
-            raise SpeqError(
-                f"{path} is quantised; give the original 16- or 32-bit model, whose output is the "
-                "one to reproduce"
-            )
+        published = format_of(content, path)
         config = config_in(path)
         shape = shape_of(family_of(content, path), config, path / "config.json")
         words = config.dtype if config.dtype in DTYPES.values() else torch.bfloat16
+        words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
+        expert = ExpertShape(experts.hidden_size, experts.expert_width, words, published)
         computed = DTYPES.get(dtype, words)
         stored_bytes = shape.resident_weights * words.itemsize
         return cls(
@@ -73,7 +71,7 @@ class Subject:
             shape=shape,
             dtype=computed,
             words=words,
-            codec=RawCodec(ExpertShape(experts.hidden_size, experts.expert_width, words)),
+            codec=own_codec(expert),
             published=True,
             draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
