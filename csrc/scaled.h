@@ -47,9 +47,9 @@ SPEQ_INLINE float e2m1_value(int code) {
   return bits_as<float>(bits_as<std::uint32_t>(value) | std::uint32_t(code & 8) << 28);
 }
 
-// The power of 2 that a scale of MXFP4 stands for; of the largest, infinity.
-SPEQ_INLINE float e8m0_value(std::uint8_t scale) {
-  return bits_as<float>(scale == 0 ? 0x00400000u : std::uint32_t(scale) << 23);
+// Half of the power of 2 that a scale of MXFP4 stands for: the largest power is no float.
+SPEQ_INLINE float e8m0_half(std::uint8_t scale) {
+  return bits_as<float>(scale < 2 ? 0x00200000u << scale : std::uint32_t(scale - 1) << 23);
 }
 
 SPEQ_INLINE BFloat16 fp8_word(std::uint8_t code, float scale) {
@@ -57,7 +57,7 @@ SPEQ_INLINE BFloat16 fp8_word(std::uint8_t code, float scale) {
 }
 
 SPEQ_INLINE BFloat16 mxfp4_word(int code, std::uint8_t scale) {
-  return to_bfloat16(e2m1_value(code) * e8m0_value(scale));
+  return to_bfloat16(2.0f * e2m1_value(code) * e8m0_half(scale));
 }
 
 SPEQ_INLINE constexpr std::int64_t fp8_blocks(std::int64_t size) {

@@ -108,8 +108,8 @@ constexpr MicroKernels with_pairs() {
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
   kernels.residual.dot_pairs =
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
-  kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8, dot_pairs, Fp8Rows>;
-  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4, dot_pairs, Mxfp4Rows>;
+  kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8<false>, dot_pairs, Fp8Rows>;
+  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4<false>, dot_pairs, Mxfp4Rows>;
   return kernels;
 }
 

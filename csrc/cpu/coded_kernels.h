@@ -17,6 +17,9 @@ template <typename V> struct FloatProduct {
   static typename V::Floats load(const WordBlock &block, std::int64_t at) {
     return V::load(block.words + at);
   }
+  static typename V::Floats load(const FloatBlock &block, std::int64_t at) {
+    return V::load(block.words + at);
+  }
   template <typename Block> static typename V::Floats load(const Block &block, std::int64_t at) {
     return V::widened(block.part(at));
   }
@@ -58,9 +61,9 @@ constexpr MicroKernels with_coded() {
   using OfFp8 = typename Scaled::OfFp8;
   using OfMxfp4 = typename Scaled::OfMxfp4;
   kernels.fp8 = {dot_coded<FloatProduct<V>, OfFp8, kDot, Fp8Rows>, nullptr,
-                 decode_quad<OfFp8, Fp8Rows>};
+                 decode_quad<typename DecoderOfWords<OfFp8>::Type, Fp8Rows>};
   kernels.mxfp4 = {dot_coded<FloatProduct<V>, OfMxfp4, kDot, Mxfp4Rows>, nullptr,
-                   decode_quad<OfMxfp4, Mxfp4Rows>};
+                   decode_quad<typename DecoderOfWords<OfMxfp4>::Type, Mxfp4Rows>};
   return kernels;
 }
 

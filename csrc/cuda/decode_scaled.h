@@ -124,7 +124,7 @@ public:
   SPEQ_DEVICE Mxfp4Decoder(const Mxfp4Matrix &matrix, int quad)
       : matrix(matrix), segment(matrix, quad),
         at_(matrix.bytes + segment.row * matrix.code_stride + segment.lane.column() / 2),
-        scales_(matrix.scales + segment.row * matrix.scale_stride), codes_{}, scale_(0.0f) {}
+        scales_(matrix.scales + segment.row * matrix.scale_stride), codes_{}, half_scale_(0.0f) {}
 
   SPEQ_DEVICE void prefetch(int ahead) const { segment.template prefetch_plane<4>(at_, ahead); }
 
@@ -140,7 +140,7 @@ public:
           codes_[i] = load_word(at_ + 4 * i);
         }
       }
-      scale_ = e8m0_value(__ldg(scales_ + segment.column / kSegment));
+      half_scale_ = e8m0_half(__ldg(scales_ + segment.column / kSegment));
     }
     at_ += kStepColumns / 2;
   }
@@ -148,17 +148,19 @@ public:
   SPEQ_DEVICE void words(int vector, std::uint32_t (&pairs)[kLaneColumns / 2]) const {
 #pragma unroll
     for (int i = 0; i < kLaneColumns / 2; ++i) {
-      // Codes in the highest bits of halves: as numbers of float16 they are 2^14 times too small.
+      // Codes in the highest bits of halves: as numbers of float16 they are 2^14 times too small,
+      // and of twice their values 2^15 times.
       const std::uint32_t byte = codes_[vector] >> 8 * i;
       const std::uint32_t codes = (byte << 12 & 0xF000u) | (byte << 24 & 0xF0000000u);
-      pairs[i] = scaled_pair((codes & 0x80008000) | ((codes & 0x70007000) >> 3), 16384.0f, scale_);
+      pairs[i] =
+          scaled_pair((codes & 0x80008000) | ((codes & 0x70007000) >> 3), 32768.0f, half_scale_);
     }
   }
 
 private:
   const std::uint8_t *at_, *scales_; // the next step's codes; scales of the row
   std::uint32_t codes_[kVectors];
-  float scale_;
+  float half_scale_;
 };
 
 struct Mxfp4Slots : ScaledSlots {

@@ -33,6 +33,9 @@ class ScaledLayout(Protocol):
     """Sections of a record: codes of each matrix, then scales of each."""
 
     @property
+    def code_bits(self) -> int: ...
+
+    @property
     def codes(self) -> tuple[Section, ...]: ...
 
     @property
@@ -48,6 +51,7 @@ class Fp8Layout:
     """Of gate, up [F, H] and down [H, F]: codes of a byte, and a float32 scale to each block."""
 
     block: ClassVar[int] = FP8_BLOCK
+    code_bits: ClassVar[int] = 8
     hidden_size: int
     expert_width: int
 
@@ -81,6 +85,7 @@ class Mxfp4Layout:
     """
 
     block: ClassVar[int] = MXFP4_BLOCK
+    code_bits: ClassVar[int] = 4
     hidden_size: int
     expert_width: int
 

@@ -11,8 +11,8 @@ from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, Section, blocks_o
 
 # What the codes of MXFP4 stand for: e2m1, the highest bit the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# 2 to the power of -127, the least scale, is no normal float32: its exponent is 0.
-LEAST_SCALE, MANTISSA_BITS = 1 << 22, 23
+# Half of the least scale is 2 to the power of -128, which is no normal float32: its exponent is 0.
+LEAST_HALF, MANTISSA_BITS = 1 << 21, 23
 # Rows whose products exist in float32 at a time.
 ROWS = 512
 # The largest values of codes.
@@ -38,23 +38,25 @@ def fp8_words(codes: Tensor, scales: Tensor, block: int = Fp8Layout.block) -> Te
 def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
     """The words [N, K] bfloat16 of codes [N, K / 2] uint8, two to the byte, the low half first.
 
-    scales  [N, K / block] uint8: exponents of 2, with a bias of 127; 255 makes infinities
+    scales  [N, K / block] uint8: exponents of 2, with a bias of 127
     """
     values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     rows, words = codes.shape[0], []
     for first in range(0, rows, ROWS):
         part, exponents = codes[first : first + ROWS], scales[first : first + ROWS]
         pairs = torch.stack([part & 0xF, part >> 4], dim=2).flatten(1).long()
-        factors = e8m0_values(exponents)
-        spread = values[pairs].unflatten(1, (scales.shape[1], -1)) * factors.unsqueeze(2)
+        doubled = 2 * values[pairs].unflatten(1, (scales.shape[1], -1))
+        spread = doubled * e8m0_halves(exponents).unsqueeze(2)
         words.append(spread.flatten(1).bfloat16())
     return torch.cat(words)
 
 
-def e8m0_values(scales: Tensor) -> Tensor:
-    """The powers of 2 that scales [...] uint8 stand for, in float32."""
+def e8m0_halves(scales: Tensor) -> Tensor:
+    """Halves of the powers of 2 that scales [...] uint8 stand for, in float32, which does not have
+    the largest of these.
+    """
     exponents = scales.int()
-    bits = torch.where(exponents > 0, exponents << MANTISSA_BITS, LEAST_SCALE)
+    bits = torch.where(exponents < 2, LEAST_HALF << exponents, exponents - 1 << MANTISSA_BITS)
     return bits.view(torch.float32)
 
 

@@ -21,6 +21,9 @@ from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
 
+# Of an expert's record a draft's codes of it take this at most.
+DRAFT_SHARE = 3 / 4
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -63,7 +66,8 @@ class Subject:
         words = config.dtype if config.dtype in DTYPES.values() else torch.bfloat16
         words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
-        expert = ExpertShape(experts.hidden_size, experts.expert_width, words, published)
+        sizes = experts.hidden_size, experts.expert_width
+        codec = own_codec(ExpertShape(*sizes, words, published))
         computed = DTYPES.get(dtype, words)
         stored_bytes = shape.resident_weights * words.itemsize
         return cls(
@@ -71,9 +75,9 @@ class Subject:
             shape=shape,
             dtype=computed,
             words=words,
-            codec=own_codec(expert),
+            codec=codec,
             published=True,
-            draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
+            draft=worthwhile(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
             converted_bytes=0 if computed == words else stored_bytes,
@@ -112,7 +116,7 @@ class Subject:
             words=words,
             codec=store.codec,
             published=store.published,
-            draft=None if draft is None else _packable(draft),
+            draft=None if draft is None else worthwhile(draft, store.codec),
             dense_draft=dense,
             reading_bytes=store.reading_bytes,
             converted_bytes=opened.converted_bytes(computed),
@@ -181,9 +185,10 @@ class Subject:
         )
 
 
-def _packable(draft: Int4Layout) -> Int4Layout | None:
-    """None for dimensions that INT4 codes cannot be packed in."""
+def worthwhile(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
+    """None for dimensions that INT4 codes cannot be packed in, and for a draft that is about as
+    large as the experts, as beside MXFP4: slots for these do more in its place.
+    """
     with contextlib.suppress(SpeqError):
-        _ = draft.nbytes
-        return draft
+        return draft if draft.nbytes <= DRAFT_SHARE * codec.record_range[1] else None
     return None

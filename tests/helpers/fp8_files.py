@@ -32,9 +32,10 @@ def e4m3_values() -> np.ndarray:
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to bfloat16, ties to even; no infinities, no NaN."""
+    """The bits of float32 values rounded to bfloat16, ties to even."""
     bits = values.view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def words_of(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:

@@ -80,8 +80,9 @@ SCALES = [
 
 def fp8_scales() -> list[float]:
     generator = torch.Generator().manual_seed(SEED)
-    bits = torch.randint(-(2**31), 2**31 - 1, (229,), generator=generator).int()
-    usual = torch.rand(256 - len(SCALES) - len(bits), generator=generator) * 1e-3
+    usual = torch.rand(64, generator=generator) * 1e-3
+    count = 256 - len(SCALES) - len(usual)
+    bits = torch.randint(-(2**31), 2**31 - 1, (count,), generator=generator).int()
     return [*SCALES, *usual.tolist(), *bits.view(torch.float32).tolist()]
 
 

@@ -6,6 +6,9 @@ makes from the definition of the format.
 """
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,12 +20,18 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from speq import Generator, SpeqError
+from speq.bench.machine import codec as bench_codec
+from speq.bench.machine.scaled_codes import codes_in, entropy_of
+from speq.bench.settings import CodecSettings
+from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
+from speq.experts.int4 import Int4Layout
 from speq.files.checkpoint import Checkpoint
 from speq.measure import check
 from speq.measure.plan import plan
 from speq.models.dequantised import state_of
 from speq.models.opened import open_model
+from speq.planning.subject import worthwhile
 from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.fp8_files import SETTINGS, write_fp8
@@ -299,6 +308,42 @@ def test_other_codecs_are_refused(
     sentence = "codec fp8 codes what was published in fp8 and the model's experts are bfloat16"
     with pytest.raises(SpeqError, match=sentence):
         Generator.from_pretrained(words, "64MiB", codec="fp8")
+
+
+@pytest.mark.parametrize(
+    ("published", "offered"), [("words", True), ("fp8", True), ("mxfp4", False)]
+)
+def test_a_draft_as_large_as_the_experts_is_not_offered(published: str, offered: bool) -> None:
+    codec = own_codec(ExpertShape(2048, 768, torch.bfloat16, published))
+    layout = Int4Layout(2048, 768)
+    assert (worthwhile(layout, codec) is layout) == offered
+
+
+def test_entropy_of_codes(made: Callable[[str], tuple[Path, Path]]) -> None:
+    """By hand, of all experts together."""
+    model, _ = made("deepseek_v3")
+    [row] = bench_codec.run(str(model), CodecSettings()).rows
+    tensors = load_file(model / "model.safetensors")
+    pattern = re.compile(r"experts\.\d+\..*weight(_scale_inv)?$")
+    experts = {name: tensor for name, tensor in tensors.items() if pattern.search(name)}
+    codes = Counter[int]()
+    for tensor in experts.values():
+        if tensor.dtype == torch.float8_e4m3fn:
+            codes.update(tensor.view(torch.uint8).flatten().tolist())
+    total = codes.total()
+    entropy = -sum(n / total * math.log2(n / total) for n in codes.values())
+    scales = sum(tensor.numel() for tensor in experts.values() if tensor.dtype == torch.float32)
+    assert row["codec"] == "fp8"
+    assert row["entropy_bits"] == pytest.approx(entropy + 32 * scales / total)
+    assert 8 < row["bits_per_weight"] < 8 + 8 * 6 * 64 / (3 * 64 * 32)
+    assert row["encode_gb_per_s"] is None and row["decode_gb_per_s"] > 0
+
+
+def test_codes_of_four_bits_are_taken_apart() -> None:
+    packed = torch.tensor([0x21, 0x43, 0xFF], dtype=torch.uint8)
+    assert sorted(codes_in(packed, 4).tolist()) == [1, 2, 3, 4, 15, 15]
+    assert codes_in(packed, 8).tolist() == [0x21, 0x43, 0xFF]
+    assert entropy_of(torch.tensor([1, 1, 0, 2])) == pytest.approx(1.5)
 
 
 def test_quantising_takes_words(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
