@@ -22,10 +22,16 @@ from speq.experts.expert_names import (
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
-from speq.files.published_format import WORDS
+from speq.files.published_format import (
+    FP8,
+    MXFP4,
+    MXFP4_BLOCK,
+    MXFP4_BLOCK_BYTES,
+    WORDS,
+)
 from speq.files.range_file import ENDS_BYTES
-from speq.files.safetensors_file import SafetensorsFile
-from speq.kernels.scaled_layout import Fp8Layout
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
@@ -139,7 +145,7 @@ class SafetensorsExpertStore:
             matrix = layout.names.matrix(name)
             if matrix is None or matrix.layer not in order:
                 continue
-            wanted = layout.shape(matrix)
+            wanted = stored_shape(layout.shape(matrix), shape.published)
             if info.shape != wanted or info.dtype != stored:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
@@ -148,10 +154,16 @@ class SafetensorsExpertStore:
             held = range(layout.num_experts) if matrix.expert is None else (matrix.expert,)
             nbytes = info.nbytes // len(held)
             scales = checkpoint.scales_of(name)
+            if (scales is None) != (shape.published == WORDS):
+                raise SpeqError(
+                    f"{file.path}: tensor {name} is {info.dtype}, and other experts are published "
+                    f"in {shape.published}; {OTHER_VERSION}"
+                )
             for at, expert in enumerate(held):
                 parts = found.setdefault((order[matrix.layer], expert), {})
                 place = file, info.offset + at * nbytes, nbytes
-                parts[matrix.projection] = Matrix(place, scales)
+                part = None if scales is None else part_of(*scales, at, len(held))
+                parts[matrix.projection] = Matrix(place, part)
         complete = self._complete(found, checkpoint, layout)
         self._parts = [parts_of(shape, record) for record in complete]
         self.reading_bytes = ENDS_BYTES + ALIGNMENT
@@ -245,12 +257,26 @@ class SafetensorsExpertStore:
         pass  # the shards are the checkpoint's
 
 
+def stored_shape(shape: tuple[int, ...], published: str) -> tuple[int, ...]:
+    """What a tensor of experts' matrices is on disk; shape: as words."""
+    if published != MXFP4:
+        return shape
+    return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
+
+
+def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Range:
+    """One of `count` equal parts of a tensor."""
+    nbytes = info.nbytes // count
+    return file, info.offset + at * nbytes, nbytes
+
+
 def parts_of(shape: ExpertShape, matrices: list[Matrix]) -> list[Part]:
     """Where the matrices of an expert belong in its record, and their scales where it has those."""
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
         return [Part(each.range, at) for each, at in zip(matrices, ends, strict=False)]
-    layout = Fp8Layout(shape.hidden_size, shape.expert_width)
+    sized = Fp8Layout if shape.published == FP8 else Mxfp4Layout
+    layout = sized(shape.hidden_size, shape.expert_width)
     codes = [Part(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)]
     scales = [
         Part(each.scales, section.at, widened=each.scales[2] < section.nbytes)

@@ -10,7 +10,20 @@ import torch
 from speq.errors import SpeqError
 from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
 from speq.files.json_file import read_json
-from speq.files.published_format import FP8, FP8_BLOCK, FP8_DTYPE, SCALE_DTYPES, SCALES, format_of
+from speq.files.published_format import (
+    BLOCK_SCALES,
+    BLOCKS,
+    FP8,
+    FP8_BLOCK,
+    FP8_DTYPE,
+    MXFP4,
+    MXFP4_BLOCK_BYTES,
+    MXFP4_DTYPE,
+    SCALE_DTYPES,
+    format_of,
+    scales_name,
+    words_name,
+)
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards
 
@@ -155,36 +168,51 @@ class Checkpoint:
 
     def _check_dtypes(self) -> None:
         for name, (file, info) in self.tensors.items():
-            if info.dtype == FP8_DTYPE and self.format == FP8:
+            if self.is_coded(name):
                 self._check_scales(name, file, info)
-            elif info.dtype not in WORD_DTYPES:
+            elif info.dtype not in WORD_DTYPES and not self._is_scales(name):
                 raise SpeqError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
                     "bfloat16, float16, float32 or float64: convert it to bfloat16, or download "
                     "the original model"
                 )
 
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor is of codes, in the format that the checkpoint is published in."""
+        dtype = self.tensors[name][1].dtype
+        if self.format == MXFP4:
+            return dtype == MXFP4_DTYPE and name.endswith(BLOCKS)
+        return self.format == FP8 and dtype == FP8_DTYPE
+
+    def _is_scales(self, name: str) -> bool:
+        blocks = words_name(name) + BLOCKS
+        return name.endswith(BLOCK_SCALES) and blocks in self.tensors and self.is_coded(blocks)
+
     def _check_scales(self, name: str, file: SafetensorsFile, info: TensorInfo) -> None:
-        """Raise SpeqError unless FP8 codes have the scales of their blocks."""
-        if name + SCALES not in self.tensors:
-            raise SpeqError(f"{file.path}: tensor {name} lacks its scales, {name + SCALES}")
-        holder, scales = self.tensors[name + SCALES]
-        wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
-        if list(scales.shape) != wanted or scales.dtype not in SCALE_DTYPES or len(wanted) != 2:
+        """Raise SpeqError unless codes have the scales of their blocks."""
+        of_scales = scales_name(name)
+        if of_scales not in self.tensors:
             raise SpeqError(
-                f"{holder.path}: tensor {name + SCALES} is {scales.dtype} {list(scales.shape)}; of "
-                f"a tensor {list(info.shape)} in blocks of 128 it must be float32 or bfloat16 "
-                f"{wanted}; {OTHER_VERSION}"
+                f"{file.path}: tensor {name} lacks its scales, {of_scales}; {OTHER_VERSION}"
+            )
+        holder, scales = self.tensors[of_scales]
+        if self.format == MXFP4:
+            known = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
+            wanted, dtypes = list(info.shape[:-1]), (MXFP4_DTYPE,)
+        else:
+            known, dtypes = len(info.shape) == len(FP8_BLOCK), SCALE_DTYPES
+            wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
+        if not known or list(scales.shape) != wanted or scales.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise SpeqError(
+                f"{holder.path}: tensor {of_scales} is {scales.dtype} {list(scales.shape)}; of "
+                f"{self.format} codes {list(info.shape)} it must be {names} {wanted}; "
+                f"{OTHER_VERSION}"
             )
 
-    def scales_of(self, name: str) -> tuple[SafetensorsFile, int, int] | None:
-        """The file that holds the scales of a tensor of codes, their offset there and bytes; None:
-        it is of words.
-        """
-        if self.tensors[name][1].dtype != FP8_DTYPE:
-            return None
-        file, info = self.tensors[name + SCALES]
-        return file, info.offset, info.nbytes
+    def scales_of(self, name: str) -> tuple[SafetensorsFile, TensorInfo] | None:
+        """Where the scales of a tensor of codes are; None: it is of words."""
+        return self.tensors[scales_name(name)] if self.is_coded(name) else None
 
     def fingerprint(self) -> str:
         """A digest of the shards' headers, sizes and samples, and of a pack's manifest.

@@ -22,8 +22,11 @@ MEANINGS = {
 }
 
 FP8_DTYPE = torch.float8_e4m3fn
-# The scales of a tensor of codes lie under its name with this behind it.
+# The scales of a tensor of FP8 codes lie under its name with this behind it.
 SCALES = "_scale_inv"
+# Codes of MXFP4 and their scales, behind the name that words would have.
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
+MXFP4_DTYPE, MXFP4_BLOCK, MXFP4_BLOCK_BYTES = torch.uint8, 32, 16
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
 FP8_BLOCK = [128, 128]
 E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
@@ -41,6 +44,8 @@ def format_of(config: dict[str, Any], where: Path) -> str:
     if not isinstance(settings, dict):
         raise SpeqError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = settings.get("quant_method")
+    if method == MXFP4:
+        return MXFP4
     if method != FP8:
         raise SpeqError(f"{where} is quantised ({method}); {ORIGINAL}")
     wanted = {
@@ -55,3 +60,17 @@ def format_of(config: dict[str, Any], where: Path) -> str:
                 f"with {value!r}; {ORIGINAL}"
             )
     return FP8
+
+
+def words_name(name: str) -> str:
+    """The name that a tensor of codes, or of scales, would have as words."""
+    for ending in (SCALES, BLOCKS, BLOCK_SCALES):
+        name = name.removesuffix(ending)
+    return name
+
+
+def scales_name(name: str) -> str:
+    """The name of the scales of a tensor of codes."""
+    if name.endswith(BLOCKS):
+        return name.removesuffix(BLOCKS) + BLOCK_SCALES
+    return name + SCALES

@@ -17,7 +17,7 @@ from speq.errors import SpeqError
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
-from speq.files.published_format import MEANINGS, WORDS
+from speq.files.published_format import MEANINGS, MXFP4_DTYPE, WORDS
 from speq.generator import Generator
 from speq.machine import available_bytes
 from speq.measure import pack_check
@@ -167,7 +167,10 @@ def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info()[0])
     checkpoint = Checkpoint(path)
-    words = sum(info.nbytes // info.dtype.itemsize for _, info in checkpoint.tensors.values())
+    words = sum(
+        info.nbytes // info.dtype.itemsize * (2 if info.dtype == MXFP4_DTYPE else 1)
+        for _, info in checkpoint.tensors.values()
+    )
     checkpoint.close()
     needed = words * dtype.itemsize
     if checkpoint.format != WORDS and dtype != torch.bfloat16:

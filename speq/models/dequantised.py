@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from speq.files.checkpoint import Checkpoint
-from speq.files.published_format import SCALES, WORDS
-from speq.kernels.scaled_words import fp8_words
+from speq.files.published_format import FP8, WORDS, scales_name, words_name
+from speq.kernels.scaled_words import fp8_words, mxfp4_words
 from speq.models.shape import hf_config
 
 
@@ -20,18 +20,28 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
     wanted  tells which
     """
     state: dict[str, Tensor] = {}
-    scales = {name + SCALES for name in checkpoint.tensors if checkpoint.scales_of(name)}
+    coded = {name for name in checkpoint.tensors if checkpoint.is_coded(name)}
+    scales = {scales_name(name) for name in coded}
     for file in checkpoint.files.values():
         with safe_open(file.path, framework="pt") as mapped:
             for name, (holder, _) in checkpoint.tensors.items():
                 if holder is not file or not wanted(name) or name in scales:
                     continue
-                if checkpoint.scales_of(name) is None:
-                    state[name] = mapped.get_tensor(name)
-                else:
-                    factors = checkpoint.tensors[name + SCALES][0].tensor(name + SCALES)
-                    state[name] = fp8_words(file.tensor(name), factors)
+                state[words_name(name)] = (
+                    words_of(checkpoint, name) if name in coded else mapped.get_tensor(name)
+                )
     return state
+
+
+def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The words of a tensor of codes, with its rows as they are on disk."""
+    file, _ = checkpoint.tensors[name]
+    of_scales = scales_name(name)
+    codes, scales = file.tensor(name), checkpoint.tensors[of_scales][0].tensor(of_scales)
+    if checkpoint.format == FP8:
+        return fp8_words(codes, scales)
+    rows = codes.flatten(0, -3).flatten(1), scales.flatten(0, -2)
+    return mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
 
 
 def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:

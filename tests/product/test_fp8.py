@@ -243,7 +243,7 @@ def changed(model: Path, out: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"quant_method": "mxfp4"}, r"is quantised \(mxfp4\); give the original"),
+        ({"quant_method": "nvfp4"}, r"is quantised \(nvfp4\); give the original"),
         ({"weight_block_size": [64, 64]}, r"with weight_block_size \[64, 64\], and fp8 is read"),
         ({"weight_block_size": None}, r"with weight_block_size None, and fp8 is read"),
         ({"fmt": "e5m2"}, "with fmt 'e5m2', and fp8 is read with 'e4m3'"),
