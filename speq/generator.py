@@ -15,12 +15,8 @@ from transformers import GenerationConfig
 from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
-<<<<<<< HEAD
-from speq.decode.sequence import Sequence
-=======
 from speq.decode.logprobs import Logprobs, TokenOdds
-from speq.decode.sequence import Sequence as Request
->>>>>>> w-serve
+from speq.decode.sequence import Sequence
 from speq.devices.failures import in_a_sentence
 from speq.errors import SpeqError, checked_int
 from speq.load import check_context, load
@@ -65,9 +61,12 @@ class Generation:
 
 
 def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
-    """Tokens that a request has just emitted, with their text."""
+    """Tokens that a request has just emitted, with all that is known of them."""
     assert isinstance(sequence.text, TextStream), "prepared"
-    return [Token(*each) for each in zip(token_ids, sequence.text.take(), strict=True)]
+    odds: list[TokenOdds | None] = [None] * len(token_ids)
+    if isinstance(sequence.odds, Logprobs):
+        odds = [*sequence.odds.take(len(token_ids))]
+    return [Token(*each) for each in zip(token_ids, sequence.text.take(), odds, strict=True)]
 
 
 class Generator:
@@ -293,18 +292,13 @@ class Generator:
             from_config = options_of(config, len(ids))
             eos_ids = from_config.pop("eos_ids", eos_ids)
             given = from_config | given
-<<<<<<< HEAD
-        sampling = build(SamplingParams, given, ("generation_config", "progress"))
-        return Sequence(ids, sampling, eos_ids)
-=======
         sampling = build(SamplingParams, given, ("generation_config", "progress", "top_logprobs"))
-        return Request(ids, sampling, eos_ids)
->>>>>>> w-serve
+        return Sequence(ids, sampling, eos_ids)
 
     def _stream(
         self,
         prompt: Prompt,
-        request: Request,
+        request: Sequence,
         progress: Progress | None,
         asked_s: float | None = None,
     ) -> Run:
@@ -312,9 +306,8 @@ class Generator:
         with self._own_turn(), in_a_sentence():
             self._streaming_thread = threading.get_ident()
             try:
-                text = self._text_of(prompt, request)
-                request.text = text
-                return (yield from self._run(request, text, start_s, progress))
+                request.text = self._text_of(prompt, request)
+                return (yield from self._run(request, start_s, progress))
             finally:
                 self._streaming_thread = None
 
@@ -331,9 +324,7 @@ class Generator:
                 raise SpeqError("this generator was closed; make a new one with from_pretrained")
             yield
 
-    def _run(
-        self, request: Sequence, text: TextStream, start_s: float, progress: Progress | None
-    ) -> Run:
+    def _run(self, request: Sequence, start_s: float, progress: Progress | None) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
         stats = engine.recorder.begin_run(self._runtime.begin_stats(start_s))
         self.last_run = stats
@@ -345,7 +336,7 @@ class Generator:
         with self._runtime.watched(stats):
             emitted = engine.start(request, prompt_progress)
             while True:
-                for token in tokens_of(emitted, text, request):
+                for token in tokens_of(request, emitted):
                     yield token
                     self._streaming_thread = threading.get_ident()  # it may have been handed on
                 if request.finish_reason is not None:
@@ -394,11 +385,3 @@ class Generator:
         with self._own_turn():
             self._closed = True
             self._runtime.close()
-
-
-def tokens_of(emitted: list[int], text: TextStream, request: Request) -> list[Token]:
-    """The tokens that a step emitted, with all that is known of them."""
-    odds: list[TokenOdds | None] = [None] * len(emitted)
-    if isinstance(request.odds, Logprobs):
-        odds = [*request.odds.take(len(emitted))]
-    return list(map(Token, emitted, text.take(), odds))

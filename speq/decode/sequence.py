@@ -115,11 +115,8 @@ class Sequence:
     """One request. Its KV entries are exact for every token but the last, the pending one.
 
     text  reads the tokens as they are appended; without one there are no stop strings
-<<<<<<< HEAD
     row   number of the KV cache that has its entries, among those of texts side by side
-=======
     odds  hears how likely the tokens were; without one nobody asks
->>>>>>> w-serve
     seed  of what is drawn: the request's, or one of its own
     """
 
@@ -127,11 +124,8 @@ class Sequence:
     sampling: SamplingParams
     eos_ids: frozenset[int] = frozenset()
     text: Text | None = None
-<<<<<<< HEAD
     row: int = 0
-=======
     odds: Odds | None = None
->>>>>>> w-serve
     generated_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seed: int = field(init=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
@@ -24,6 +23,7 @@ from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
+from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
@@ -368,12 +368,12 @@ def load(
     """
     try:
         with quiet_transformers(), family.without_experts():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
+            model, info = from_checkpoint(
+                checkpoint,
+                lambda name: not family.names.is_expert(name),
                 dtype=dtype,
                 attn_implementation="sdpa",
                 use_safetensors=True,
-                trust_remote_code=False,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

@@ -34,7 +34,10 @@ LEAVES = (
     "speq.units",
     "speq.version",
 )
-REFERENCES = ("reference", "reference_compact", "reference_decoder", "reference_dense")
+REFERENCES = (
+    *("reference", "reference_compact", "reference_decoder", "reference_dense"),
+    "reference_scaled",
+)
 BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
 )
@@ -130,15 +133,16 @@ TABLE = {
 OPS = frozenset(
     f"speq.kernels.{name}"
     for name in (
-        *("ops", "compact_ops", "decoder_ops", "dense_ops"),
+        *("ops", "compact_ops", "decoder_ops", "dense_ops", "scaled_ops"),
         *("records", "checks", "library"),
     )
 )
 ONLY_BY = {
     "speq.kernels.reference": OPS
-    | {f"speq.kernels.reference_{name}" for name in ("compact", "decoder", "dense")},
+    | {f"speq.kernels.reference_{name}" for name in ("compact", "decoder", "dense", "scaled")},
     "speq.kernels.reference_compact": OPS | {"speq.kernels.reference_dense"},
     "speq.kernels.reference_decoder": OPS,
+    "speq.kernels.reference_scaled": OPS,
     "speq.kernels.reference_dense": OPS,
 }
 # Imports and attributes that execute what they read, or let the environment steer a run.
