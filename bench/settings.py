@@ -67,6 +67,14 @@ Routes = Annotated[
         argument=True,
     ),
 ]
+ServerUrl = Annotated[
+    str,
+    Option(
+        "Base URL that `speq serve` printed, such as http://127.0.0.1:8000/v1.",
+        Text("a URL"),
+        argument=True,
+    ),
+]
 PackedLossless = Annotated[
     Path | None, Option("The model packed with codec lossless.", File("a model's folder"))
 ]
@@ -402,6 +410,39 @@ class SoakSettings(Options):
     run: Annotated[dict[str, Any], Some(RunConfig, without=("memory_budget",))] = field(
         default_factory=dict
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings(Options):
+    """Requests to a running server, and for how long."""
+
+    rates: Annotated[
+        tuple[float, ...],
+        Option(
+            "Requests a second on average, each rate in turn.",
+            numbers(Number(1e4, without_minimum=True), "0.5,2", "positive"),
+        ),
+    ] = (1.0,)
+    num_requests: Annotated[int, Option("Requests at each rate.", Whole(1, 2000))] = 32
+    prompts: PromptKinds = ()
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 32
+    max_seconds: Annotated[
+        float,
+        Option(
+            "At each rate: ask for no more after so long, and wait so long for an answer at most.",
+            Number(86_400, without_minimum=True),
+        ),
+    ] = 600.0
+    seed: Annotated[int, Option("Of the times at which requests arrive.", Whole(0))] = 0
+    api_key_file: Annotated[
+        Path | None,
+        Option("File whose first line is the server's key.", File("a file of keys", readable=True)),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        Option("What the server calls the model; default: the first it names.", Text("a name")),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 
 # The kernels run on the host, without a GPU, by tests/cuda_host.
 add_library(speq_cuda_on_host SHARED EXCLUDE_FROM_ALL csrc/cuda/bindings.cpp
-  csrc/cuda/compact_bindings.cpp csrc/cuda/dense_bindings.cpp tests/cuda_host/kernels.cpp tests/cuda_host/shim.cpp)
+  csrc/cuda/compact_bindings.cpp csrc/cuda/dense_bindings.cpp csrc/cuda/scaled_bindings.cpp tests/cuda_host/kernels.cpp tests/cuda_host/shim.cpp)
 target_link_libraries(speq_cuda_on_host PRIVATE speq_options)
 target_include_directories(speq_cuda_on_host PRIVATE tests)
 target_compile_options(speq_cuda_on_host PRIVATE -Wno-unknown-pragmas) # of nvcc
@@ -30,7 +30,8 @@ enable_language(CUDA)
 add_library(speq_cuda SHARED csrc/cuda/bindings.cpp csrc/cuda/compact_bindings.cpp
   csrc/cuda/dense_bindings.cpp csrc/cuda/architectures.cpp csrc/cuda/dense_lossless.cu
   csrc/cuda/dense_residual.cu csrc/cuda/float_rows.cu csrc/cuda/linear_int4.cu csrc/cuda/moe_grouped.cu csrc/cuda/moe_int4.cu
-  csrc/cuda/moe_lossless.cu csrc/cuda/moe_residual.cu csrc/cuda/read_sum.cu)
+  csrc/cuda/moe_fp8.cu csrc/cuda/moe_lossless.cu csrc/cuda/moe_mxfp4.cu csrc/cuda/moe_residual.cu
+  csrc/cuda/read_sum.cu csrc/cuda/scaled_bindings.cpp)
 target_link_libraries(speq_cuda PRIVATE speq_options)
 target_compile_definitions(speq_cuda PRIVATE USE_CUDA)
 target_compile_options(speq_cuda PRIVATE

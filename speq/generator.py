@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
 from speq.decode.generation_config import options_of
+from speq.decode.logprobs import Logprobs, TokenOdds
 from speq.decode.sequence import Sequence
 from speq.devices.failures import in_a_sentence
 from speq.errors import SpeqError, checked_int
@@ -24,7 +25,7 @@ from speq.options.declared import build
 from speq.options.typed import RunOptions, SamplingOptions
 from speq.runtime import Runtime
 from speq.stats import RunStats
-from speq.text.prompts import Prompt, PromptEncoder
+from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
 from speq.text.tokenizer import load_tokenizer
 from speq.units import Progress
@@ -35,10 +36,14 @@ Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token and the text that is certain with it (see TextStream)."""
+    """A generated token and the text that is certain with it (see TextStream).
+
+    odds  how likely the exact model found it, where that was asked for
+    """
 
     id: int
     text: str
+    odds: TokenOdds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,12 @@ class Generation:
 
 
 def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
-    """Tokens that a request has just emitted, with their text."""
+    """Tokens that a request has just emitted, with all that is known of them."""
     assert isinstance(sequence.text, TextStream), "prepared"
-    return [Token(*each) for each in zip(token_ids, sequence.text.take(), strict=True)]
+    odds: list[TokenOdds | None] = [None] * len(token_ids)
+    if isinstance(sequence.odds, Logprobs):
+        odds = [*sequence.odds.take(len(token_ids))]
+    return [Token(*each) for each in zip(token_ids, sequence.text.take(), odds, strict=True)]
 
 
 class Generator:
@@ -157,7 +165,8 @@ class Generator:
         **options: Unpack[SamplingOptions],
     ) -> Generation:
         """Generate to the end; see `stream` for the options."""
-        stream = self._stream(prompt, generation_config, progress, options)
+        request = self._request(prompt, generation_config, options)
+        stream = self._stream(prompt, request, progress)
         pieces, ids = [], []
         try:
             while True:
@@ -242,6 +251,8 @@ class Generator:
         on_finish: Callable[[str, dict[str, Any]], None] | None = None,
         generation_config: GenerationConfig | None = None,
         progress: Progress | None = None,
+        top_logprobs: int | None = None,
+        asked_s: float | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Coroutine[Token, None, None]:
         """Yield tokens as they come; nothing is done, or refused, before the first is asked for.
@@ -249,15 +260,23 @@ class Generator:
         on_finish          told (finish_reason, stats) at the end
         generation_config  what is asked for where options do not say otherwise
         progress           told (what, done, total) while the prompt is run
+        top_logprobs       give each token its odds, and those of so many likeliest tokens
+        asked_s            when it was asked for, by time.perf_counter; default: now
         options            see SamplingParams, or docs/options.md
         """
-        request, stats = yield from self._stream(prompt, generation_config, progress, options)
+        request = self._request(prompt, generation_config, options)
+        if top_logprobs is not None:
+            request.odds = Logprobs(checked_int("top_logprobs", top_logprobs, 0))
+        request, stats = yield from self._stream(prompt, request, progress, asked_s)
         if on_finish is not None:
             on_finish(request.finish_reason or "", stats.summary())
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
-        return self._encoder.encode(prompt)
+    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
+        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
+
+        tools  that chat messages may call, as JSON schemas, where the model's template has any
+        """
+        return self._encoder.encode(prompt, tools)
 
     def _request(
         self, prompt: Prompt, config: GenerationConfig | None, options: SamplingOptions
@@ -273,24 +292,22 @@ class Generator:
             from_config = options_of(config, len(ids))
             eos_ids = from_config.pop("eos_ids", eos_ids)
             given = from_config | given
-        sampling = build(SamplingParams, given, ("generation_config", "progress"))
+        sampling = build(SamplingParams, given, ("generation_config", "progress", "top_logprobs"))
         return Sequence(ids, sampling, eos_ids)
 
     def _stream(
         self,
         prompt: Prompt,
-        config: GenerationConfig | None,
+        request: Sequence,
         progress: Progress | None,
-        options: SamplingOptions,
+        asked_s: float | None = None,
     ) -> Run:
-        request = self._request(prompt, config, options)
-        start_s = time.perf_counter()
+        start_s = time.perf_counter() if asked_s is None else asked_s
         with self._own_turn(), in_a_sentence():
             self._streaming_thread = threading.get_ident()
             try:
-                text = self._text_of(prompt, request)
-                request.text = text
-                return (yield from self._run(request, text, start_s, progress))
+                request.text = self._text_of(prompt, request)
+                return (yield from self._run(request, start_s, progress))
             finally:
                 self._streaming_thread = None
 
@@ -307,9 +324,7 @@ class Generator:
                 raise SpeqError("this generator was closed; make a new one with from_pretrained")
             yield
 
-    def _run(
-        self, request: Sequence, text: TextStream, start_s: float, progress: Progress | None
-    ) -> Run:
+    def _run(self, request: Sequence, start_s: float, progress: Progress | None) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
         stats = engine.recorder.begin_run(self._runtime.begin_stats(start_s))
         self.last_run = stats
@@ -321,8 +336,8 @@ class Generator:
         with self._runtime.watched(stats):
             emitted = engine.start(request, prompt_progress)
             while True:
-                for token_id, piece in zip(emitted, text.take(), strict=True):
-                    yield Token(token_id, piece)
+                for token in tokens_of(request, emitted):
+                    yield token
                     self._streaming_thread = threading.get_ident()  # it may have been handed on
                 if request.finish_reason is not None:
                     break

@@ -99,6 +99,8 @@ CODECS = Registry(
     raw=("speq.experts.codec:RawCodec", "words as they were published"),
     lossless=("speq.experts.codec:LosslessCodec", "about 11 bits a bfloat16 weight"),
     residual=("speq.experts.codec:ResidualCodec", "about 9 bits, read over the draft's codes"),
+    fp8=("speq.experts.scaled_codecs:Fp8Codec", "8 bits, as published in FP8"),
+    mxfp4=("speq.experts.scaled_codecs:Mxfp4Codec", "4.25 bits, as published in MXFP4"),
 )
 DRAFTERS = Registry(
     "drafter",

@@ -36,7 +36,9 @@ TEXTS = ("humaneval.jsonl", "text.jsonl")
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "paper-systems", "step")
 SLOW = ("bench", "quantize", "tune", "check")
-ENDLESS = ("dashboard",)
+# They serve until an interrupt, or ask what serves.
+ENDLESS = ("dashboard", "serve")
+ASKING = ("bench", "serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +155,8 @@ def main() -> None:
         tasks: dict[tuple[str, ...], str] = {}
         for page in PAGES:
             for command in commands_of(page):
-                if command.words[0] in ENDLESS:
-                    print(f"left out, serves until an interrupt: {command}")
+                if command.words[0] in ENDLESS or command.words[:2] == ASKING:
+                    print(f"left out, serves until an interrupt or asks a server: {command}")
                     continue
                 if slow(command) and not options.slow:
                     print(f"left out, measures for minutes: {command}")

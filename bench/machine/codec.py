@@ -7,6 +7,9 @@ Rows of "dense" codecs are of the matrices outside the experts, of bfloat16, eac
 own: bits and speeds of all their weights together. Their residuals are over codes that are rounded,
 GROUP_SIZE weights to a scale where that divides the columns, and one scale to a row elsewhere.
 
+Of a model that was published as codes with scales there is one row, of these: nothing is encoded,
+and nothing else codes them.
+
 entropy_bits is what a weight cannot take less than, were its neighbours no help: for words on their
 own, of the word; over a draft's codes, of where in the code's window the word lies. Of all experts
 together, by the counts of their words.
@@ -21,12 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.bench.machine.scaled_codes import MeasuredCodes
 from speq.bench.settings import CodecSettings as Settings
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, Matrices, codec_of, codecs_for
-from speq.experts.expert_store import expert_slot, read_matrices
+from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import Int4Expert
+from speq.experts.scaled_codecs import ScaledCodec
 from speq.files.alignment import aligned_bytes
 from speq.files.atomic_file import check_target
 from speq.kernels import dense_ops, windows
@@ -63,11 +68,14 @@ def run(
     check_target(json_file, force)
     with closing(open_model(model)) as opened:
         store, shape = opened.store, opened.store.codec.shape
+        if isinstance(store.codec, ScaledCodec):
+            rows = [measure_codes(store, store.codec, clock, progress).row()]
+            return finished(rows, model, settings, store, json_file)
         if store.codec.name != "raw":
             raise SpeqError(
                 f"model {model!r} is packed with codec {store.codec.name}; give one of plain words"
             )
-        measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape.dtype)]
+        measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape)]
         count, slot = store.num_layers * store.num_experts, expert_slot(store)
         with closing(
             open_draft(settings.draft, opened.checkpoint, store, opened.shape.experts)
@@ -80,12 +88,36 @@ def run(
                 if progress is not None:
                     progress("encoding experts", at + 1, count)
         dense = measure_dense(opened, clock, progress)
-    given = settings.as_json() | {"experts": count, "threads": torch.get_num_threads()}
     rows = [each.row() for each in measured] + [each.row() for each in dense if each.weights]
+    return finished(rows, model, settings, store, json_file)
+
+
+def finished(
+    rows: list[dict[str, Any]],
+    model: str,
+    settings: Settings,
+    store: ExpertStore,
+    json_file: Path | None,
+) -> Report:
+    """The report of these rows, written where it is asked for."""
+    count = store.num_layers * store.num_experts
+    given = settings.as_json() | {"experts": count, "threads": torch.get_num_threads()}
     report = Report("codec", model, given, rows)
     if json_file is not None:
         report.write(json_file)
     return report
+
+
+def measure_codes(
+    store: ExpertStore, codec: ScaledCodec, clock: Clock, progress: Progress | None
+) -> MeasuredCodes:
+    """All experts of a store of codes with scales, which nothing encodes."""
+    measured, count = MeasuredCodes(store, codec), store.num_layers * store.num_experts
+    for at in range(count):
+        measured.take(*divmod(at, store.num_experts), clock)
+        if progress is not None:
+            progress("reading experts", at + 1, count)
+    return measured
 
 
 class Measured:

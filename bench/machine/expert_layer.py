@@ -1,5 +1,6 @@
 """Layers of experts with random weights, of the shapes that published models have."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,15 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speq.errors import SpeqError
+from speq.experts.codec import ExpertShape, own_codec
+from speq.experts.random_expert import random_expert
 from speq.files.alignment import aligned, aligned_bytes, prefer_huge_pages
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import ACTIVATIONS, Int4Bank, quantize_int4
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 
 ACTIVATION = "silu"
 # Weights repeat after so many; caches go by address and do not notice.
 BLOCK_WEIGHTS = 1 << 20
 SEED = 0
+# Forms of experts that are published so.
+SCALED: dict[str, Callable[[int, int], ScaledLayout]] = {"fp8": Fp8Layout, "mxfp4": Mxfp4Layout}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class LayerShape:
             return self.exact_bytes
         if form == "int4":
             return self.int4_bytes(group_size)
+        if form in SCALED:
+            return aligned(SCALED[form](self.hidden_size, self.expert_width).nbytes)
         layout = CompactLayout.of_expert(self.hidden_size, self.expert_width, form == "lossless")
         return aligned(int(1.1 * layout.fixed_bytes))
 
@@ -77,12 +85,13 @@ SHAPES = {
 class Layer:
     """The experts that are held, with random weights, in the forms that kernels need.
 
-    forms     of "exact", "int4", "lossless", "residual"; what is not needed is of no experts
+    forms     of "exact", "int4", "lossless", "residual", "fp8", "mxfp4"; what is not needed is of
+              no experts
     places    [N]: expert n lies in slot n
     exact     gate_up_proj [N, 2F, H] and down_proj [N, H, F]
     bank      INT4
-    lossless  [N, slot_bytes] records, as is residual, over the bank: all of the same expert, which
-              caches do not notice
+    slots     by form, [N, slot_bytes] records, of residuals over the bank: all of the same expert,
+              which caches do not notice
     """
 
     def __init__(
@@ -117,9 +126,9 @@ class Layer:
             self._records["lossless"] = compact_ops.encode_lossless(*one)
         if "residual" in forms:
             self._records["residual"] = compact_ops.encode_residual(*one, *codes)
-        self.lossless, self.residual = (
-            self._slots(form, held, device) for form in ("lossless", "residual")
-        )
+        for form in SCALED.keys() & forms:
+            self._records[form] = scaled_record(form, shape, generator)
+        self.slots = {form: self._slots(form, held, device) for form in self._records}
 
     def expert_bytes(self, form: str, group_size: int) -> int:
         """Bytes of one expert in a form that is held."""
@@ -128,12 +137,17 @@ class Layer:
         return self.shape.most_bytes(form, group_size)
 
     def _slots(self, form: str, held: int, device: torch.device) -> Tensor:
-        if form not in self._records:
-            return torch.empty(0, 0, dtype=torch.uint8, device=device)
         record = self._records[form]
         slots = aligned_bytes(held, aligned(len(record)), device).zero_()
         slots[:, : len(record)] = record.to(device)
         return slots
+
+
+def scaled_record(form: str, shape: LayerShape, generator: torch.Generator) -> Tensor:
+    """The record of an expert of random weights, published in a form of SCALED."""
+    codec = own_codec(ExpertShape(shape.hidden_size, shape.expert_width, torch.bfloat16, form))
+    slot = aligned_bytes(1, codec.slot_bytes)[0]
+    return slot[: codec.encode(random_expert(codec.shape, generator), None, slot)]
 
 
 def pair_of(matrix: Tensor, group_size: int, rounded: bool) -> tuple[Tensor, Tensor]:

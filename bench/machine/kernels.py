@@ -15,13 +15,15 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
                       rows in blocks here. A run has its long prompts multiplied by torch.
     moe_grouped_lossless, moe_grouped_residual
                       the same out of compact records; a residual's bytes include its codes
+    moe_grouped_fp8, moe_grouped_mxfp4
+                      the same out of codes with scales, of experts that were published so
     torch             the exact experts as transformers' eager loop runs them, in bfloat16
 
 Shapes such as 5632x2048 are of dense matrices: see `speq.bench.machine.dense_kernels`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -46,7 +48,7 @@ from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import device_named
 from speq.errors import SpeqError, checked_choice
 from speq.files.atomic_file import check_target
-from speq.kernels import compact_ops, ops
+from speq.kernels import compact_ops, ops, scaled_ops
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
 from speq.units import Progress, format_bytes, parse_bytes, tracked
@@ -58,6 +60,8 @@ KERNELS: dict[str, str | None] = {
     "moe_grouped": "moe_grouped",
     "moe_grouped_lossless": "moe_grouped_lossless",
     "moe_grouped_residual": "moe_grouped_residual",
+    "moe_grouped_fp8": "moe_grouped_fp8",
+    "moe_grouped_mxfp4": "moe_grouped_mxfp4",
     "torch": None,
 }
 # What each reads of a layer.
@@ -67,10 +71,23 @@ FORMS: dict[str, frozenset[str]] = {
     "moe_grouped": frozenset({"exact"}),
     "moe_grouped_lossless": frozenset({"lossless"}),
     "moe_grouped_residual": frozenset({"residual", "int4"}),
+    "moe_grouped_fp8": frozenset({"fp8"}),
+    "moe_grouped_mxfp4": frozenset({"mxfp4"}),
     "torch": frozenset({"exact"}),
 }
 # Those whose calls a CUDA graph can hold.
-CAPTURED = frozenset({"moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"})
+CAPTURED = frozenset(
+    {
+        *("moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"),
+        *("moe_grouped_fp8", "moe_grouped_mxfp4"),
+    }
+)
+# Those whose records are complete in themselves: the op, and the form it reads.
+COMPLETE: dict[str, tuple[Callable[..., None], str]] = {
+    "moe_grouped_lossless": (compact_ops.moe_grouped_lossless, "lossless"),
+    "moe_grouped_fp8": (scaled_ops.moe_grouped_fp8, "fp8"),
+    "moe_grouped_mxfp4": (scaled_ops.moe_grouped_mxfp4, "mxfp4"),
+}
 # Calls of a kernel in one round.
 MIN_CALLS, MAX_CALLS = 2, 32
 
@@ -286,13 +303,15 @@ def call(
     if kernel == "moe_grouped":
         ops.moe_grouped(*rows, *layer.exact, ACTIVATION, out)
         return out
-    if kernel == "moe_grouped_lossless":
-        width = layer.shape.expert_width
-        compact_ops.moe_grouped_lossless(*rows, layer.lossless, width, ACTIVATION, out)
+    if kernel in COMPLETE:
+        run, form = COMPLETE[kernel]
+        run(*rows, layer.slots[form], layer.shape.expert_width, ACTIVATION, out)
         return out
     if kernel == "moe_grouped_residual":
         places = layer.places
-        compact_ops.moe_grouped_residual(*rows, layer.residual, places, layer.bank, ACTIVATION, out)
+        compact_ops.moe_grouped_residual(
+            *rows, layer.slots["residual"], places, layer.bank, ACTIVATION, out
+        )
         return out
     run_int4 = {"moe_int4": ops.moe_int4, "moe_int4_unfused": ops.moe_int4_unfused}[kernel]
     return run_int4(hidden_states, topk_ids, topk_weights, layer.places, layer.bank, ACTIVATION)

@@ -10,7 +10,7 @@ import torch
 from speq.bench.paper.candidates import CodecCost
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import ExpertCodec, codec_of
+from speq.experts.codec import ExpertCodec, codec_of, codecs_for
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Arena
@@ -19,7 +19,6 @@ from speq.files.alignment import aligned_bytes
 from speq.measure.codec_speed import in_slots, pass_s
 from speq.measure.report import Column
 from speq.models.opened import Opened, open_model
-from speq.registries import CODECS
 from speq.units import Clock, Progress, format_bytes
 
 # Experts whose arithmetic is timed together, and how often.
@@ -52,12 +51,12 @@ def measure(
             open_draft("auto", raw.checkpoint, raw.store, raw.shape.experts)
         ))  # fmt: skip
         sizes = {name: _packed_sizes(each) for name, each in opened.items()}
-        codecs = {name: codec_of(name, raw.store.codec.shape) for name in CODECS.names}
+        shape = raw.store.codec.shape
+        codecs = {name: codec_of(name, shape) for name in codecs_for(shape)}
         missing = {name: codec for name, codec in codecs.items() if name not in sizes}
         sizes |= encoded_sizes(raw, draft, missing, progress)
         compute = compute_ratios(raw, draft, codecs, clock)
-    weights = raw.store.codec.shape.weights
-    return {name: CodecCost(name, weights, *sizes[name], compute[name]) for name in codecs}
+    return {name: CodecCost(name, shape.weights, *sizes[name], compute[name]) for name in codecs}
 
 
 def check_same(opened: Mapping[str, Opened], stores: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ from speq.layers.expert_budget import BudgetRules, PredictedBudget
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.report import Column, Report, print_table
 from speq.stats import ApproximationStats, ratio
-from speq.units import Progress, tracked
+from speq.units import Progress, format_bytes, tracked
 
 EXACT = "exact"
 # A token that is certain to stand, as a lead in logits: forced texts do.
@@ -150,6 +150,7 @@ def run(
         rows = bench.rows(progress)
     if settings.max_new_tokens:
         with closing(loaded(model, settings, {}, progress)) as generator:
+            check_drafts(generator)
             for row, more in zip(
                 rows, Bench(generator, settings, texts).free(progress), strict=True
             ):
@@ -188,6 +189,17 @@ def loaded(
         **instead,
     }
     return Generator.from_pretrained(model, settings.memory_budget, progress=progress, **options)
+
+
+def check_drafts(generator: Generator) -> None:
+    """Raise SpeqError where nothing drafts: no verification is then within a budget."""
+    runtime = generator.runtime
+    if not runtime.holding.drafts:
+        raise SpeqError(
+            f"nothing drafts within the memory budget {format_bytes(runtime.config.memory_budget)},"
+            " and no expert budget bounds anything; give a larger one, drafter ngram, or "
+            "max_new_tokens 0"
+        )
 
 
 class Bench:

@@ -183,7 +183,7 @@ def scenarios(sizes: Sizes, held: Held) -> list[dict[str, Any]]:
 
 def computed(subject: Subject, context: int) -> Sizes:
     """From a config.json: records are of the size that they usually have."""
-    codecs = {form: codec_of(form, subject.codec.shape) for form in codecs_for(subject.words)}
+    codecs = {form: codec_of(form, subject.codec.shape) for form in codecs_for(subject.codec.shape)}
     weights = subject.codec.shape.weights
     expert = {
         form: weights * codec.usual_bits / 8 if codec.usual_bits else codec.shape.nbytes
@@ -274,7 +274,7 @@ def expert_sizes(
     if store.codec.needs_draft:
         return sizes  # its words would have to be rebuilt first
     slot = expert_slot(store)
-    codecs = [codec_of(form, shape) for form in codecs_for(shape.dtype) if form not in sizes]
+    codecs = [codec_of(form, shape) for form in codecs_for(shape) if form not in sizes]
     rooms = [aligned_bytes(1, codec.slot_bytes)[0] for codec in codecs]
     totals = [0] * len(codecs)
     for at in tracked("encoding experts", range(count), count, progress):
@@ -290,7 +290,7 @@ def measured_matrices(
 ) -> dict[str, tuple[int, ...]]:
     """Bytes of each dense matrix, by form; only words where they are not of bfloat16."""
     shape, words = opened.shape, opened.store.codec.shape.dtype
-    sizes: dict[str, list[int]] = {form: [] for form in codecs_for(words)}
+    sizes: dict[str, list[int]] = {form: [] for form in codecs_for(opened.store.codec.shape)}
     codes, names = DenseCodes(draft, opened.checkpoint), shape.dense_names
     bases = names_of_bases(draft)
     for name in tracked("encoding dense matrices", names, len(names), progress):

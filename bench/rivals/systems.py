@@ -8,6 +8,7 @@ from typing import Any
 
 from speq.bench.rivals.contestant import Maker
 from speq.bench.rivals.job import Job
+from speq.bench.written_options import written_options
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.units import Progress
@@ -145,14 +146,7 @@ def entry(label: str, shared: Mapping[str, Any], memory_bytes: int) -> Entry:
     """
     name, *parts = label.split() or [""]
     found = system(name)
-    own = {}
-    for part in parts:
-        option, equals, value = part.partition("=")
-        if not equals or not option:
-            raise SpeqError(
-                f"system {label!r} has {part!r}; give options as name=value, separated by spaces"
-            )
-        own[option.replace("-", "_")] = value
+    own = written_options(f"system {label!r}", parts)
     if not found.ours:
         if own:
             raise SpeqError(f"system {label!r} has options; {name} takes none")

@@ -20,6 +20,7 @@ from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
 from speq.bench.synthetic import synthetic_acceptance
+from speq.bench.written_options import written_options
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
@@ -79,16 +80,8 @@ class Cell:
 
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run. Raises SpeqError for what is no option."""
-        own = {}
-        for part in self.variant.split():
-            name, equals, value = part.partition("=")
-            if not equals or not name:
-                raise SpeqError(
-                    f"variant {self.variant!r} has {part!r}; give options as name=value, separated "
-                    "by spaces"
-                )
-            own[name.replace("-", "_")] = value
-        return settings.run | own
+        named = f"variant {self.variant!r}"
+        return settings.run | written_options(named, self.variant.split())
 
 
 @single_shot.offered()

@@ -1,7 +1,7 @@
 // The vectors of AVX2 with FMA and F16C, for tiles.h.
 #include <immintrin.h>
 
-#include "cpu/decode_avx2.h"
+#include "cpu/decode_scaled_avx2.h"
 #include "cpu/tiles.h"
 
 namespace speq::cpu {
@@ -76,6 +76,7 @@ private:
 
 } // namespace
 
-const MicroKernels avx2_kernels = with_coded<Avx2, Avx2Lossless, Avx2Residual, PortableResidual>();
+const MicroKernels avx2_kernels =
+    with_coded<Avx2, Avx2Scaled, Avx2Lossless, Avx2Residual, PortableResidual>();
 
 } // namespace speq::cpu

@@ -1,4 +1,5 @@
 // AVX-512 with VNNI, VBMI and VBMI2, and with products of pairs of bfloat16.
+#include "cpu/decode_scaled_avx2.h"
 #include "cpu/decode_vbmi2.h"
 
 namespace speq::cpu {
@@ -101,12 +102,14 @@ struct PairProduct {
 };
 
 constexpr MicroKernels with_pairs() {
-  MicroKernels kernels =
-      with_coded<Avx512, VectorLossless, VectorResidual, Avx2Residual, PortableResidual>();
+  MicroKernels kernels = with_coded<Avx512, Avx2Scaled, VectorLossless, VectorResidual,
+                                    Avx2Residual, PortableResidual>();
   kernels.dot_bfloat16_pairs = dot_pairs;
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
   kernels.residual.dot_pairs =
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
+  kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8<false>, dot_pairs, Fp8Rows>;
+  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4<false>, dot_pairs, Mxfp4Rows>;
   return kernels;
 }
 

@@ -17,6 +17,9 @@ template <typename V> struct FloatProduct {
   static typename V::Floats load(const WordBlock &block, std::int64_t at) {
     return V::load(block.words + at);
   }
+  static typename V::Floats load(const FloatBlock &block, std::int64_t at) {
+    return V::load(block.words + at);
+  }
   template <typename Block> static typename V::Floats load(const Block &block, std::int64_t at) {
     return V::widened(block.part(at));
   }
@@ -40,14 +43,27 @@ template <typename V> struct FloatProduct {
   }
 };
 
-// All kernels over vectors V, with decoders of compact matrices, the last one for all residuals.
-template <typename V, typename Lossless, typename... Residual> constexpr MicroKernels with_coded() {
+// Decoders of matrices of codes with scales.
+template <typename Fp8, typename Mxfp4> struct Scaled {
+  using OfFp8 = Fp8;
+  using OfMxfp4 = Mxfp4;
+};
+
+// All kernels over vectors V, with decoders of coded matrices, the last one for all residuals.
+template <typename V, typename Scaled, typename Lossless, typename... Residual>
+constexpr MicroKernels with_coded() {
   MicroKernels kernels = kernels_over<V>;
   constexpr DotExact kDot = dot_exact<V, BFloat16>;
   kernels.lossless = {dot_coded<FloatProduct<V>, Lossless, kDot, LosslessRows>, nullptr,
                       decode_quad<Lossless, LosslessRows>};
   kernels.residual = {dot_residual<FloatProduct<V>, kDot, Residual...>, nullptr,
                       decode_residual<Residual...>};
+  using OfFp8 = typename Scaled::OfFp8;
+  using OfMxfp4 = typename Scaled::OfMxfp4;
+  kernels.fp8 = {dot_coded<FloatProduct<V>, OfFp8, kDot, Fp8Rows>, nullptr,
+                 decode_quad<typename DecoderOfWords<OfFp8>::Type, Fp8Rows>};
+  kernels.mxfp4 = {dot_coded<FloatProduct<V>, OfMxfp4, kDot, Mxfp4Rows>, nullptr,
+                   decode_quad<typename DecoderOfWords<OfMxfp4>::Type, Mxfp4Rows>};
   return kernels;
 }
 

@@ -135,7 +135,7 @@ void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const v
     for (float *&out : all_outs) {
       out += row - begin;
     }
-    decode_quad<Decoder>(matrix, row / kQuadRows, words.data());
+    decode_quad<typename DecoderOfWords<Decoder>::Type>(matrix, row / kQuadRows, words.data());
     kDot(words.data(), matrix.columns, rows, inputs, count, all_outs.data());
   }
 }

@@ -10,23 +10,6 @@ namespace {
 using namespace speq;
 using namespace speq::cpu;
 
-struct ExactExpert {
-  const BFloat16 *gate_up, *down;
-  std::int64_t hidden_size, expert_width;
-
-  ExactWords words() const { return {gate_up, gate_up + expert_width * hidden_size, down}; }
-};
-
-ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
-  check(gate_up_proj, "gate_up_proj", 2, ScalarType::BFloat16);
-  check(down_proj, "down_proj", 2, ScalarType::BFloat16);
-  const std::int64_t hidden_size = down_proj.size(0), width = down_proj.size(1);
-  STD_TORCH_CHECK(gate_up_proj.size(0) == 2 * width && gate_up_proj.size(1) == hidden_size,
-                  "gate_up_proj must be [2F, H] and down_proj [H, F]");
-  return {static_cast<const BFloat16 *>(gate_up_proj.const_data_ptr()),
-          static_cast<const BFloat16 *>(down_proj.const_data_ptr()), hidden_size, width};
-}
-
 void encode_lossless_out(Tensor gate_up_proj, Tensor down_proj, Tensor record, Tensor nbytes) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
   LosslessEncoder encoder(compact_layout(expert.hidden_size, expert.expert_width, true),
@@ -51,20 +34,6 @@ void encode_residual_out(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_q
   encode(encoder, record, nbytes);
 }
 
-RecordSlots record_slots(const Tensor &slots, std::int64_t fixed_bytes) {
-  STD_TORCH_CHECK(slots.dim() == 2 && slots.scalar_type() == ScalarType::Byte &&
-                      slots.stride(1) == 1 && slots.stride(0) % kEntryBytes == 0,
-                  "slots must be [S, slot_bytes] of uint8, ", kEntryBytes, " bytes aligned");
-  const auto *records = static_cast<const std::uint8_t *>(slots.const_data_ptr());
-  check_record({records, slots.size(1)}, fixed_bytes, "slots");
-  return {records, slots.size(0), slots.size(1), slots.stride(0)};
-}
-
-RecordSlots only_slot(const Tensor &tensor, std::int64_t fixed_bytes) {
-  const Record record = record_of(tensor, fixed_bytes);
-  return {record.bytes, 1, record.nbytes, 0}; // a stride that nobody steps by
-}
-
 BaseExperts base_experts(const Tensor &base_slots, const Tensor &gate_up_qweight,
                          const Tensor &gate_up_scales, const Tensor &down_qweight,
                          const Tensor &down_scales, const std::optional<Tensor> &input_perm) {
@@ -80,21 +49,6 @@ BaseExperts base_experts(const Tensor &base_slots, const Tensor &gate_up_qweight
   return {ids_of(base_slots), count,           gate_up.qweight,
           down.qweight,       gate_up.scales,  down.scales,
           gate_up.group_size, down.group_size, perm_of(input_perm, count, hidden_size)};
-}
-
-// Words of all rows of an expert; rows_of(projection) are the matrices.
-template <typename RowsOf>
-void decode(const RowsOf &rows_of, Tensor &gate_up_proj, Tensor &down_proj) {
-  exact_expert(gate_up_proj, down_proj);
-  auto *gate_up = static_cast<BFloat16 *>(gate_up_proj.mutable_data_ptr());
-  auto *down = static_cast<BFloat16 *>(down_proj.mutable_data_ptr());
-  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
-    const auto rows = rows_of(projection);
-    BFloat16 *words = projection == Projection::down ? down
-                      : projection == Projection::up ? gate_up + rows.rows * rows.columns
-                                                     : gate_up;
-    decode_quads(rows, 0, quads_of(rows.rows), words);
-  }
 }
 
 void decode_lossless_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {

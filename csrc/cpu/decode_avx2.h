@@ -58,14 +58,18 @@ inline __m256i counts_of(__m256i marks) {
   return _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 8));
 }
 
-// Low and high bytes of 32 words, in their order.
-inline void store_words(BFloat16 *words, __m256i low, __m256i high) {
-  const __m256i outer = _mm256_unpacklo_epi8(low, high), inner = _mm256_unpackhi_epi8(low, high);
+// 32 words: the outer sixteen of each half, and the inner ones.
+inline void store_halves(BFloat16 *words, __m256i outer, __m256i inner) {
   auto *out = reinterpret_cast<__m128i *>(words);
   _mm_store_si128(out, _mm256_castsi256_si128(outer));
   _mm_store_si128(out + 1, _mm256_castsi256_si128(inner));
   _mm_store_si128(out + 2, _mm256_extracti128_si256(outer, 1));
   _mm_store_si128(out + 3, _mm256_extracti128_si256(inner, 1));
+}
+
+// Low and high bytes of 32 words, in their order.
+inline void store_words(BFloat16 *words, __m256i low, __m256i high) {
+  store_halves(words, _mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
 }
 
 inline void clear_behind(WordBlock &block, std::int64_t present) {

@@ -76,6 +76,36 @@ private:
   RecordSlots slots_;
 };
 
+// Experts published as codes with scales (scaled.h), in records of one size.
+class Fp8Weights : public ExpertWeights {
+public:
+  Fp8Weights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots);
+
+  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
+  Fp8Rows rows(Projection projection, std::int64_t slot) const;
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+
+private:
+  ScaledLayout layout_;
+  RecordSlots slots_;
+};
+
+// Both sizes must be multiples of a block.
+class Mxfp4Weights : public ExpertWeights {
+public:
+  Mxfp4Weights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots);
+
+  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
+  Mxfp4Rows rows(Projection projection, std::int64_t slot) const;
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+
+private:
+  ScaledLayout layout_;
+  RecordSlots slots_;
+};
+
 // The codes that records are residuals of: by expert, its base slot.
 struct BaseExperts {
   std::span<const std::int64_t> base_slots; // [E]

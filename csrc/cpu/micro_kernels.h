@@ -6,6 +6,7 @@
 #include "compact.h"
 #include "half.h"
 #include "int4.h"
+#include "scaled.h"
 
 namespace speq::cpu {
 
@@ -108,6 +109,8 @@ struct MicroKernels {
   // `scale` times the values to exponentials, relative to the largest value up to now; returns what
   // earlier exponentials have to be multiplied by.
   float (*soften)(float *values, std::int64_t count, float scale, SoftmaxSum &total);
+  CodedKernels<Fp8Rows> fp8;
+  CodedKernels<Mxfp4Rows> mxfp4;
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.

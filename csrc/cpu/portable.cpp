@@ -1,6 +1,7 @@
 // The inner loops in plain C++: for processors without a file of their own, for group sizes that
 // vectors do not take, and to read the others by.
 #include "cpu/coded_tile.h"
+#include "cpu/decode_scaled.h"
 
 namespace speq::cpu {
 namespace {
@@ -153,6 +154,10 @@ const MicroKernels portable_kernels = {
     add_rows<BFloat16>,
     add_rows<Float16>,
     soften,
+    {dot_coded<LaneProduct, PortableFp8, dot_exact<BFloat16>, Fp8Rows>, nullptr,
+     decode_quad<PortableFp8, Fp8Rows>},
+    {dot_coded<LaneProduct, PortableMxfp4, dot_exact<BFloat16>, Mxfp4Rows>, nullptr,
+     decode_quad<PortableMxfp4, Mxfp4Rows>},
 };
 
 } // namespace speq::cpu

@@ -1,7 +1,8 @@
-// What the ops over compact records have alike: those of experts and those of dense matrices.
+// What the ops over records have alike: those of experts and those of dense matrices.
 #pragma once
 
 #include "cpu/encode.h"
+#include "cpu/expert_weights.h"
 #include "cpu/records.h"
 #include "cpu/tensors.h"
 
@@ -47,6 +48,53 @@ void decode_quads(const Rows &matrix, std::int64_t begin, std::int64_t end, BFlo
       decode(matrix, quad, words + (quad - begin) * kQuadRows * matrix.columns);
     }
   });
+}
+
+// Plain words of an expert.
+struct ExactExpert {
+  const BFloat16 *gate_up, *down;
+  std::int64_t hidden_size, expert_width;
+
+  ExactWords words() const { return {gate_up, gate_up + expert_width * hidden_size, down}; }
+};
+
+inline ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
+  check(gate_up_proj, "gate_up_proj", 2, ScalarType::BFloat16);
+  check(down_proj, "down_proj", 2, ScalarType::BFloat16);
+  const std::int64_t hidden_size = down_proj.size(0), width = down_proj.size(1);
+  STD_TORCH_CHECK(gate_up_proj.size(0) == 2 * width && gate_up_proj.size(1) == hidden_size,
+                  "gate_up_proj must be [2F, H] and down_proj [H, F]");
+  return {static_cast<const BFloat16 *>(gate_up_proj.const_data_ptr()),
+          static_cast<const BFloat16 *>(down_proj.const_data_ptr()), hidden_size, width};
+}
+
+inline RecordSlots record_slots(const Tensor &slots, std::int64_t fixed_bytes) {
+  STD_TORCH_CHECK(slots.dim() == 2 && slots.scalar_type() == ScalarType::Byte &&
+                      slots.stride(1) == 1 && slots.stride(0) % kEntryBytes == 0,
+                  "slots must be [S, slot_bytes] of uint8, ", kEntryBytes, " bytes aligned");
+  const auto *records = static_cast<const std::uint8_t *>(slots.const_data_ptr());
+  check_record({records, slots.size(1)}, fixed_bytes, "slots");
+  return {records, slots.size(0), slots.size(1), slots.stride(0)};
+}
+
+inline RecordSlots only_slot(const Tensor &tensor, std::int64_t fixed_bytes) {
+  const Record record = record_of(tensor, fixed_bytes);
+  return {record.bytes, 1, record.nbytes, 0}; // a stride that nobody steps by
+}
+
+// Words of all rows of an expert; rows_of(projection) are the matrices.
+template <typename RowsOf>
+void decode(const RowsOf &rows_of, Tensor &gate_up_proj, Tensor &down_proj) {
+  exact_expert(gate_up_proj, down_proj);
+  auto *gate_up = static_cast<BFloat16 *>(gate_up_proj.mutable_data_ptr());
+  auto *down = static_cast<BFloat16 *>(down_proj.mutable_data_ptr());
+  for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+    const auto rows = rows_of(projection);
+    BFloat16 *words = projection == Projection::down ? down
+                      : projection == Projection::up ? gate_up + rows.rows * rows.columns
+                                                     : gate_up;
+    decode_quads(rows, 0, quads_of(rows.rows), words);
+  }
 }
 
 } // namespace speq::cpu

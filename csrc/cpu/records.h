@@ -39,6 +39,10 @@ inline const CodedKernels<LosslessRows> &coded_kernels(const LosslessRows &) {
 inline const CodedKernels<ResidualRows> &coded_kernels(const ResidualRows &) {
   return micro_kernels().residual;
 }
+inline const CodedKernels<Fp8Rows> &coded_kernels(const Fp8Rows &) { return micro_kernels().fp8; }
+inline const CodedKernels<Mxfp4Rows> &coded_kernels(const Mxfp4Rows &) {
+  return micro_kernels().mxfp4;
+}
 
 // Rows [begin, end) of a matrix by inputs; begin is a multiple of a quad.
 template <typename Rows>

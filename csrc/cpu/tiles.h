@@ -259,6 +259,8 @@ constexpr MicroKernels kernels_over = {
     add_rows<V, BFloat16>,
     add_rows<V, Float16>,
     soften,
+    {},
+    {},
 };
 
 } // namespace speq::cpu

@@ -3,45 +3,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include "compact.h"
-#include "cuda/tensors.h"
+#include "cuda/record_binding.h"
 
 namespace {
 
 using namespace speq::cuda;
 
-ExpertShape shape_of(const char *op, std::int64_t hidden_size, std::int64_t expert_width) {
-  STD_TORCH_CHECK(hidden_size > 0 && expert_width > 0 && hidden_size < kMaxCompactColumns &&
-                      expert_width < kMaxCompactColumns,
-                  op, ": experts of ", hidden_size, " by ", expert_width,
-                  " are empty or too large");
-  return {hidden_size, expert_width};
-}
-
-// Slots [S, slot_bytes] uint8, or a record [R].
-Records records_of(const char *op, const Tensor &tensor, const ExpertShape &shape, bool lossless) {
-  const bool slots = tensor.dim() == 2;
-  STD_TORCH_CHECK((slots || tensor.dim() == 1) && tensor.scalar_type() == ScalarType::Byte &&
-                      tensor.stride(tensor.dim() - 1) == 1,
-                  op, ": records must be contiguous uint8");
-  const Records records{tensor.const_data_ptr(), slots ? tensor.size(0) : 1,
-                        slots ? tensor.stride(0) : 0, tensor.size(tensor.dim() - 1)};
-  constexpr std::int64_t kEntry = alignof(std::uint32_t);
-  const std::int64_t fixed_bytes =
-      speq::compact_layout(shape.hidden_size, shape.expert_width, lossless).fixed_bytes();
-  STD_TORCH_CHECK(records.slot_bytes >= fixed_bytes && records.slot_bytes < INT32_MAX &&
-                      records.slot_stride % kEntry == 0 &&
-                      reinterpret_cast<std::uintptr_t>(records.records) % kEntry == 0,
-                  op, ": records must have at least ", fixed_bytes, " bytes, aligned to four");
-  return records;
-}
-
-ExpertShape exact_shape(const char *op, const Tensor &gate_up_proj, const Tensor &down_proj) {
-  STD_TORCH_CHECK(is(gate_up_proj, ScalarType::BFloat16, 2) &&
-                      is(down_proj, ScalarType::BFloat16, 2) &&
-                      gate_up_proj.size(0) == 2 * down_proj.size(1) &&
-                      gate_up_proj.size(1) == down_proj.size(0),
-                  op, ": gate_up_proj must be [2F, H] and down_proj [H, F], of bfloat16");
-  return shape_of(op, down_proj.size(0), down_proj.size(1));
+std::int64_t fixed_bytes(const ExpertShape &shape, bool lossless) {
+  return speq::compact_layout(shape.hidden_size, shape.expert_width, lossless).fixed_bytes();
 }
 
 BaseExperts base_experts(const char *op, const Tensor &gate_up_qweight,
@@ -56,36 +25,13 @@ BaseExperts base_experts(const char *op, const Tensor &gate_up_qweight,
   return base;
 }
 
-// What both kinds of records have alike.
-struct Grouped {
-  Values hidden_states;
-  Route route;
-  void *out;
-};
-
-Grouped grouped_of(const char *op, const Tensor &hidden_states, const Tensor &topk_ids,
-                   const Tensor &slot_table, const Tensor &slots, std::int64_t hidden_size,
-                   const Tensor &out) {
-  const Grouped grouped{values(op, hidden_states),
-                        route_of(op, hidden_states, topk_ids, slot_table), out.data_ptr()};
-  STD_TORCH_CHECK(hidden_states.size(1) == hidden_size &&
-                      grouped.hidden_states.dtype != Dtype::float64 &&
-                      out.scalar_type() == hidden_states.scalar_type() && out.dim() == 3 &&
-                      out.is_contiguous() && out.size(0) == grouped.route.num_rows &&
-                      out.size(1) == grouped.route.top_k && out.size(2) == hidden_size,
-                  op, ": hidden_states or out have the wrong shape or dtype");
-  STD_TORCH_CHECK(same_device({&hidden_states, &topk_ids, &slot_table, &slots, &out}), op,
-                  ": arguments are on different devices");
-  return grouped;
-}
-
 void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, std::int64_t expert_width, std::int64_t activation,
                               Tensor out) {
   constexpr const char *op = "moe_grouped_lossless";
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
   const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
-  const Records records = records_of(op, slots, shape, true);
+  const Records records = records_of(op, slots, fixed_bytes(shape, true));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
   if (grouped.route.num_rows * grouped.route.top_k == 0) {
@@ -107,7 +53,7 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
   BaseExperts base =
       base_experts(op, gate_up_qweight, gate_up_scales, down_qweight, down_scales, 3);
   const ExpertShape shape = shape_of(op, base.down.rows, base.down.columns);
-  const Records records = records_of(op, slots, shape, false);
+  const Records records = records_of(op, slots, fixed_bytes(shape, false));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
   STD_TORCH_CHECK(is(base_slots, ScalarType::Long, 1) &&
@@ -137,7 +83,7 @@ void decode_lossless_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
   STD_TORCH_CHECK(record.dim() == 1 && same_device({&record, &gate_up_proj, &down_proj}), op,
                   ": arguments are on different devices, or many records");
-  const Records records = records_of(op, record, shape, true);
+  const Records records = records_of(op, record, fixed_bytes(shape, true));
   const Call call(record);
   check(op, decode_lossless(records, shape, gate_up_proj.mutable_data_ptr(),
                             down_proj.mutable_data_ptr(), call.stream()));
@@ -155,7 +101,7 @@ void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_s
                       same_device({&record, &gate_up_qweight, &gate_up_scales, &down_qweight,
                                    &down_scales, &gate_up_proj, &down_proj}),
                   op, ": arguments are on different devices, or codes not of the matrices");
-  const Records records = records_of(op, record, shape, false);
+  const Records records = records_of(op, record, fixed_bytes(shape, false));
   const Call call(record);
   check(op, decode_residual(records, base, gate_up_proj.mutable_data_ptr(),
                             down_proj.mutable_data_ptr(), call.stream()));

@@ -247,11 +247,16 @@ template <bool kWhole> struct Segment {
         column(lane.column() - kStepColumns), present(0),
         at_(matrix.bytes + row * matrix.columns + lane.column()) {}
 
-  // The next step's.
-  SPEQ_DEVICE void load() {
+  // To the next step.
+  SPEQ_DEVICE void advance() {
     column += kStepColumns;
     const int left = columns - column;
     present = left < 0 ? 0 : left < kSegment ? left : kSegment;
+  }
+
+  // The next step's.
+  SPEQ_DEVICE void load() {
+    advance();
 #pragma unroll
     for (int i = 0; i < kVectors * 2; ++i) {
       bytes[i] = !kWhole && present > 4 * i ? load_word(at_ + 4 * i) : 0;

@@ -87,6 +87,18 @@ const char *moe_grouped_lossless(Values hidden_states, Route route, Records slot
 const char *moe_grouped_residual(Values hidden_states, Route route, Records slots, BaseExperts base,
                                  Activation activation, void *out, void *workspace, void *stream);
 
+// Records of codes with scales (scaled.h), which are aligned to four bytes.
+const char *moe_grouped_fp8(Values hidden_states, Route route, Records slots, ExpertShape shape,
+                            Activation activation, void *out, void *workspace, void *stream);
+
+const char *moe_grouped_mxfp4(Values hidden_states, Route route, Records slots, ExpertShape shape,
+                              Activation activation, void *out, void *workspace, void *stream);
+
+const char *decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream);
+
+const char *decode_mxfp4(Records record, ExpertShape shape, void *gate_up, void *down,
+                         void *stream);
+
 const char *decode_lossless(Records record, ExpertShape shape, void *gate_up, void *down,
                             void *stream);
 

@@ -19,6 +19,7 @@ from speq.cli.plan import plan
 from speq.cli.profile import profile
 from speq.cli.quantize import quantize
 from speq.cli.report import report
+from speq.cli.serve import serve
 from speq.cli.tune import tune
 from speq.errors import SpeqError
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    *(generate, chat, profile, report, dashboard),
+    *(generate, chat, serve, profile, report, dashboard),
     *(check, pack, quantize, plan, tune, doctor),
 )
 for function in COMMANDS:

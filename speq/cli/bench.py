@@ -127,6 +127,13 @@ BENCHES = (
         "Time per output token over memory budgets and draft lengths, settings in rotation.",
     ),
     Bench(
+        "serve",
+        "runs.serve",
+        declared.ServeSettings,
+        "A running server under requests that arrive by chance: how soon text begins and comes.",
+        subject=("url", declared.ServerUrl),
+    ),
+    Bench(
         "soak",
         "runs.soak",
         declared.SoakSettings,

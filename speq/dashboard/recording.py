@@ -18,7 +18,7 @@ import numpy as np
 
 from speq.config import RunConfig
 from speq.dashboard.run_record import Origin, Residency, RunRecord, StepRecord, TokenRecord
-from speq.generator import Generator
+from speq.generator import Generator, Token
 from speq.machine import describe_machine
 from speq.measure.report import current_commit
 from speq.options.declared import REQUIRED, Options, declared
@@ -58,6 +58,7 @@ class Recording:
         self._run: RunStats | None = None
         self._noted: deque[Noted] = deque(maxlen=kept_steps)
         self._tokens: list[TokenRecord] = []
+        self._of_step = 0
         self._prompt_tokens = 0
         self._sampling: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -85,24 +86,32 @@ class Recording:
         **sampling: Unpack[SamplingOptions],
     ) -> Coroutine[TokenRecord, None, None]:
         """Generate, as `Generator.stream`, and say of each token where it is from."""
-        self._prompt_tokens = len(self._generator.encode(prompt))
-        self._sampling = dict(sampling)
-        of_step, last = 0, -1
+        self.begin(len(self._generator.encode(prompt)), dict(sampling))
         stream = self._generator.stream(prompt, on_finish=on_finish, progress=progress, **sampling)
         with contextlib.closing(stream):
             for token in stream:
-                noted = self._noted[-1]
-                of_step = of_step + 1 if noted.number == last else 0
-                last = noted.number
-                found = TokenRecord(
-                    token.id,
-                    token.text,
-                    noted.number,
-                    origin_of(noted.step, of_step),
-                    milliseconds(noted.step.stall_s),
-                )
-                self._tokens.append(found)
-                yield found
+                yield self.placed(token)
+
+    def begin(self, prompt_tokens: int, sampling: dict[str, Any]) -> None:
+        """A run is about to begin: what a record says of it beside its steps."""
+        self._prompt_tokens, self._sampling = prompt_tokens, sampling
+
+    def placed(self, token: Token) -> TokenRecord:
+        """Where a token is from that the generator has just given out. To be asked of each, once
+        and in their order.
+        """
+        noted = self._noted[-1]
+        same = bool(self._tokens) and self._tokens[-1].step == noted.number
+        self._of_step = self._of_step + 1 if same else 0
+        found = TokenRecord(
+            token.id,
+            token.text,
+            noted.number,
+            origin_of(noted.step, self._of_step),
+            milliseconds(noted.step.stall_s),
+        )
+        self._tokens.append(found)
+        return found
 
     def _note(self, step: StepStats) -> None:
         runtime = self._generator.runtime

@@ -24,7 +24,10 @@ def accept(
     sampler  chooses where they lie; in host memory if it is left out
     live     nodes whose logits are the exact model's, the others having been given up; None: all
     """
-    return walk(draft, (sampler or HostSampler()).choices(draft, logits, sequence), live)
+    outcome = walk(draft, (sampler or HostSampler()).choices(draft, logits, sequence), live)
+    if sequence.odds is not None:
+        sequence.odds.note(logits, outcome)
+    return outcome
 
 
 def walk(draft: Draft, choice: Callable[[int], int], live: Container[int] | None = None) -> Outcome:

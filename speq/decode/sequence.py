@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from speq.config import SamplingParams
 from speq.models.tree import Tree
 
@@ -103,12 +105,18 @@ class Text(Protocol):
         """Take the next token, the last one or not; return whether a stop string ends the text."""
 
 
+class Odds(Protocol):
+    def note(self, logits: Tensor, outcome: Outcome) -> None:
+        """Take what the exact model [N, V] thought at the nodes of a draft, and what came of it."""
+
+
 @dataclass(slots=True)
 class Sequence:
     """One request. Its KV entries are exact for every token but the last, the pending one.
 
     text  reads the tokens as they are appended; without one there are no stop strings
     row   number of the KV cache that has its entries, among those of texts side by side
+    odds  hears how likely the tokens were; without one nobody asks
     seed  of what is drawn: the request's, or one of its own
     """
 
@@ -117,6 +125,7 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()
     text: Text | None = None
     row: int = 0
+    odds: Odds | None = None
     generated_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seed: int = field(init=False)

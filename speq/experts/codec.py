@@ -4,6 +4,8 @@ raw       the checkpoint's words
 lossless  11 to 12 bits a BF16 weight, without a draft
 residual  under 9 bits a BF16 weight: what the draft's INT4 codes do not already say
 
+Experts that were published in fewer bits have codecs of their own (`speq.experts.scaled_codecs`).
+
 Nothing outside this file asks which of them it has: callers ask what a codec can do. A new codec is
 a class and a line of `speq.registries.CODECS`.
 """
@@ -18,6 +20,7 @@ from speq.errors import SpeqError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import aligned
+from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import PlainExpert
@@ -30,11 +33,16 @@ Base = TypeVar("Base", Int4Expert, Int4Arena)
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """One expert's matrices: gate_up_proj [2F, H], gate over up, and down_proj [H, F]."""
+    """One expert's matrices: gate_up_proj [2F, H], gate over up, and down_proj [H, F].
+
+    dtype      of their words
+    published  as what: words, or codes with scales, which one codec alone has (`published_format`)
+    """
 
     hidden_size: int
     expert_width: int
     dtype: torch.dtype
+    published: str = WORDS
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:
@@ -83,6 +91,10 @@ class ExpertCodec(Protocol):
         """The kernel that runs experts out of slots."""
 
     @property
+    def takes(self) -> str:
+        """What experts must be for it to code them, in words."""
+
+    @property
     def plain_bytes(self) -> int:
         """What one expert's words take beside its slot, where they are wanted plain."""
 
@@ -125,13 +137,14 @@ class RawCodec:
     needs_draft: ClassVar[bool] = False
     usual_bits: ClassVar[float | None] = None
     op: ClassVar[str] = "moe_grouped"
+    takes: ClassVar[str] = "words"
     plain_bytes: ClassVar[int] = 0
     shape: ExpertShape
 
     @classmethod
-    def codes(cls, dtype: torch.dtype) -> bool:
-        """Whether the codec codes experts of that dtype."""
-        return True
+    def codes(cls, shape: ExpertShape) -> bool:
+        """Whether the codec codes such experts."""
+        return shape.published == WORDS
 
     @property
     def record_bytes(self) -> int:
@@ -185,13 +198,14 @@ class CompactCodec:
     needs_draft: ClassVar[bool]
     usual_bits: ClassVar[float | None]
     op: ClassVar[str]
+    takes: ClassVar[str] = "bfloat16"
     shape: ExpertShape
     largest_bytes: int | None = None
 
     @classmethod
-    def codes(cls, dtype: torch.dtype) -> bool:
-        """Whether the codec codes experts of that dtype. FP16 would save 11 % of its 16 bits."""
-        return dtype == torch.bfloat16
+    def codes(cls, shape: ExpertShape) -> bool:
+        """Whether the codec codes such experts. FP16 would save 11 % of its 16 bits."""
+        return shape.published == WORDS and shape.dtype == torch.bfloat16
 
     @property
     def layout(self) -> CompactLayout:
@@ -298,20 +312,28 @@ def needed(base: Base | None) -> Base:
 
 
 def codec_of(name: str, shape: ExpertShape) -> ExpertCodec:
-    """The codec of that name. Raises SpeqError for words it does not code."""
+    """The codec of that name. Raises SpeqError for experts that it does not code."""
     made = CODECS[name]
-    if not made.codes(shape.dtype):
+    if not made.codes(shape):
+        given = str(shape.dtype).removeprefix("torch.")
+        if shape.published != WORDS:
+            given = f"published in {shape.published}"
         raise SpeqError(
-            f"codec {name} codes bfloat16 and the model's experts are "
-            f"{str(shape.dtype).removeprefix('torch.')}; use codec raw"
+            f"codec {name} codes {made.takes} and the model's experts are {given}; use codec "
+            f"{' or '.join(codecs_for(shape))}"
         )
     codec: ExpertCodec = made(shape)
     return codec
 
 
-def codecs_for(dtype: torch.dtype) -> tuple[str, ...]:
-    """Codecs of experts of a dtype, by name."""
-    return tuple(name for name in CODECS.names if CODECS[name].codes(dtype))
+def codecs_for(shape: ExpertShape) -> tuple[str, ...]:
+    """Codecs of such experts, by name."""
+    return tuple(name for name in CODECS.names if CODECS[name].codes(shape))
+
+
+def own_codec(shape: ExpertShape) -> ExpertCodec:
+    """The codec whose records are experts as published."""
+    return codec_of("raw" if shape.published == WORDS else shape.published, shape)
 
 
 def usual_bytes(codec: ExpertCodec) -> int:

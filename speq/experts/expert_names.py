@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from speq.files.published_format import BLOCKS, words_name
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # What transformers calls all experts of a layer in one tensor, with gate above up.
 GATE_UP = "gate_up_proj"
@@ -28,7 +30,7 @@ class ExpertNames:
 
     An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, that of all experts of a
     layer `layers.L.BLOCK.EXPERTS.FUSED`, a router's `layers.L.BLOCK.ROUTER.weight`. Quantised
-    checkpoints take either's names.
+    checkpoints take either's names; of MXFP4 `_blocks` stands behind them, or `_scales`.
 
     blocks       what a layer calls the block that has the router and the experts
     routers      what the block calls its router; on disk, what holds the router's weight
@@ -70,7 +72,8 @@ class ExpertNames:
 
     @cached_property
     def _fused(self) -> re.Pattern[str]:
-        return re.compile(rf"(?:^|\.){self.within_layer}(?P<projection>{_any(FUSED)})$")
+        fused = rf"(?P<projection>{_any(FUSED)})(?:{BLOCKS})?$"
+        return re.compile(rf"(?:^|\.){self.within_layer}{fused}")
 
     def matrix(self, name: str) -> ExpertMatrix | None:
         """Which experts' matrix a tensor is; None: of no routed expert."""
@@ -84,8 +87,8 @@ class ExpertNames:
         )
 
     def is_expert(self, name: str) -> bool:
-        """Whether a tensor belongs to routed experts."""
-        return self.matrix(name) is not None
+        """Whether a tensor belongs to routed experts: a matrix, or its scales."""
+        return self.matrix(words_name(name)) is not None
 
     def module(self, layer: int, expert: int, projection: str) -> str:
         """The name that transformers gives an expert's matrix, without `.weight`."""

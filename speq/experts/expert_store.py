@@ -1,14 +1,16 @@
 """Exact experts on disk, as records that can be read one at a time."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, RawCodec
+from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, own_codec
 from speq.experts.expert_names import (
     FUSED,
     GATE_UP,
@@ -20,11 +22,39 @@ from speq.experts.expert_names import (
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, aligned_bytes
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.files.published_format import (
+    FP8,
+    MXFP4,
+    MXFP4_BLOCK,
+    MXFP4_BLOCK_BYTES,
+    WORDS,
+)
 from speq.files.range_file import ENDS_BYTES
-from speq.files.safetensors_file import SafetensorsFile
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Where a matrix of an expert lies; of codes, their scales too."""
+
+    range: Range
+    scales: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a shard, and where in a record it belongs.
+
+    widened  whether it holds bfloat16 that the record has as float32
+    """
+
+    range: Range
+    at: int
+    widened: bool = False
 
 
 class ExpertStore(Protocol):
@@ -96,7 +126,7 @@ class ExpertLayout:
 
 
 class SafetensorsExpertStore:
-    """Experts read straight from the shards a model was published in.
+    """Experts read straight from the shards a model was published in, as they were published.
 
     Raises SpeqError where an expert is absent or not of the shape and dtype the others have.
     """
@@ -108,33 +138,49 @@ class SafetensorsExpertStore:
         self.num_experts = layout.num_experts
         self.names = layout.names
         order = {layer: at for at, layer in enumerate(layout.layers)}
-        shape = self._common_shape(checkpoint, layout)
-        self._codec = RawCodec(shape)
-        found: dict[tuple[int, int], dict[str, Range]] = {}
+        stored, shape = self._common_shape(checkpoint, layout)
+        self._codec = own_codec(shape)
+        found: dict[tuple[int, int], dict[str, Matrix]] = {}
         for name, (file, info) in checkpoint.tensors.items():
             matrix = layout.names.matrix(name)
             if matrix is None or matrix.layer not in order:
                 continue
-            wanted = layout.shape(matrix)
-            if info.shape != wanted or info.dtype != shape.dtype:
+            wanted = stored_shape(layout.shape(matrix), shape.published)
+            if info.shape != wanted or info.dtype != stored:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
-                    f"and the other experts make it {shape.dtype} {list(wanted)}; {OTHER_VERSION}"
+                    f"and the other experts make it {stored} {list(wanted)}; {OTHER_VERSION}"
                 )
             held = range(layout.num_experts) if matrix.expert is None else (matrix.expert,)
             nbytes = info.nbytes // len(held)
+            scales = checkpoint.scales_of(name)
+            if (scales is None) != (shape.published == WORDS):
+                raise SpeqError(
+                    f"{file.path}: tensor {name} is {info.dtype}, and other experts are published "
+                    f"in {shape.published}; {OTHER_VERSION}"
+                )
             for at, expert in enumerate(held):
                 parts = found.setdefault((order[matrix.layer], expert), {})
-                parts[matrix.projection] = (file, info.offset + at * nbytes, nbytes)
-        self._parts = self._complete(found, checkpoint, layout)
+                place = file, info.offset + at * nbytes, nbytes
+                part = None if scales is None else part_of(*scales, at, len(held))
+                parts[matrix.projection] = Matrix(place, part)
+        complete = self._complete(found, checkpoint, layout)
+        self._parts = [parts_of(shape, record) for record in complete]
         self.reading_bytes = ENDS_BYTES + ALIGNMENT
         self._ends: SimpleQueue[Tensor] = SimpleQueue()
 
     @staticmethod
-    def _common_shape(checkpoint: Checkpoint, layout: ExpertLayout) -> ExpertShape:
+    def _common_shape(
+        checkpoint: Checkpoint, layout: ExpertLayout
+    ) -> tuple[torch.dtype, ExpertShape]:
+        """The dtype on disk of the first expert's matrix, and what experts are then."""
+        sizes = layout.hidden_size, layout.expert_width
         for name, (_, info) in checkpoint.tensors.items():
-            if layout.names.is_expert(name):
-                return ExpertShape(layout.hidden_size, layout.expert_width, info.dtype)
+            if layout.names.matrix(name) is not None:
+                if checkpoint.scales_of(name) is not None:
+                    scaled = ExpertShape(*sizes, torch.bfloat16, checkpoint.format)
+                    return info.dtype, scaled
+                return info.dtype, ExpertShape(*sizes, info.dtype)
         raise SpeqError(
             f"{checkpoint.path} holds no expert tensors such as "
             f"{layout.names.module(layout.layers[0], 0, PROJECTIONS[0])}.weight; download the "
@@ -143,10 +189,10 @@ class SafetensorsExpertStore:
 
     def _complete(
         self,
-        found: dict[tuple[int, int], dict[str, Range]],
+        found: dict[tuple[int, int], dict[str, Matrix]],
         checkpoint: Checkpoint,
         layout: ExpertLayout,
-    ) -> list[list[Range]]:
+    ) -> list[list[Matrix]]:
         records = []
         for layer in range(self.num_layers):
             for expert in range(self.num_experts):
@@ -168,7 +214,7 @@ class SafetensorsExpertStore:
         return records
 
     @property
-    def codec(self) -> RawCodec:
+    def codec(self) -> ExpertCodec:
         return self._codec
 
     @property
@@ -177,34 +223,68 @@ class SafetensorsExpertStore:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(sorted({file.path for record in self._parts for file, _, _ in record}))
+        return tuple(sorted({part.range[0].path for record in self._parts for part in record}))
 
     @property
     def tied_draft(self) -> TiedDraft | None:
         return None
 
     def record_bytes(self, layer: int, expert: int) -> int:
-        return self._codec.record_bytes
+        return self._codec.record_range[0]
 
     def moved_bytes(self, layer: int, expert: int) -> int:
-        return self._codec.record_bytes
+        return self._codec.record_range[0]
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         try:
             ends = self._ends.get_nowait()
         except Empty:  # as many as threads ever read at a time
             ends = aligned_bytes(1, ENDS_BYTES)[0]
-        at = read_bytes = 0
+        read_bytes = 0
         try:
-            for file, offset, nbytes in self._parts[layer * self.num_experts + expert]:
-                read_bytes += file.read_scattered(offset, slot[at : at + nbytes], ends)
-                at += nbytes
+            for part in self._parts[layer * self.num_experts + expert]:
+                file, offset, nbytes = part.range
+                room = slot[part.at : part.at + nbytes]
+                read_bytes += file.read_scattered(offset, room, ends)
+                if part.widened:
+                    values = room.view(torch.bfloat16).float().view(torch.uint8)
+                    slot[part.at : part.at + values.nbytes].copy_(values)
         finally:
             self._ends.put(ends)
         return read_bytes
 
     def close(self) -> None:
         pass  # the shards are the checkpoint's
+
+
+def stored_shape(shape: tuple[int, ...], published: str) -> tuple[int, ...]:
+    """What a tensor of experts' matrices is on disk; shape: as words."""
+    if published != MXFP4:
+        return shape
+    return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
+
+
+def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Range:
+    """One of `count` equal parts of a tensor."""
+    nbytes = info.nbytes // count
+    return file, info.offset + at * nbytes, nbytes
+
+
+def parts_of(shape: ExpertShape, matrices: list[Matrix]) -> list[Part]:
+    """Where the matrices of an expert belong in its record, and their scales where it has those."""
+    if shape.published == WORDS:
+        ends = accumulate((each.range[2] for each in matrices), initial=0)
+        return [Part(each.range, at) for each, at in zip(matrices, ends, strict=False)]
+    layout: ScaledLayout = Mxfp4Layout(shape.hidden_size, shape.expert_width)
+    if shape.published == FP8:
+        layout = Fp8Layout(shape.hidden_size, shape.expert_width)
+    codes = [Part(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)]
+    scales = [
+        Part(each.scales, section.at, widened=each.scales[2] < section.nbytes)
+        for each, section in zip(matrices, layout.scales, strict=True)
+        if each.scales is not None
+    ]
+    return codes + scales
 
 
 def expert_slot(store: ExpertStore) -> Tensor:

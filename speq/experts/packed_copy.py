@@ -90,7 +90,7 @@ def copied_codec(store: ExpertStore) -> ExpertCodec | None:
     """What a copy of these experts is in; None where there can be none, or it is not worth it."""
     shape = store.codec.shape
     count = store.num_layers * store.num_experts
-    if not store.published or CODEC not in codecs_for(shape.dtype):
+    if not store.published or CODEC not in codecs_for(shape):
         return None
     return codec_of(CODEC, shape) if count * shape.nbytes >= LEAST_BYTES else None
 

@@ -24,6 +24,7 @@ from speq.files.alignment import ALIGNMENT, aligned
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import Checksums, check_seal, sealed
 from speq.files.json_file import read_json
+from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile, bytes_of
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
 from speq.registries import CODECS
@@ -86,7 +87,8 @@ class Manifest:
 
     @property
     def shape(self) -> ExpertShape:
-        return ExpertShape(self.hidden_size, self.expert_width, DTYPES[self.dtype])
+        published = self.codec if self.codec in FORMATS else WORDS
+        return ExpertShape(self.hidden_size, self.expert_width, DTYPES[self.dtype], published)
 
     @property
     def end(self) -> int:

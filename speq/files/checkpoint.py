@@ -4,13 +4,27 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from speq.errors import SpeqError
 from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
 from speq.files.json_file import read_json
+from speq.files.published_format import (
+    BLOCK_SCALES,
+    BLOCKS,
+    FP8,
+    FP8_BLOCK,
+    FP8_DTYPE,
+    MXFP4,
+    MXFP4_BLOCK_BYTES,
+    MXFP4_DTYPE,
+    SCALE_DTYPES,
+    format_of,
+    scales_name,
+    words_name,
+)
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards
 
 # Of a packed model: what its experts' records are, and what is written until there is a model.
@@ -101,12 +115,10 @@ def has_weights(path: Path) -> bool:
     return any(os.path.exists(path / name) for name in (SINGLE, INDEX, EXPERTS_MANIFEST))
 
 
-def is_quantised(config: dict[str, Any]) -> bool:
-    return config.get("quantization_config") is not None
-
-
 class Checkpoint:
     """The weights of a model on disk, by tensor name.
+
+    format  what they are published as: words, or `published_format.FORMATS`
 
     Raises SpeqError where a file is missing, damaged or holds what no exact model holds.
     """
@@ -116,13 +128,7 @@ class Checkpoint:
         self.config = read_json(path / "config.json")
         if os.path.exists(path / "generation_config.json"):
             read_json(path / "generation_config.json")  # transformers passes over a damaged one
-        if is_quantised(self.config):
-            settings = self.config["quantization_config"]
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise SpeqError(
-                f"{path} is quantised ({method}); give the original 16- or 32-bit checkpoint, "
-                "whose output is the one to reproduce"
-            )
+        self.format = format_of(self.config, path)
         if "transformers_weights" in self.config:
             raise SpeqError(
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
@@ -162,12 +168,52 @@ class Checkpoint:
 
     def _check_dtypes(self) -> None:
         for name, (file, info) in self.tensors.items():
-            if info.dtype not in WORD_DTYPES:
+            if self.is_coded(name):
+                self._check_scales(name, file, info)
+            elif info.dtype not in WORD_DTYPES and not self._is_scales(name):
                 raise SpeqError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
                     "bfloat16, float16, float32 or float64: convert it to bfloat16, or download "
                     "the original model"
                 )
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor is of codes, in the format that the checkpoint is published in."""
+        dtype = self.tensors[name][1].dtype
+        if self.format == MXFP4:
+            return dtype == MXFP4_DTYPE and name.endswith(BLOCKS)
+        return self.format == FP8 and dtype == FP8_DTYPE
+
+    def _is_scales(self, name: str) -> bool:
+        blocks = words_name(name) + BLOCKS
+        return name.endswith(BLOCK_SCALES) and blocks in self.tensors and self.is_coded(blocks)
+
+    def _check_scales(self, name: str, file: SafetensorsFile, info: TensorInfo) -> None:
+        """Raise SpeqError unless codes have the scales of their blocks."""
+        of_scales = scales_name(name)
+        if of_scales not in self.tensors:
+            raise SpeqError(
+                f"{file.path}: tensor {name} lacks its scales, {of_scales}; {OTHER_VERSION}"
+            )
+        holder, scales = self.tensors[of_scales]
+        dtypes: tuple[torch.dtype, ...]
+        if self.format == MXFP4:
+            known = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
+            wanted, dtypes = list(info.shape[:-1]), (MXFP4_DTYPE,)
+        else:
+            known, dtypes = len(info.shape) == len(FP8_BLOCK), SCALE_DTYPES
+            wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
+        if not known or list(scales.shape) != wanted or scales.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise SpeqError(
+                f"{holder.path}: tensor {of_scales} is {scales.dtype} {list(scales.shape)}; of "
+                f"{self.format} codes {list(info.shape)} it must be {names} {wanted}; "
+                f"{OTHER_VERSION}"
+            )
+
+    def scales_of(self, name: str) -> tuple[SafetensorsFile, TensorInfo] | None:
+        """Where the scales of a tensor of codes are; None: it is of words."""
+        return self.tensors[scales_name(name)] if self.is_coded(name) else None
 
     def fingerprint(self) -> str:
         """A digest of the shards' headers, sizes and samples, and of a pack's manifest.

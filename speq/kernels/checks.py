@@ -69,6 +69,19 @@ def check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: i
         )
 
 
+def check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out: Tensor) -> None:
+    """Raise ValueError unless these are rows [T, H], their routes [T, K], a table of experts and
+    room for [T, K, H].
+    """
+    rows, hidden_size = hidden_states.shape
+    device = hidden_states.device
+    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
+    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
+    check_tensor("slot_table", slot_table, (None,), (torch.int64,), device)
+    shape = (rows, topk_ids.shape[1], hidden_size)
+    check_tensor("out", out, shape, (hidden_states.dtype,), device)
+
+
 def activation_code(activation: str) -> int:
     code = library.ACTIVATION_CODES.get(activation)
     if code is None:

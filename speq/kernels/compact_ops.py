@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.kernels import library, reference_compact
-from speq.kernels.checks import FLOAT_DTYPES, activation_code, check_int4, check_tensor
+from speq.kernels.checks import activation_code, check_int4, check_rows, check_tensor
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Bank, Int4Pair, row_blocks
 from speq.kernels.records import check_records, encode_into, encode_whole
@@ -79,7 +79,7 @@ def moe_grouped_lossless(
 ) -> None:
     """`reference_compact.moe_grouped_lossless_out`; blocks and errors as of `ops.moe_grouped`."""
     layout = CompactLayout.of_expert(hidden_states.shape[1], expert_width, lossless=True)
-    _check_rows(hidden_states, topk_ids, slot_table, out)
+    check_rows(hidden_states, topk_ids, slot_table, out)
     check_records("slots", slots, 2, layout)
     code = activation_code(activation)
     held = slot_table, slots, expert_width
@@ -103,7 +103,7 @@ def moe_grouped_residual(
     """`reference_compact.moe_grouped_residual_out` over a bank; else as `ops.moe_grouped`."""
     width = bank.down[0].shape[2] * 2
     layout = CompactLayout.of_expert(bank.hidden_size, width, lossless=False)
-    _check_rows(hidden_states, topk_ids, slot_table, out)
+    check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != bank.hidden_size:
         raise ValueError(
             f"hidden_states has {hidden_states.shape[1]} columns; the bank's experts take "
@@ -140,16 +140,6 @@ def _residual_layout(
         check_tensor(f"{name}_scales", scales, (None, None), (torch.float16,), matrix.device)
         check_int4(name, qweight, scales, *matrix.shape)
     return layout
-
-
-def _check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out: Tensor) -> None:
-    rows, hidden_size = hidden_states.shape
-    device = hidden_states.device
-    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
-    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
-    check_tensor("slot_table", slot_table, (None,), (torch.int64,), device)
-    shape = (rows, topk_ids.shape[1], hidden_size)
-    check_tensor("out", out, shape, (hidden_states.dtype,), device)
 
 
 def _fitting(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.kernels import reference, reference_compact, reference_decoder, reference_dense
+from speq.kernels import (
+    reference,
+    reference_compact,
+    reference_decoder,
+    reference_dense,
+    reference_scaled,
+)
 from speq.kernels.architectures import Architectures
 from speq.kernels.reference import ACTIVATIONS
 
@@ -89,6 +95,24 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
         "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
         _named(reference_compact.moe_grouped_residual_out),
+    ),
+    "decode_fp8": (
+        "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_scaled.decode_fp8_out,
+    ),
+    "moe_grouped_fp8": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        _named(reference_scaled.moe_grouped_fp8_out),
+    ),
+    "decode_mxfp4": (
+        "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_scaled.decode_mxfp4_out,
+    ),
+    "moe_grouped_mxfp4": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        _named(reference_scaled.moe_grouped_mxfp4_out),
     ),
     "rms_norm": (
         "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "

@@ -5,23 +5,25 @@ disagreement does not cause the next.
 """
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from speq.errors import SpeqError
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
+from speq.files.published_format import MEANINGS, MXFP4_DTYPE, WORDS
 from speq.generator import Generator
 from speq.machine import available_bytes
 from speq.measure import pack_check
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes
+from speq.models.dequantised import from_checkpoint
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import open_model
 from speq.scheduler.lookahead import LookaheadBuffer
@@ -117,9 +119,10 @@ def run(
     del generator
 
     progress(PLAIN, 0, 1)
-    with quiet_transformers():
-        plain = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+    with quiet_transformers(), closing(Checkpoint(path)) as checkpoint:
+        published = checkpoint.format
+        plain = from_checkpoint(
+            checkpoint, lambda name: True, dtype=dtype, experts_implementation="eager"
         )
     plain = plain.eval().to(device)
     progress(PLAIN, 1, 1)
@@ -128,7 +131,7 @@ def run(
     report = Report("check", model, {"dtype": str(dtype), **options}, rows)
     if json_file is not None:
         report.write(json_file)
-    return report, verdict(rows, dtype)
+    return report, verdict(rows, dtype, published)
 
 
 def run_on_pack(model: str, progress: Progress) -> tuple[Report, Verdict]:
@@ -164,11 +167,17 @@ def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info()[0])
     checkpoint = Checkpoint(path)
-    words = sum(info.nbytes // info.dtype.itemsize for _, info in checkpoint.tensors.values())
+    words = sum(
+        info.nbytes // info.dtype.itemsize * (2 if info.dtype == MXFP4_DTYPE else 1)
+        for _, info in checkpoint.tensors.values()
+    )
     checkpoint.close()
-    if words * dtype.itemsize > free:
+    needed = words * dtype.itemsize
+    if checkpoint.format != WORDS and dtype != torch.bfloat16:
+        needed += words * torch.bfloat16.itemsize  # which they are before they are anything else
+    if needed > free:
         raise SpeqError(
-            f"plain transformers needs {format_bytes(words * dtype.itemsize)} for the whole model "
+            f"plain transformers needs {format_bytes(needed)} for the whole model "
             f"in {str(dtype).removeprefix('torch.')} and {format_bytes(free)} of "
             "memory are left; check a model that fits, or in a smaller dtype"
         )
@@ -224,14 +233,16 @@ def compare(plain: Any, ids: list[int], ours: Trace) -> dict[str, Any]:
     return row
 
 
-def verdict(rows: list[dict[str, Any]], dtype: torch.dtype) -> Verdict:
+def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS) -> Verdict:
+    """published: as what the checkpoint has its weights."""
     tokens = sum(row["tokens"] for row in rows)
     agreement = sum(row["agreement"] * row["tokens"] for row in rows) / tokens
     needed = NEEDED_AGREEMENT[dtype]
     passed = agreement >= needed
+    meaning = "" if published == WORDS else f"; of both, {MEANINGS[published]}"
     return Verdict(
         passed,
         f"{'passed' if passed else 'FAILED'}: the exact path and transformers choose the same "
         f"token at {agreement:.2%} of {tokens} positions in {str(dtype).removeprefix('torch.')} "
-        f"({needed:.0%} wanted)",
+        f"({needed:.0%} wanted){meaning}",
     )

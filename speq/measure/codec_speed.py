@@ -10,8 +10,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from speq.experts.codec import ExpertCodec, ExpertShape, Matrices
+from speq.experts.codec import ExpertCodec, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
+from speq.experts.random_expert import random_expert
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import aligned_bytes
 from speq.kernels.grouping import Grouping
@@ -23,15 +24,6 @@ LAYER_BYTES = 192 << 20
 CALLS = 24
 # Experts that each thread encodes to be timed.
 ENCODED = 8
-
-
-def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
-    """An expert whose words are spread as trained ones are."""
-    gate_up_proj, down_proj = (
-        (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
-        for size in (shape.gate_up_shape, shape.down_shape)
-    )
-    return gate_up_proj, down_proj
 
 
 def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:

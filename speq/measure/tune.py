@@ -118,7 +118,7 @@ def measured(
         cycles, routes = measured_cycles(generator, prompts, settings.max_new_tokens, tell)
         points, first_fetch_s = measured_link(runtime, tell, clock)
         shape = runtime.opened.store.codec.shape
-        names = codecs_for(shape.dtype)
+        names = codecs_for(shape)
         codecs = {
             name: compute_bytes_per_s(
                 codec_of(name, shape), runtime.shape, runtime.device, runtime.dtype, clock
@@ -235,7 +235,7 @@ def encodable(runtime: Runtime) -> list[str]:
     source = runtime.opened.store.source
     if runtime.device.type != "cpu" or not source.published:
         return []
-    return [name for name in codecs_for(source.codec.shape.dtype) if name != source.codec.name]
+    return [name for name in codecs_for(source.codec.shape) if name != source.codec.name]
 
 
 def measured_link(runtime: Runtime, tell: Progress, clock: Clock) -> tuple[Points, float]:

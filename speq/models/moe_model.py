@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.utils import logging as hf_logging
 
@@ -22,8 +21,10 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
+from speq.models.bounds import LAYER
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
+from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
@@ -351,6 +352,15 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def is_held(family: Family, num_layers: int | None, name: str) -> bool:
+    """Whether a model holds a tensor of that name outside its experts; layers behind its last are
+    for predicting tokens ahead.
+    """
+    layer = LAYER.search(name)
+    beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+    return not beyond and not family.names.is_expert(name)
+
+
 def load(
     family: Family,
     checkpoint: Checkpoint,
@@ -368,12 +378,12 @@ def load(
     """
     try:
         with quiet_transformers(), family.without_experts():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
+            model, info = from_checkpoint(
+                checkpoint,
+                partial(is_held, family, checkpoint.config.get("num_hidden_layers")),
                 dtype=dtype,
                 attn_implementation="sdpa",
                 use_safetensors=True,
-                trust_remote_code=False,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

@@ -1,6 +1,7 @@
 """A model on disk, checked and measured, before any of it is loaded."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from speq.experts.packed_dense import PackedDense
 from speq.experts.packed_store import PackedExpertStore, open_experts
 from speq.files.checkpoint import Checkpoint, locate
 from speq.files.json_file import read_json
+from speq.files.published_format import FP8_DTYPE
 from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
 from speq.models.shape import ModelShape, hf_config, shape_of
@@ -29,11 +31,14 @@ class Opened:
     dense: PackedDense | None = None
 
     def converted_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the tensors outside the experts that are stored in another dtype."""
+        """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
+        words of bfloat16 before they are anything else.
+        """
         names = self.family.names
         tensors = self.checkpoint.tensors.items()
         stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
-        return sum(info.nbytes for info in stored if info.dtype != dtype)
+        kinds = ((torch.bfloat16 if e.dtype == FP8_DTYPE else e.dtype, e.shape) for e in stored)
+        return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
 
     def packed_dense(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Bytes of each matrix of `shape.dense` that a run in `dtype` finds in the pack as it holds

@@ -178,12 +178,15 @@ def config_in(path: Path) -> Any:
     """The configuration in a folder, which need hold nothing else, as transformers reads it."""
     check_sizes(read_json(path / "config.json"), path / "config.json")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
         raise SpeqError(
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # models are made of words, whatever those are published as
+    return config
 
 
 def skeleton(family: Family, config: Any, where: object) -> nn.Module:

@@ -64,12 +64,15 @@ class Use:
 
 
 def some_records(store: ExpertStore, codec: ExpertCodec, count: int) -> list[Tensor]:
-    """So many experts of a store of words, spread over all, as records of a codec: [n] uint8."""
+    """So many published experts, spread over all, as records of a codec: [n] uint8."""
     total = store.num_layers * store.num_experts
     words, room = expert_slot(store), aligned_bytes(1, codec.slot_bytes)[0]
     found = []
     for turn in range(count):
         store.read(*divmod(total * turn // count, store.num_experts), words)
+        if codec.name == store.codec.name:
+            found.append(words[: codec.record_range[0]].clone())
+            continue
         nbytes = codec.encode(store.codec.decode(words), None, room)
         found.append(room[:nbytes].clone())
     return found

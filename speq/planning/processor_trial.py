@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
+from speq.experts.random_expert import random_expert
 from speq.files.alignment import aligned_bytes
 from speq.governor.presets import LAYER_S, MEMORY_SHARE
 from speq.governor.survey import Survey
@@ -139,12 +140,7 @@ class ExpertTrial:
         cls, shape: ExpertShape, draft: Int4Layout | None, model: ModelShape, dtype: torch.dtype
     ) -> "ExpertTrial":
         narrow = narrowed(shape)
-        generator = torch.Generator().manual_seed(1)
-        gate_up_proj, down_proj = (
-            (torch.randn(size, generator=generator) * 0.02).to(shape.dtype)
-            for size in (narrow.gate_up_shape, narrow.down_shape)
-        )
-        words = gate_up_proj, down_proj
+        words = random_expert(narrow, torch.Generator().manual_seed(1))
         layout = base = None
         if draft is not None:
             layout = Int4Layout(narrow.hidden_size, narrow.expert_width)
@@ -215,4 +211,4 @@ def narrowed(shape: ExpertShape) -> ExpertShape:
     """The shape, or one of as many whole groups of neurons as make up `EXPERT_BYTES`."""
     group = 128
     groups = max(EXPERT_BYTES // (3 * group * shape.hidden_size * shape.dtype.itemsize), 1)
-    return ExpertShape(shape.hidden_size, min(shape.expert_width, groups * group), shape.dtype)
+    return replace(shape, expert_width=min(shape.expert_width, groups * group))

@@ -85,7 +85,13 @@ def settle(
         holding, made = fit(subject, holding, budget)
         settled = replace(settled, holding=holding, memory=made)
     host_plan(subject, holding, budget)  # refuses a host budget that is too small
-    if drafter_of(config) != "none" and not holding.drafts and not settled.gives_up_draft:
+    undrafted = drafter_of(config) != "none" and not holding.drafts and not settled.gives_up_draft
+    if undrafted and subject.draft is None:
+        logger.warning(
+            "an INT4 draft would be about as large as the experts themselves: running without one; "
+            "--drafter ngram needs none"
+        )
+    elif undrafted:
         logger.warning(
             "the INT4 draft takes %s and does not fit the budget: running without one",
             format_bytes(subject.draft_bytes),

@@ -9,17 +9,20 @@ import torch
 from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import ExpertCodec, ExpertShape, RawCodec
+from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
 from speq.experts.int4 import Int4Layout
 from speq.files.alignment import ALIGNMENT
-from speq.files.checkpoint import is_quantised
 from speq.files.json_file import read_json
+from speq.files.published_format import WORDS, format_of
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
 from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
+
+# Of an expert's record a draft's codes of it take this at most.
+DRAFT_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,14 @@ class Subject:
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
         """A folder with a config.json: experts as published, and a draft made by rounding."""
         content = read_json(path / "config.json")
-        if is_quantised(content):
-            raise SpeqError(
-                f"{path} is quantised; give the original 16- or 32-bit model, whose output is the "
-                "one to reproduce"
-            )
+        published = format_of(content, path)
         config = config_in(path)
         shape = shape_of(family_of(content, path), config, path / "config.json")
         words = config.dtype if config.dtype in DTYPES.values() else torch.bfloat16
+        words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
+        sizes = experts.hidden_size, experts.expert_width
+        codec = own_codec(ExpertShape(*sizes, words, published))
         computed = DTYPES.get(dtype, words)
         stored_bytes = shape.resident_weights * words.itemsize
         return cls(
@@ -73,9 +75,9 @@ class Subject:
             shape=shape,
             dtype=computed,
             words=words,
-            codec=RawCodec(ExpertShape(experts.hidden_size, experts.expert_width, words)),
+            codec=codec,
             published=True,
-            draft=_packable(Int4Layout(experts.hidden_size, experts.expert_width)),
+            draft=worthwhile(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=ENDS_BYTES + ALIGNMENT,
             converted_bytes=0 if computed == words else stored_bytes,
@@ -114,7 +116,7 @@ class Subject:
             words=words,
             codec=store.codec,
             published=store.published,
-            draft=None if draft is None else _packable(draft),
+            draft=None if draft is None else worthwhile(draft, store.codec),
             dense_draft=dense,
             reading_bytes=store.reading_bytes,
             converted_bytes=opened.converted_bytes(computed),
@@ -183,9 +185,10 @@ class Subject:
         )
 
 
-def _packable(draft: Int4Layout) -> Int4Layout | None:
-    """None for dimensions that INT4 codes cannot be packed in."""
+def worthwhile(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
+    """None for dimensions that INT4 codes cannot be packed in, and for a draft that is about as
+    large as the experts, as beside MXFP4: slots for these do more in its place.
+    """
     with contextlib.suppress(SpeqError):
-        _ = draft.nbytes
-        return draft
+        return draft if draft.nbytes <= DRAFT_SHARE * codec.record_range[1] else None
     return None

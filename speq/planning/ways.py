@@ -17,9 +17,9 @@ def ways_of(subject: Subject, on_cpu: bool) -> list[Holding]:
     Experts of another codec than that at hand are thought to lie in it where they are read from,
     as `speq pack` would write them.
     """
-    held = [_way(subject, name, "none") for name in codecs_for(subject.words)]
+    held = [_way(subject, name, "none") for name in codecs_for(subject.codec.shape)]
     if subject.draft is not None:
-        held += [_way(subject, name, "int4") for name in codecs_for(subject.words)]
+        held += [_way(subject, name, "int4") for name in codecs_for(subject.codec.shape)]
     held = [way for way in held if way.draft_bytes or not way.needs_draft]
     if not subject.published:
         return held

@@ -8,11 +8,12 @@ from typing import Unpack
 
 from speq.drafts.draft_source import gptq_beside, open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import codec_of
+from speq.experts.codec import codec_of, own_codec
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack as write_pack
 from speq.experts.packed_store import Manifest
 from speq.experts.record_writer import Packing
+from speq.files.published_format import WORDS
 from speq.machine import available_bytes
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build, split
@@ -73,7 +74,8 @@ def packed(model: str | Path, settings: PackSettings, progress: Progress = no_pr
 
 def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
     """What the options ask for. Raises SpeqError where the model or the draft forbids it."""
-    made = codec_of("raw" if codec == "auto" else codec, opened.store.codec.shape)
+    shape = opened.store.codec.shape
+    made = own_codec(shape) if codec == "auto" else codec_of(codec, shape)
     if not made.needs_draft:
         if draft != "auto":
             raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
@@ -81,7 +83,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
         beside = gptq_beside(model)
         return Packing(
             made,
-            dense=() if made.name == "raw" else dense,
+            dense=dense if shape.published == WORDS and made.name != "raw" else (),
             beside=beside.relative_to(model) if (beside / "config.json").exists() else None,
         )
     if draft == "none":
@@ -114,6 +116,11 @@ def quantized(
 ) -> Quantized:
     """As `quantize`."""
     with closing(open_model(model)) as opened:
+        if opened.checkpoint.format != WORDS:
+            raise SpeqError(
+                f"model {str(model)!r} is published in {opened.checkpoint.format}; speq quantize "
+                "takes weights of 16 or 32 bits: give a checkpoint of those"
+            )
         if opened.store.codec.needs_draft:
             raise SpeqError(
                 f"model {str(model)!r} is packed as residuals of a draft; give the one it was "

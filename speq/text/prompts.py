@@ -7,9 +7,11 @@ from typing import Any
 from speq.errors import SpeqError
 from speq.text.tokenizer import tokens_of
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
 Prompt = str | Sequence[int] | Sequence[Message]
+# What messages may call: each as JSON describes it, for the model's template to write.
+Tools = Sequence[Mapping[str, Any]]
 
 
 class PromptEncoder:
@@ -20,8 +22,11 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's."""
+    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
+        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
+
+        tools  that chat messages may call; a template without a place for them ignores them
+        """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
         elif isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
@@ -29,7 +34,7 @@ class PromptEncoder:
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
             )
         elif prompt and all(isinstance(part, Mapping) for part in prompt):
-            ids = self._encode_chat(prompt)  # type: ignore[arg-type]
+            ids = self._encode_chat(prompt, tools)  # type: ignore[arg-type]
         else:
             ids = list(prompt)  # type: ignore[arg-type]
         if not ids:
@@ -49,14 +54,17 @@ class PromptEncoder:
             self._last = (text, ids)
         return list(ids)
 
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         if not self.tokenizer.chat_template:
             raise SpeqError("the model has no chat template; give the prompt as text")
         for message in messages:
             check_message(message)
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except Exception as error:  # templates are programs: they fail in their own ways
             raise SpeqError(

@@ -192,6 +192,10 @@ def test_compact_kernels_compute_the_first_expert() -> None:
     assert bool(wanted.any(2).all())
     for kernel in ("moe_grouped_lossless", "moe_grouped_residual"):
         assert torch.equal(bench.call(kernel, layer, hidden_states, others, topk_weights), wanted)
+    for kernel in ("moe_grouped_fp8", "moe_grouped_mxfp4"):  # of weights of their own
+        wanted = bench.call(kernel, layer, hidden_states, first, topk_weights)
+        assert bool(wanted.any(2).all())
+        assert torch.equal(bench.call(kernel, layer, hidden_states, others, topk_weights), wanted)
 
 
 def test_weights_that_no_kernel_reads_are_not_held() -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def tpot(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
         "hit-rate": of(row["hit_rate"], 100),
         "acceptance": of(row["acceptance_rate"], 100),
     }
+    variant = f", {row['variant']}" if row.get("variant") else ""
     for panel, value in figures.items():
-        yield panel, f"draft length {row['draft_length']}", row["budget"], value
+        yield panel, f"draft length {row['draft_length']}{variant}", row["budget"], value
 
 
 def equal_memory(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
@@ -103,6 +105,12 @@ def fidelity(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     yield "matches", "hard: same experts, same order, %", layer, 100 * row["hard"]
     yield "matches", "soft: same experts, another order, %", layer, 100 * row["soft"]
     yield "matches", "mismatch: another expert, %", layer, 100 * row["mismatch"]
+
+
+def coverage(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
+    series = f"{row['tokens']} tokens"
+    yield "probability", series, row["experts"], row["probability"] * 100
+    yield "served", series, row["experts"], row["served"] * 100
 
 
 def hit_rate(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
@@ -146,6 +154,29 @@ def breakdown(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     yield "tpot", row["system"], row["budget"], row["tpot_ms"]
     yield "moved", row["system"], row["budget"], row["moved_bytes_per_token"] * MB
     yield "hidden", row["system"], row["budget"], of(row["hidden_share"], 100)
+
+
+def budget(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
+    way = row["ranking"]
+    if way != "exact":
+        bound = "by number" if row["floor"] is None else "by share"
+        way = f"{way}, {row['policy']}, residents {row['residents']}, {bound}"
+    over: dict[str, dict[str, Any]] = {
+        "moved": {
+            "nats": row["nats_added"],
+            "same": of(row["same_token"], 100),
+            "dropped": of(row["dropped_share"], 100),
+        },
+        "experts": {
+            "error": of(row["reconstruction_error"], 100),
+            "length": row.get("accept_length"),
+        },
+        "tpot_of_exact": {"time": row["nats_added"], "rouge": row.get("rouge_l")},
+    }
+    for across, figures in over.items():
+        for panel, value in figures.items():
+            if row.get(across) is not None:
+                yield panel, way, row[across], value
 
 
 def memory(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
@@ -202,8 +233,10 @@ def check(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
 ROWS: dict[str, Callable[[Row], Iterator[tuple[str, str, Any, Any]]]] = {
     "ablation": ablation,
     "breakdown": breakdown,
+    "budget": budget,
     "check": check,
     "codec": codec,
+    "coverage": coverage,
     "equal-memory": equal_memory,
     "fidelity": fidelity,
     "governor": governor,
@@ -232,6 +265,17 @@ def beside_rows(report: Row) -> Iterator[tuple[str, str, Any, Any]]:
         for row in report["positions"]:
             for key, name in names.items():
                 yield "draft", name, row["position"], of(row[key], 100)
+    if report["bench"] == "coverage":
+        for row in report["unique"]:
+            yield "unique", row["shape"], row["rows"], row["distinct"]
+            yield "unique", "independent choice", row["rows"], row["independent"]
+            yield "unique", "as many tokens of the text", row["rows"], row["of_text"]
+        for row in report["layers"][:-1]:
+            yield "concentration", "concentration", row["layer"], row["concentration"]
+            pairs = combinations(range(len(row["order"])), 2)
+            for pair, tokens in zip(pairs, row["coactivation"], strict=True):
+                for one, other in permutations(pair):
+                    yield "together", one, other, tokens / row["expected"]
     if report["bench"] == "equal-memory":
         for row in report["codecs"]:
             yield "codecs", "bits a weight", row["codec"], row["bits_per_weight"]
@@ -503,6 +547,15 @@ OTHERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
         {
             ("memory", "process, GiB", "1.5"): 2.0,
             ("tpot", "time per output token, ms", "1.5"): 7.0,
+        },
+    ),
+    "serve": (
+        [{"rate": 2.0, "whole": 5, "tokens_per_s": 40.0, "ttft_p50_ms": 9.0, "ttft_p95_ms": 12.0}],
+        {
+            ("ttft", "p50", "2"): 9.0,
+            ("ttft", "p95", "2"): 12.0,
+            ("speed", "tokens per second", "2"): 40.0,
+            ("outcomes", "answered whole", "2"): 5.0,
         },
     ),
     "paper-systems": (

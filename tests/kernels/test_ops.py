@@ -18,6 +18,7 @@ from speq.kernels import compact_ops, dense_ops, library, ops, reference
 from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES
 from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Bank
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
 from tests.helpers.backends import need_backend
 
 POISON = 12345.0
@@ -287,6 +288,18 @@ COMPACT_ARGUMENTS: dict[str, list[Any]] = {
         torch.zeros(3, 2, 64),
     ],
 }
+OF_MXFP4 = [torch.ones(64, 64).bfloat16(), torch.ones(64, 32).bfloat16()]
+SCALED = {
+    "fp8": torch.zeros(Fp8Layout(64, 8).nbytes, dtype=torch.uint8),
+    "mxfp4": torch.zeros(Mxfp4Layout(64, 32).nbytes, dtype=torch.uint8),
+}
+# The same of those over codes with scales.
+SCALED_ARGUMENTS: dict[str, list[Any]] = {
+    "decode_fp8": [SCALED["fp8"], *WORDS],
+    "moe_grouped_fp8": [*ROUTED, SCALED["fp8"].unsqueeze(0), 8, 0, torch.zeros(3, 2, 64)],
+    "decode_mxfp4": [SCALED["mxfp4"], *OF_MXFP4],
+    "moe_grouped_mxfp4": [*ROUTED, SCALED["mxfp4"].unsqueeze(0), 32, 0, torch.zeros(3, 2, 64)],
+}
 WEIGHT, PAIR = WORDS[0], (CODES[0], CODES[1])
 DENSE = {
     "lossless": dense_ops.encode_dense_lossless(WEIGHT),
@@ -372,8 +385,9 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
 
 def raw_arguments(op: str) -> list[Any]:
     """What the op itself takes, in order."""
-    if op in COMPACT_ARGUMENTS or op in DENSE_ARGUMENTS:
-        return list((COMPACT_ARGUMENTS | DENSE_ARGUMENTS)[op])
+    of_records = COMPACT_ARGUMENTS | DENSE_ARGUMENTS | SCALED_ARGUMENTS
+    if op in of_records:
+        return list(of_records[op])
     if op == "quantize_int4":
         return [torch.zeros(4, 64), 32, torch.zeros(4, 32).byte(), torch.zeros(4, 2).half()]
     if op in DECODER_ARGUMENTS:
@@ -411,6 +425,18 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_grouped_residual", 3, torch.zeros(1, 64).byte()),
         ("moe_grouped_residual", 4, torch.zeros(4).long()),
         ("moe_grouped_residual", 5, torch.zeros(5, 16, 31).byte()),
+        ("decode_fp8", 0, torch.zeros(64).byte()),
+        ("decode_fp8", 0, torch.zeros(4000)),
+        ("decode_fp8", 1, torch.zeros(8, 64).bfloat16()),
+        ("moe_grouped_fp8", 3, torch.zeros(1, 64).byte()),
+        ("moe_grouped_fp8", 3, SCALED["fp8"]),
+        ("moe_grouped_fp8", 4, 800),
+        ("moe_grouped_fp8", 4, 0),
+        ("decode_mxfp4", 0, torch.zeros(64).byte()),
+        ("decode_mxfp4", 2, torch.zeros(64, 24).bfloat16()),
+        ("moe_grouped_mxfp4", 3, torch.zeros(1, 64).byte()),
+        ("moe_grouped_mxfp4", 4, 24),
+        ("moe_grouped_mxfp4", 4, 3200),
         ("encode_dense_lossless", 0, torch.zeros(16, 64)),
         ("encode_dense_lossless", 0, torch.zeros(64).bfloat16()),
         ("encode_dense_lossless", 0, torch.zeros(0, 64).bfloat16()),

@@ -34,7 +34,10 @@ LEAVES = (
     "speq.units",
     "speq.version",
 )
-REFERENCES = ("reference", "reference_compact", "reference_decoder", "reference_dense")
+REFERENCES = (
+    *("reference", "reference_compact", "reference_decoder", "reference_dense"),
+    "reference_scaled",
+)
 BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
 )
@@ -103,6 +106,10 @@ TABLE = {
         ("speq.dashboard",),
         (*BELOW_LOAD, "runtime", "text", "generator", "package", "measure", "dashboard"),
     ),
+    "server": Layer(
+        ("speq.server",),
+        ("leaves", "devices", "files", "text", "generator", "dashboard", "server"),
+    ),
     "bench": Layer(
         ("speq.bench",),
         (
@@ -115,7 +122,7 @@ TABLE = {
         (
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "measure"),
-            *("dashboard", "cli", "bench commands"),
+            *("dashboard", "server", "cli", "bench commands"),
         ),
     ),
     "bench commands": Layer(
@@ -126,15 +133,16 @@ TABLE = {
 OPS = frozenset(
     f"speq.kernels.{name}"
     for name in (
-        *("ops", "compact_ops", "decoder_ops", "dense_ops"),
+        *("ops", "compact_ops", "decoder_ops", "dense_ops", "scaled_ops"),
         *("records", "checks", "library"),
     )
 )
 ONLY_BY = {
     "speq.kernels.reference": OPS
-    | {f"speq.kernels.reference_{name}" for name in ("compact", "decoder", "dense")},
+    | {f"speq.kernels.reference_{name}" for name in ("compact", "decoder", "dense", "scaled")},
     "speq.kernels.reference_compact": OPS | {"speq.kernels.reference_dense"},
     "speq.kernels.reference_decoder": OPS,
+    "speq.kernels.reference_scaled": OPS,
     "speq.kernels.reference_dense": OPS,
 }
 # Imports and attributes that execute what they read, or let the environment steer a run.
@@ -268,6 +276,9 @@ def test_library_keeps_to_the_table() -> None:
         ("speq.measure.tune", "from speq.bench import widen", "measure may not import bench"),
         ("speq.cli.tune", "from speq.bench import widen", "cli may not import bench"),
         ("speq.bench.runs.tpot", "from speq.cli import options", "bench may not import cli"),
+        ("speq.server.service", "from speq.cli import options", "server may not import cli"),
+        ("speq.server.service", "from speq.decode import engine", "may not import decode"),
+        ("speq.dashboard.page", "from speq.server import server", "may not import server"),
         ("speq.quantizing.gptq", "import speq.text", "quantizing may not import text"),
         ("speq.planning.profiles", "from speq import __version__", "may not import package"),
         ("speq.runtime", "from scheduler.lookahead import x", "bare name scheduler.lookahead"),

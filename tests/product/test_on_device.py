@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from speq.decode.verification import RecordedVerification
-from speq.registries import CACHE_POLICIES, CODECS, PREFETCHERS
+from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.stream_transfer import StreamTransfer
 from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.host_device import ComputeStream, HostDevice, Race, host_device
@@ -34,7 +34,7 @@ def cells() -> list[Cell]:
         (1, 2),
         CACHE_POLICIES.names,
         PREFETCHERS.names,
-        CODECS.names,
+        ("raw", "lossless", "residual"),
         ("auto",),
         ("auto", "none"),
         ("raw",),

@@ -273,7 +273,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 9 + 17  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 10 + 17  # all but doctor, and benches of machines, routes and many
 
 
 def test_json_and_trace_mean_one_thing() -> None:
@@ -281,7 +281,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         options = options_of(each)
         name = name_of(prefix, each)
         has = "json" in options
-        none = ("chat", "dashboard", "pack", "quantize", "report", "bench widen")
+        none = ("chat", "serve", "dashboard", "pack", "quantize", "report", "bench widen")
         assert has == (name not in none), name
         if has:
             assert options["json"] == declared(Output)[0]

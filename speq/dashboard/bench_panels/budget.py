@@ -28,9 +28,11 @@ EXACT = "exact"
 
 
 def panels(report: Row) -> list[Panel]:
-    """Curves of budgets, one for each way to rank and to go without."""
+    """Curves of budgets, one for each way to rank and to go without. Texts need not be gone on
+    with, nor layers reconstructed: there is no picture of what was not asked for.
+    """
     rows = rows_of(report, COLUMNS)
-    return [
+    pictures = [
         curves("nats", "What bytes buy: nats", rows, MOVED, NATS, "nearer to both axes"),
         curves(
             "same", "What bytes buy: the same token", rows, MOVED, SAME, "higher and to the left"
@@ -41,6 +43,7 @@ def panels(report: Row) -> list[Panel]:
         curves("error", "How far layers are off", rows, EXPERTS, ERROR, "lower"),
         curves("length", "Tokens of a step", rows, EXPERTS, LENGTH, "higher"),
     ]
+    return [panel for panel in pictures if not panel.absent]
 
 
 def curves(

@@ -204,7 +204,7 @@ def _map(row: Row, tokens: list[float], order: list[int]) -> Panel:
         "together",
         f"Experts chosen together in layer {row['layer']}",
         "Each cell is how often a token chooses both experts, in times of what uniform choice has, "
-        "and experts of a bright block beside the diagonal go together.",
+        "and experts of a full block beside the diagonal go together.",
         trace,
         ("expert", "expert"),
         table,

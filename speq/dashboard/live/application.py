@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from speq.dashboard.live.event_stream import EventStream
 from speq.dashboard.live.guard import App, Guard, Guarded, Refusal, error_body
 from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.session import Busy, Nothing, Session
+from speq.dashboard.live.session import Busy, Nothing, Shown
 from speq.errors import SpeqError
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -21,9 +21,11 @@ PAGE = "live.html"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
 # Stands in the page where addresses of assets want the token.
 TOKEN = "@TOKEN@"
+# What asks for generations, on a page that only watches those of others.
+FORM, HIDDEN_FORM = '<form id="ask">', '<form id="ask" hidden>'
 
 
-def application(session: Session, metrics: Metrics, guard: Guard) -> App:
+def application(session: Shown, metrics: Metrics, guard: Guard) -> App:
     """An ASGI application: a session's page, behind its guard."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     assets = {path.name: path for path in ASSETS.iterdir() if path.suffix in TYPES}
@@ -31,6 +33,8 @@ def application(session: Session, metrics: Metrics, guard: Guard) -> App:
     @app.get("/")
     async def page() -> Response:
         text = (ASSETS / PAGE).read_text(encoding="utf-8")
+        if not session.asks:
+            text = text.replace(FORM, HIDDEN_FORM)
         return Response(text.replace(TOKEN, quote(guard.token)), media_type="text/html")
 
     @app.get("/assets/{name}")

@@ -68,15 +68,12 @@ class Guard:
 
     @property
     def _own(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return authority(self.host, self.port)
 
     @property
     def authorities(self) -> frozenset[str]:
         """What may stand in `Host`."""
-        names = {self._own, f"localhost:{self.port}"}
-        if self.port == 80:  # which nobody writes
-            names |= {name.removesuffix(":80") for name in names}
-        return frozenset(names)
+        return authorities_of(self.host, self.port)
 
     def refusal(self, method: str, headers: Headers, query: bytes) -> Refusal | None:
         """Why a request is refused; None where it is not."""
@@ -87,6 +84,19 @@ class Guard:
             or refused_token(headers, query, self.token)
             or refused_body(method, headers)
         )
+
+
+def authority(host: str, port: int) -> str:
+    """An address and a port as URLs have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def authorities_of(host: str, port: int) -> frozenset[str]:
+    """What may stand in `Host` of a request to an address of this machine's own."""
+    names = {authority(host, port), f"localhost:{port}"}
+    if port == 80:  # which nobody writes
+        names |= {name.removesuffix(":80") for name in names}
+    return frozenset(names)
 
 
 def checked_host(host: str) -> str:
@@ -120,9 +130,7 @@ def refused_origin(headers: Headers, authorities: frozenset[str]) -> Refusal | N
 def refused_token(headers: Headers, query: bytes, token: str) -> Refusal | None:
     """Unless `Authorization: Bearer TOKEN` or `?token=TOKEN` gives the token, once."""
     given = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("token", [])
-    for value in values(headers, b"authorization"):
-        scheme, _, rest = value.partition(" ")
-        given.append(rest.strip() if scheme.lower() == "bearer" else "")
+    given += bearers(headers)
     # The comparison takes as long wherever the two begin to differ.
     if len(given) == 1 and secrets.compare_digest(given[0].encode(), token.encode()):
         return None
@@ -130,7 +138,16 @@ def refused_token(headers: Headers, query: bytes, token: str) -> Refusal | None:
     return Refusal(401, f"the request {what}; open the address speq printed")
 
 
-def refused_body(method: str, headers: Headers) -> Refusal | None:
+def bearers(headers: Headers) -> list[str]:
+    """What `Authorization` gives, as often as it is given; empty where it is no bearer's."""
+    given = []
+    for value in values(headers, b"authorization"):
+        scheme, _, rest = value.partition(" ")
+        given.append(rest.strip() if scheme.lower() == "bearer" else "")
+    return given
+
+
+def refused_body(method: str, headers: Headers, most_bytes: int = MAX_BODY_BYTES) -> Refusal | None:
     """Unless what is posted is JSON of a length that is known and not too long.
 
     A form of another page cannot say that it is JSON without being asked whether it may.
@@ -145,8 +162,8 @@ def refused_body(method: str, headers: Headers) -> Refusal | None:
     chunked = values(headers, b"transfer-encoding")
     if chunked or len(lengths) != 1 or not (lengths[0].isascii() and lengths[0].isdigit()):
         return Refusal(411, "the body's length is not known; give its Content-Length")
-    if len(lengths[0]) > 18 or int(lengths[0]) > MAX_BODY_BYTES:
-        return Refusal(413, f"the body is {lengths[0]:.20} bytes; {MAX_BODY_BYTES} are taken")
+    if len(lengths[0]) > 18 or int(lengths[0]) > most_bytes:
+        return Refusal(413, f"the body is {lengths[0]:.20} bytes; {most_bytes} are taken")
     return None
 
 

@@ -79,6 +79,15 @@ class Metrics:
         self._running = Gauge(
             "vllm:num_requests_running", "Requests under way.", (MODEL,), registry=self.registry
         ).labels(model_name)
+        self._waiting = Gauge(
+            "vllm:num_requests_waiting",
+            "Requests that wait for their turn.",
+            (MODEL,),
+            registry=self.registry,
+        ).labels(model_name)
+        self._queued = histogram(
+            "vllm:request_queue_time_seconds", "Time that a request waited.", FIRST_TOKEN_S
+        )
         self._first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From the request to its first token.",
@@ -104,8 +113,12 @@ class Metrics:
             field: counter(name, text, PHASE) for field, (name, text) in OF_STEPS.items()
         }
 
-    def begun(self) -> None:
+    def waiting(self, requests: int) -> None:
+        self._waiting.set(requests)
+
+    def begun(self, queued_s: float = 0.0) -> None:
         self._running.inc()
+        self._queued.observe(queued_s)
 
     def prompted(self, prompt_tokens: int) -> None:
         self._prompt.inc(prompt_tokens)

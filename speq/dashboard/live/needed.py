@@ -1,4 +1,4 @@
-"""What the live page needs beside speq's own dependencies."""
+"""What the live page and the server need beside speq's own dependencies."""
 
 import importlib.util
 
@@ -12,6 +12,6 @@ def check_serve(names: tuple[str, ...] = SERVE) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise SpeqError(
-            f"the live page is served by {', '.join(missing)}, not installed here; "
+            f"pages and answers are served by {', '.join(missing)}, not installed here; "
             "pip install 'speq[serve]'"
         )

@@ -6,9 +6,9 @@ import uvicorn
 
 from speq.dashboard.live.application import application
 from speq.dashboard.live.broadcast import Broadcast
-from speq.dashboard.live.guard import Guard, checked_host
+from speq.dashboard.live.guard import App, Guard, checked_host
 from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.session import Session
+from speq.dashboard.live.session import Shown
 from speq.errors import SpeqError
 
 # Connections that are still open at the end are cut after this.
@@ -22,25 +22,12 @@ class LiveServer:
                `run` waits for it
     """
 
-    def __init__(self, session: Session, metrics: Metrics, listening: socket.socket) -> None:
+    def __init__(self, session: Shown, metrics: Metrics, listening: socket.socket) -> None:
         self._socket = listening
         host, port = listening.getsockname()[:2]
         self.guard = Guard(host, port)
-        config = uvicorn.Config(
-            application(session, metrics, self.guard),
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            # It would show the token.
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=PATIENCE_S,
-        )
-        self._server = Closing(config, session.broadcast)
+        app = application(session, metrics, self.guard)
+        self._server = Closing(config_of(app, PATIENCE_S), session.broadcast)
 
     @property
     def url(self) -> str:
@@ -73,12 +60,35 @@ class Closing(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def config_of(app: App, patience_s: int) -> uvicorn.Config:
+    """How an application is served. patience_s: open connections are cut after this at the end."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        # It would show the token.
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=patience_s,
+    )
+
+
 def bound(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """As `listening_on`. Raises SpeqError for a host that other machines reach."""
+    return listening_on(checked_host(host), port)
+
+
+def listening_on(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0: any that is free.
 
-    Raises SpeqError where the port is not to be had, and for a host that other machines reach.
+    Raises SpeqError where the port is not to be had.
     """
-    family = socket.AF_INET6 if ":" in checked_host(host) else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -64,12 +64,62 @@ class Stopped(Exception):
     """Ends a prompt that somebody stopped."""
 
 
+class Shown(Protocol):
+    """What a live page shows. Safe to use from any thread.
+
+    asks  whether the page asks for generations itself, or only watches those of others
+    """
+
+    asks: bool
+    broadcast: Broadcast
+
+    def start(self, prompt: Any, sampling: dict[str, Any]) -> int: ...
+    def stop(self) -> bool: ...
+    def record(self) -> RunRecord: ...
+
+
+class Pictures:
+    """Makes pictures of a run and tells of them, now and then. `clock` gives seconds.
+
+    They are made between two steps by the thread that generates: no step's time has them in it, as
+    a thread beside it would.
+    """
+
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        panels_of: Callable[[RunRecord], list[Panel]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._broadcast, self._panels_of, self._clock = broadcast, panels_of, clock
+        self._due_s = 0.0
+
+    def begin(self) -> None:
+        """A run begins: the first pictures are due."""
+        self._due_s = self._clock()
+
+    @property
+    def due(self) -> bool:
+        """Whether somebody looks, and has waited long enough."""
+        return self._broadcast.heard and self._clock() >= self._due_s
+
+    def draw(self, record: RunRecord) -> None:
+        """Make the pictures of a record, and tell of them."""
+        begun_s = self._clock()
+        panels = [panel.to_dict() for panel in self._panels_of(record)]
+        self._broadcast.newest("panels", {"panels": panels, "stats": record.stats})
+        now_s = self._clock()
+        rest_s = (now_s - begun_s) * (1 / PICTURES_SHARE - 1)
+        self._due_s = now_s + max(PICTURES_EVERY_S, rest_s)
+
+
 class Session:
     """Generates what is asked for, and tells `broadcast` of it. Safe to use from any thread.
 
-    Pictures are made between two steps by the thread that generates: no step's time has them in
-    it, as a thread beside it would. `clock` gives seconds.
+    `clock` gives seconds.
     """
+
+    asks = True
 
     def __init__(
         self,
@@ -79,14 +129,13 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.broadcast = Broadcast()
-        self._recording, self._panels_of, self._observer = recording, panels_of, observer
-        self._clock = clock
+        self._recording, self._observer = recording, observer
+        self._pictures = Pictures(self.broadcast, panels_of, clock)
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
         self._running = False
         self._stop = threading.Event()
         self._closed = False
-        self._pictures_due_s = 0.0
 
     @property
     def running(self) -> bool:
@@ -148,7 +197,7 @@ class Session:
         try:
             reason = self._generate(prompt, sampling)
             record = self.record()
-            self._draw(record)
+            self._pictures.draw(record)
             kind, data = "finished", {"finish_reason": reason, "stats": record.stats}
         except Stopped:
             reason = STOPPED
@@ -168,7 +217,7 @@ class Session:
     def _generate(self, prompt: str, sampling: dict[str, Any]) -> str:
         """Generate to the end, and return the reason for it."""
         reasons: list[str] = []
-        self._pictures_due_s = self._clock()
+        self._pictures.begin()
         stream = self._recording.stream(
             prompt,
             on_finish=lambda reason, _: reasons.append(reason),
@@ -182,23 +231,14 @@ class Session:
                     self._observer.prompted(self.record().prompt_tokens)
                 if self._stop.is_set():
                     break
-                if self.broadcast.heard and self._clock() >= self._pictures_due_s:
-                    self._draw(self.record())
+                if self._pictures.due:
+                    self._pictures.draw(self.record())
         return reasons[0] if reasons else STOPPED
 
     def _of_prompt(self, what: str, done: int, total: int) -> None:
         if self._stop.is_set():
             raise Stopped
         self.broadcast.newest("prompt", {"what": what, "done": done, "total": total})
-
-    def _draw(self, record: RunRecord) -> None:
-        """Make the pictures of a record, and tell of them."""
-        begun_s = self._clock()
-        panels = [panel.to_dict() for panel in self._panels_of(record)]
-        self.broadcast.newest("panels", {"panels": panels, "stats": record.stats})
-        now_s = self._clock()
-        rest_s = (now_s - begun_s) * (1 / PICTURES_SHARE - 1)
-        self._pictures_due_s = now_s + max(PICTURES_EVERY_S, rest_s)
 
 
 def checked_prompt(prompt: Any) -> str:

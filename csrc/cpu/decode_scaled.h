@@ -1,0 +1,85 @@
+// Blocks of matrices of codes with scales in plain C++, and what decoders of vectors share with it.
+#pragma once
+
+#include "cpu/decode_portable.h"
+#include "scaled.h"
+
+namespace speq::cpu {
+namespace {
+
+class PortableFp8 {
+public:
+  using Block = WordBlock;
+
+  PortableFp8(const Fp8Rows &matrix, std::int64_t quad)
+      : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
+        scales_(matrix.row_scales(quad * kQuadRows)) {}
+
+  void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    for (int n = 0; n < rows; ++n) {
+      blocks[n] = {};
+      for (std::int64_t i = 0; i < present; ++i) {
+        blocks[n].words[i] = fp8_word(codes_[n * columns_ + first + i], scales_[first / kFp8Block]);
+      }
+    }
+  }
+
+private:
+  std::int64_t columns_;
+  const std::uint8_t *codes_;
+  const float *scales_;
+};
+
+// The words of all codes under each scale, low and high bytes apart: a decoder's tables.
+struct Mxfp4Tables {
+  struct alignas(16) Bytes {
+    std::uint8_t low[16], high[16];
+  };
+  Bytes of_scale[256];
+
+  static const Mxfp4Tables &get() {
+    static const Mxfp4Tables tables;
+    return tables;
+  }
+
+private:
+  Mxfp4Tables() {
+    for (int scale = 0; scale < 256; ++scale) {
+      for (int code = 0; code < 16; ++code) {
+        const std::uint16_t word = mxfp4_word(code, std::uint8_t(scale)).bits;
+        of_scale[scale].low[code] = std::uint8_t(word);
+        of_scale[scale].high[code] = std::uint8_t(word >> 8);
+      }
+    }
+  }
+};
+
+class PortableMxfp4 {
+public:
+  using Block = WordBlock;
+
+  PortableMxfp4(const Mxfp4Rows &matrix, std::int64_t quad)
+      : matrix_(matrix), row_(quad * kQuadRows), tables_(Mxfp4Tables::get()) {}
+
+  void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    for (int n = 0; n < rows; ++n) {
+      const std::uint8_t *codes = matrix_.codes + (row_ + n) * matrix_.code_stride + first / 2;
+      const std::uint8_t *scales =
+          matrix_.scales + (row_ + n) * matrix_.scale_stride + first / kMxfp4Block;
+      blocks[n] = {};
+      for (std::int64_t i = 0; i < present; ++i) {
+        const Mxfp4Tables::Bytes &bytes = tables_.of_scale[scales[i / kMxfp4Block]];
+        const int code = i % 2 == 0 ? codes[i / 2] & 0xF : codes[i / 2] >> 4;
+        blocks[n].words[i] = word_of(bytes.high[code], bytes.low[code]);
+      }
+    }
+  }
+
+private:
+  const Mxfp4Rows &matrix_;
+  std::int64_t row_;
+  const Mxfp4Tables &tables_;
+};
+
+} // namespace
+} // namespace speq::cpu

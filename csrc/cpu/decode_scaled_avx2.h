@@ -1,0 +1,199 @@
+// Blocks of matrices of codes with scales with AVX2.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/decode_avx2.h"
+#include "cpu/decode_scaled.h"
+
+namespace speq::cpu {
+namespace {
+
+// 32 codes so that what comes of them by unpacking bytes, and then pairs, is in their order: groups
+// of four go to the lower and the upper half in turns.
+SPEQ_MEMBER __m256i dealt(__m256i codes) {
+  return _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+// 32 words of dealt codes, by their bytes, as floats.
+SPEQ_MEMBER void store_dealt(float *floats, __m256i low, __m256i high) {
+  const __m256i none = _mm256_setzero_si256();
+  const __m256i front = _mm256_unpacklo_epi8(low, high), back = _mm256_unpackhi_epi8(low, high);
+  auto *out = reinterpret_cast<__m256i *>(floats);
+  _mm256_store_si256(out, _mm256_unpacklo_epi16(none, front));
+  _mm256_store_si256(out + 1, _mm256_unpackhi_epi16(none, front));
+  _mm256_store_si256(out + 2, _mm256_unpacklo_epi16(none, back));
+  _mm256_store_si256(out + 3, _mm256_unpackhi_epi16(none, back));
+}
+
+inline void clear_behind(FloatBlock &block, std::int64_t present) {
+  if (present < kBlockColumns) {
+    std::memset(block.words + present, 0, (kBlockColumns - present) * sizeof(float));
+  }
+}
+
+// FP8 under one scale: words of an octave are those of the one before but for the exponent. So
+// sixteen words tell those of all normal codes: of the eight mantissas in two neighbouring octaves,
+// found by the lower half of a code. Its upper half tells what is to be added to their high bytes.
+// Subnormal codes are rare and go one by one.
+// kFloats: whether blocks are of floats.
+template <bool kFloats> class Avx2Fp8 {
+public:
+  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
+  using OfWords = Avx2Fp8<false>;
+
+  Avx2Fp8(const Fp8Rows &matrix, std::int64_t quad)
+      : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
+        scales_(matrix.row_scales(quad * kQuadRows)), low_(_mm256_setzero_si256()),
+        high_(_mm256_setzero_si256()) {}
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    fetch_plane<kBlockColumns>(codes_, columns_, first);
+    if (first % kFp8Block == 0) {
+      take_scale(scales_[first / kFp8Block]);
+    }
+    for (int n = 0; n < rows; ++n) {
+      const std::uint8_t *codes = codes_ + n * columns_ + first;
+      const __m256i front = load32(codes), back = load32(codes + 32);
+      const __m256i odd = _mm256_or_si256(not_normal(front), not_normal(back));
+      if (!shifts_ || !_mm256_testz_si256(odd, odd)) {
+        store_singly(codes, present, blocks[n]);
+        continue;
+      }
+      store(front, blocks[n].words);
+      store(back, blocks[n].words + 32);
+      clear_behind(blocks[n], present);
+    }
+  }
+
+private:
+  // Under a scale as near to 1 as this, no word is subnormal and none infinite.
+  static constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
+
+  SPEQ_MEMBER void take_scale(float scale) {
+    scale_ = scale;
+    const float magnitude = scale < 0 ? -scale : scale;
+    shifts_ = magnitude >= kLeast && magnitude <= kMost;
+    // A normal code is (8 + its mantissa) times 2 to the power of its exponent less 10.
+    const __m256 mantissas = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
+    const __m256i bits =
+        _mm256_castps_si256(_mm256_mul_ps(mantissas, _mm256_set1_ps(shifts_ ? scale : 1.0f)));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+    const __m256i even = _mm256_sub_epi32(rounded, _mm256_set1_epi32(10 << 7));
+    const __m256i next = _mm256_add_epi32(even, _mm256_set1_epi32(1 << 7));
+    // Within each half: words of four mantissas in both octaves; then their bytes apart.
+    const __m256i words = _mm256_packus_epi32(even, next);
+    const __m256i bytes = _mm256_shuffle_epi8(
+        words, _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8,
+                                10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i planes = _mm256_permutevar8x32_epi32(bytes, order);
+    low_ = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(1, 0, 1, 0));
+    high_ = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(3, 2, 3, 2));
+  }
+
+  // Bytes that are not zero where codes are subnormal, zero or no number.
+  SPEQ_MEMBER static __m256i not_normal(__m256i codes) {
+    const __m256i magnitudes = _mm256_and_si256(codes, _mm256_set1_epi8(0x7F));
+    return _mm256_subs_epu8(_mm256_sub_epi8(magnitudes, _mm256_set1_epi8(8)),
+                            _mm256_set1_epi8(0x7E - 8));
+  }
+
+  // The words of 32 normal codes.
+  SPEQ_MEMBER void store(__m256i codes, float *floats) const {
+    __m256i low, high;
+    bytes_of(dealt(codes), low, high);
+    store_dealt(floats, low, high);
+  }
+  SPEQ_MEMBER void store(__m256i codes, BFloat16 *words) const {
+    __m256i low, high;
+    bytes_of(codes, low, high);
+    store_words(words, low, high);
+  }
+
+  SPEQ_MEMBER void bytes_of(__m256i codes, __m256i &low, __m256i &high) const {
+    const __m256i nibble = _mm256_set1_epi8(0xF);
+    const __m256i places = _mm256_and_si256(codes, nibble);
+    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
+    const __m256i added = _mm256_setr_epi8(
+        0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81), char(0x82), char(0x83), char(0x84),
+        char(0x85), char(0x86), char(0x87), 0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81),
+        char(0x82), char(0x83), char(0x84), char(0x85), char(0x86), char(0x87));
+    low = _mm256_shuffle_epi8(low_, places);
+    high = _mm256_add_epi8(_mm256_shuffle_epi8(high_, places), _mm256_shuffle_epi8(added, upper));
+  }
+
+  void store_singly(const std::uint8_t *codes, std::int64_t present, Block &block) const {
+    block = {};
+    for (std::int64_t i = 0; i < present; ++i) {
+      const BFloat16 word = fp8_word(codes[i], scale_);
+      if constexpr (kFloats) {
+        block.words[i] = to_float(word);
+      } else {
+        block.words[i] = word;
+      }
+    }
+  }
+
+  std::int64_t columns_;
+  const std::uint8_t *codes_;
+  const float *scales_;
+  float scale_ = 0.0f;
+  bool shifts_ = false; // whether words of an octave are those of another, shifted
+  __m256i low_, high_;  // bytes of the sixteen words, in both halves
+};
+
+// MXFP4: a code's word is one of sixteen of its scale, whose bytes two shuffles find.
+template <bool kFloats> class Avx2Mxfp4 {
+public:
+  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
+  using OfWords = Avx2Mxfp4<false>;
+
+  Avx2Mxfp4(const Mxfp4Rows &matrix, std::int64_t quad)
+      : matrix_(matrix), codes_(matrix.codes + quad * kQuadRows * matrix.code_stride),
+        scales_(matrix.scales + quad * kQuadRows * matrix.scale_stride),
+        tables_(Mxfp4Tables::get()) {}
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    fetch_plane<kBlockColumns / 2>(codes_, matrix_.code_stride, first / 2);
+    for (int n = 0; n < rows; ++n) {
+      const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
+      const std::uint8_t *scales = scales_ + n * matrix_.scale_stride + first / kMxfp4Block;
+      store(load16(codes), tables_.of_scale[scales[0]], blocks[n].words);
+      if (present > kMxfp4Block) {
+        store(load16(codes + 16), tables_.of_scale[scales[1]], blocks[n].words + kMxfp4Block);
+      }
+      clear_behind(blocks[n], present);
+    }
+  }
+
+private:
+  // The words of 32 codes.
+  template <typename Word>
+  SPEQ_MEMBER static void store(__m128i packed, const Mxfp4Tables::Bytes &of_scale, Word *words) {
+    const __m128i nibble = _mm_set1_epi8(0xF);
+    const __m128i even = _mm_and_si128(packed, nibble);
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+    const __m256i codes = _mm256_inserti128_si256(
+        _mm256_castsi128_si256(_mm_unpacklo_epi8(even, odd)), _mm_unpackhi_epi8(even, odd), 1);
+    const __m256i low = _mm256_broadcastsi128_si256(load16(of_scale.low));
+    const __m256i high = _mm256_broadcastsi128_si256(load16(of_scale.high));
+    if constexpr (kFloats) {
+      const __m256i in_turns = dealt(codes);
+      store_dealt(words, _mm256_shuffle_epi8(low, in_turns), _mm256_shuffle_epi8(high, in_turns));
+    } else {
+      store_words(words, _mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
+    }
+  }
+
+  const Mxfp4Rows &matrix_;
+  const std::uint8_t *codes_, *scales_;
+  const Mxfp4Tables &tables_;
+};
+
+using Avx2Scaled = Scaled<Avx2Fp8<true>, Avx2Mxfp4<true>>;
+
+} // namespace
+} // namespace speq::cpu

@@ -1,0 +1,24 @@
+// Exact experts in records of FP8.
+#include "cuda/decode_scaled.h"
+#include "cuda/moe_compact.h"
+
+namespace speq::cuda {
+namespace {
+
+Fp8Slots fp8_slots(const Records &records, const ExpertShape &shape) {
+  return {scaled_slots(records, fp8_layout(shape.hidden_size, shape.expert_width))};
+}
+
+} // namespace
+
+Error moe_grouped_fp8(Values hidden_states, Route route, Records slots, ExpertShape shape,
+                      Activation activation, void *out, void *workspace, void *stream) {
+  return moe_grouped_compact(hidden_states, route, fp8_slots(slots, shape), {}, activation, out,
+                             workspace, stream);
+}
+
+Error decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream) {
+  return decode_expert(fp8_slots(record, shape), gate_up, down, stream);
+}
+
+} // namespace speq::cuda

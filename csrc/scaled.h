@@ -1,0 +1,152 @@
+// Experts that were published as codes with scales. Plain C++ without torch headers, so that every
+// backend and every test can include it. speq/kernels/scaled_layout.py has the same in Python.
+//
+// A weight is the BF16 word nearest to its code's value times its block's scale, a product in
+// float32. A record has sections at multiples of 64 bytes, those of each matrix one behind the
+// other:
+//
+//   fp8    codes   gate, up [expert_width, hidden_size] and down [hidden_size, expert_width]: e4m3,
+//                  without infinities
+//          scales  float32, of blocks of 128 rows and 128 columns, of which the last are shorter
+//   mxfp4  codes   gate_up [2 expert_width, hidden_size], whose even rows are of gate and odd ones
+//                  of up, and down: e2m1, two to the byte, the first in its low half
+//          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127
+//
+// Behind the codes there are at least 64 bytes in either, so that vectors of codes may be read
+// whole wherever one begins.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "compact.h"
+
+namespace speq {
+
+constexpr std::int64_t kFp8Block = 128;
+constexpr std::int64_t kMxfp4Block = 32;
+static_assert(kFp8Block % kBlockColumns == 0 && kFp8Block % kQuadRows == 0);
+static_assert(kBlockColumns % kMxfp4Block == 0);
+
+// What a code of FP8 stands for.
+SPEQ_INLINE float e4m3_value(std::uint8_t code) {
+  const std::uint32_t sign = std::uint32_t(code & 0x80) << 24, magnitude = code & 0x7F;
+  if (magnitude == 0x7F) {
+    return bits_as<float>(sign | 0x7FC00000u);
+  }
+  const float value =
+      magnitude < 8 ? float(magnitude) * 0x1p-9f : bits_as<float>((magnitude << 20) + (120u << 23));
+  return bits_as<float>(sign | bits_as<std::uint32_t>(value));
+}
+
+// What a code of MXFP4, below 16, stands for.
+SPEQ_INLINE float e2m1_value(int code) {
+  const int exponent = code >> 1 & 3, mantissa = code & 1;
+  const float value =
+      exponent == 0 ? 0.5f * float(mantissa) : 0.5f * float((2 + mantissa) << (exponent - 1));
+  return bits_as<float>(bits_as<std::uint32_t>(value) | std::uint32_t(code & 8) << 28);
+}
+
+// Half of the power of 2 that a scale of MXFP4 stands for: the largest power is no float.
+SPEQ_INLINE float e8m0_half(std::uint8_t scale) {
+  return bits_as<float>(scale < 2 ? 0x00200000u << scale : std::uint32_t(scale - 1) << 23);
+}
+
+SPEQ_INLINE BFloat16 fp8_word(std::uint8_t code, float scale) {
+  return to_bfloat16(e4m3_value(code) * scale);
+}
+
+SPEQ_INLINE BFloat16 mxfp4_word(int code, std::uint8_t scale) {
+  return to_bfloat16(2.0f * e2m1_value(code) * e8m0_half(scale));
+}
+
+SPEQ_INLINE constexpr std::int64_t fp8_blocks(std::int64_t size) {
+  return (size + kFp8Block - 1) / kFp8Block;
+}
+
+// Where the sections of a record lie, in bytes from its start: of gate, up and down.
+struct ScaledLayout {
+  std::int64_t rows[kExpertMatrices], columns[kExpertMatrices];
+  std::int64_t first_quad[kExpertMatrices + 1];
+  std::int64_t codes[kExpertMatrices], scales[kExpertMatrices], nbytes;
+};
+
+SPEQ_INLINE ScaledLayout sized(std::int64_t hidden_size, std::int64_t expert_width) {
+  ScaledLayout layout{};
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    const bool down = m == kExpertMatrices - 1;
+    layout.rows[m] = down ? hidden_size : expert_width;
+    layout.columns[m] = down ? expert_width : hidden_size;
+    layout.first_quad[m + 1] = layout.first_quad[m] + quads_of(layout.rows[m]);
+  }
+  return layout;
+}
+
+SPEQ_INLINE ScaledLayout fp8_layout(std::int64_t hidden_size, std::int64_t expert_width) {
+  ScaledLayout layout = sized(hidden_size, expert_width);
+  std::int64_t at = 0;
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.codes[m] = at;
+    at += whole_lines(layout.rows[m] * layout.columns[m]);
+  }
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.scales[m] = at;
+    at += whole_lines(fp8_blocks(layout.rows[m]) * fp8_blocks(layout.columns[m]) * sizeof(float));
+  }
+  layout.nbytes = at;
+  return layout;
+}
+
+// Rows of gate and of up are two rows of the record apart.
+constexpr std::int64_t kInTurns = 2;
+
+SPEQ_INLINE ScaledLayout mxfp4_layout(std::int64_t hidden_size, std::int64_t expert_width) {
+  ScaledLayout layout = sized(hidden_size, expert_width);
+  const std::int64_t gate_codes = hidden_size / 2, gate_scales = hidden_size / kMxfp4Block;
+  const std::int64_t down_codes = expert_width / 2, down_scales = expert_width / kMxfp4Block;
+  std::int64_t at = 0;
+  layout.codes[0] = at;
+  layout.codes[1] = at + gate_codes;
+  at += whole_lines(kInTurns * expert_width * gate_codes);
+  layout.codes[2] = at;
+  at += whole_lines(hidden_size * down_codes);
+  layout.scales[0] = at;
+  layout.scales[1] = at + gate_scales;
+  at += whole_lines(kInTurns * expert_width * gate_scales);
+  layout.scales[2] = at;
+  layout.nbytes = at + whole_lines(hidden_size * down_scales);
+  return layout;
+}
+
+// A matrix of FP8 codes, `columns` bytes to a row.
+struct Fp8Rows {
+  std::int64_t rows, columns;
+  const std::uint8_t *codes;
+  const float *scales; // of blocks
+
+  // The scales of the blocks that a row is in.
+  SPEQ_MEMBER const float *row_scales(std::int64_t row) const {
+    return scales + row / kFp8Block * fp8_blocks(columns);
+  }
+};
+
+// A matrix of MXFP4 codes, whose rows lie some bytes apart.
+struct Mxfp4Rows {
+  std::int64_t rows, columns;
+  const std::uint8_t *codes, *scales;
+  std::int64_t code_stride, scale_stride;
+};
+
+SPEQ_INLINE Fp8Rows fp8_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {
+  return {layout.rows[m], layout.columns[m], record + layout.codes[m],
+          reinterpret_cast<const float *>(record + layout.scales[m])};
+}
+
+SPEQ_INLINE Mxfp4Rows mxfp4_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {
+  const std::int64_t apart = m == kExpertMatrices - 1 ? 1 : kInTurns, columns = layout.columns[m];
+  return {layout.rows[m],           columns,
+          record + layout.codes[m], record + layout.scales[m],
+          apart * (columns / 2),    apart * (columns / kMxfp4Block)};
+}
+
+} // namespace speq

@@ -1,0 +1,110 @@
+"""`speq serve`: a server for clients of OpenAI's API."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+from speq.cli import options as opt
+from speq.config import Model, RunConfig
+from speq.server.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from speq.dashboard.live.metrics import Metrics
+    from speq.generator import Generator
+    from speq.server.watched import Watched
+
+
+def serve(
+    model: Model,
+    settings: ServeSettings,
+    run: RunConfig,
+    output: Annotated[opt.Output, opt.ON_SCREEN],
+) -> None:
+    """Serve chats and completions as OpenAI's API has them; Ctrl-C ends it.
+
+    It prints the base URL for clients, then the address of the page that shows what is generated,
+    if there is one. Requests are answered one after the other.
+    """
+    from speq.dashboard.live.needed import check_serve
+
+    check_serve()
+    from speq.dashboard.live.metrics import Metrics
+    from speq.dashboard.live.server import listening_on
+    from speq.server.defaults import sampling_defaults
+    from speq.server.keys import Keys
+    from speq.server.server import ApiServer
+    from speq.server.service import Service
+    from speq.server.single_worker import Engine, SingleWorker
+
+    name = settings.served_model_name or name_of(model)
+    keys = None if settings.api_key_file is None else Keys.of(settings.api_key_file)
+    metrics = Metrics(name)
+    with ExitStack() as stack:
+        stack.enter_context(opt.log_of(output.quiet))
+        stack.enter_context(terminated_as_interrupted())
+        # First: a port that is not to be had is refused before a model is loaded.
+        listening = stack.enter_context(closing(listening_on(settings.host, settings.port)))
+        generator = stack.enter_context(closing(opt.load_generator(model, run, quiet=output.quiet)))
+        stack.enter_context(metrics.listening(generator.runtime.recorder))
+        engine: Engine = generator
+        addresses = []
+        if settings.dashboard:
+            port = settings.dashboard_port
+            engine, address = stack.enter_context(page_of(generator, metrics, port))
+            addresses.append(address)
+        folder = generator.runtime.opened.checkpoint.path
+        service = Service(generator, name, settings.default_max_tokens, sampling_defaults(folder))
+        worker = stack.enter_context(closing(SingleWorker(engine, metrics, settings.max_waiting)))
+        server = ApiServer(service, worker, metrics, settings, keys, listening)
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        print(server.url, *addresses, sep="\n", flush=True)
+        server.run()
+
+
+def name_of(model: str) -> str:
+    """A folder's name, or a hub id as it is."""
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+@contextmanager
+def page_of(
+    generator: "Generator", metrics: "Metrics", port: int
+) -> "Iterator[tuple[Watched, str]]":
+    """The generator as a live page shows it, which is served meanwhile, and the page's address."""
+    from speq.dashboard.live.server import LiveServer, bound
+    from speq.dashboard.recording import Recording
+    from speq.dashboard.run_panels.run_page import panels_of
+    from speq.server.watched import Watched
+
+    with (
+        closing(bound(port=port)) as listening,
+        Recording(generator) as recording,
+        closing(Watched(generator, recording, panels_of)) as watched,
+    ):
+        page = LiveServer(watched, metrics, listening)
+        thread = threading.Thread(target=page.run, name="speq-live-page")
+        thread.start()
+        try:
+            yield watched, page.url
+        finally:
+            page.stop()
+            thread.join()
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """What ends services (SIGTERM) ends the block as Ctrl-C does: with all that it closes."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

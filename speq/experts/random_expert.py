@@ -1,0 +1,23 @@
+"""Experts to try kernels and codecs with, where none has been read yet."""
+
+import torch
+
+from speq.experts.codec import ExpertShape, Matrices
+from speq.files.published_format import FP8, MXFP4
+from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words
+
+SPREAD = 0.02
+
+
+def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
+    """An expert whose words are spread as trained ones are, and are such as it was published in."""
+    gate_up_proj, down_proj = (
+        (torch.randn(size, generator=generator) * SPREAD).to(shape.dtype)
+        for size in (shape.gate_up_shape, shape.down_shape)
+    )
+    if shape.published == FP8:
+        gate, up, down = (fp8_words(*fp8_codes(e)) for e in (*gate_up_proj.chunk(2), down_proj))
+        return torch.cat([gate, up]), down
+    if shape.published == MXFP4:
+        return mxfp4_words(*mxfp4_codes(gate_up_proj)), mxfp4_words(*mxfp4_codes(down_proj))
+    return gate_up_proj, down_proj

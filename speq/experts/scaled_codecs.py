@@ -1,0 +1,157 @@
+"""Codecs of experts that were published as codes with scales. Their records are what is published.
+
+fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 8 bits a weight
+mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.experts.codec import ExpertShape, Matrices
+from speq.experts.int4 import Int4Arena, Int4Expert
+from speq.experts.slots import PlainWords, SlotExperts
+from speq.files.alignment import aligned
+from speq.kernels import scaled_ops
+from speq.kernels.ops import PlainExpert
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+from speq.kernels.scaled_words import fp8_codes, mxfp4_codes, part_of
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCodec:
+    """Records of one size, which decode to words of bfloat16."""
+
+    name: ClassVar[str]
+    op: ClassVar[str]
+    takes: ClassVar[str]
+    needs_draft: ClassVar[bool] = False
+    usual_bits: ClassVar[float | None] = None
+    shape: ExpertShape
+
+    @classmethod
+    def codes(cls, shape: ExpertShape) -> bool:
+        """Whether experts were published so. No others are turned into such records: most words
+        are no code times a scale.
+        """
+        return shape.published == cls.name
+
+    @property
+    def layout(self) -> ScaledLayout:
+        raise NotImplementedError
+
+    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        """The nearest codes and scales of each matrix of the layout."""
+        raise NotImplementedError
+
+    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        """Write the words of a record."""
+        raise NotImplementedError
+
+    def run(self, *arguments: Any) -> None:
+        """The op, as `SlotExperts` calls it."""
+        raise NotImplementedError
+
+    @property
+    def plain_bytes(self) -> int:
+        return self.shape.nbytes
+
+    @property
+    def record_bytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def record_range(self) -> tuple[int, int]:
+        return self.record_bytes, self.record_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return aligned(self.record_bytes)
+
+    def holding(self, largest_bytes: int) -> Self:
+        return self
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        """Of words that are codes times powers of 2. Raises SpeqError for others."""
+        layout = self.layout
+        sections = zip(layout.codes, layout.scales, strict=True)
+        for parts, of_parts in zip(self.coded(exact), sections, strict=True):
+            for part, section in zip(parts, of_parts, strict=True):
+                part_of(slot, section).copy_(part.contiguous().view(torch.uint8).flatten())
+        found = self.decode(slot)
+        same = (
+            torch.equal(ours.view(torch.int16), words.view(torch.int16))
+            for ours, words in zip(found, exact, strict=True)
+        )
+        if not all(same):
+            raise SpeqError(
+                f"codec {self.name} codes {self.takes}, and these words are no codes times a "
+                "scale; use codec raw"
+            )
+        return layout.nbytes
+
+    def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
+        matrices = self.shape.empty()
+        self.words(slot, *matrices)
+        return matrices
+
+    def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
+        held = slots, self.shape.expert_width
+
+        def plain(layer: int) -> PlainWords:
+            matrices = self.shape.empty(slots.device)
+
+            def read(expert: int, slot: int) -> PlainExpert:
+                self.words(slots[slot], *matrices)
+                return PlainExpert(*matrices)
+
+            return read
+
+        return SlotExperts(self.run, lambda layer: held, plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Codec(ScaledCodec):
+    name: ClassVar[str] = "fp8"
+    op: ClassVar[str] = "moe_grouped_fp8"
+    takes: ClassVar[str] = "what was published in fp8"
+
+    @property
+    def layout(self) -> Fp8Layout:
+        return Fp8Layout(self.shape.hidden_size, self.shape.expert_width)
+
+    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        return map(fp8_codes, (*exact[0].chunk(2), exact[1]))
+
+    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        scaled_ops.decode_fp8(record, gate_up_proj, down_proj)
+
+    def run(self, *arguments: Any) -> None:
+        scaled_ops.moe_grouped_fp8(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Codec(ScaledCodec):
+    """Rows of gate and up take turns, as gpt_oss has them."""
+
+    name: ClassVar[str] = "mxfp4"
+    op: ClassVar[str] = "moe_grouped_mxfp4"
+    takes: ClassVar[str] = "what was published in mxfp4"
+
+    @property
+    def layout(self) -> Mxfp4Layout:
+        return scaled_ops.mxfp4_layout(self.shape.hidden_size, self.shape.expert_width)
+
+    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        in_turns = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1)
+        return map(mxfp4_codes, (in_turns, exact[1]))
+
+    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        scaled_ops.decode_mxfp4(record, gate_up_proj, down_proj)
+
+    def run(self, *arguments: Any) -> None:
+        scaled_ops.moe_grouped_mxfp4(*arguments)

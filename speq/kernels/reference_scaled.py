@@ -1,0 +1,102 @@
+"""Plain torch versions of the ops over experts that were published as codes with scales.
+
+What records hold is said in csrc/scaled.h; sizes are in speq/kernels/scaled_layout.py.
+"""
+
+import torch
+from torch import Tensor
+
+from speq.kernels.reference import check_ids, moe_grouped_out
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
+from speq.kernels.scaled_words import fp8_words, mxfp4_words, part_of
+
+
+def decode_fp8_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """Write the words of a record into gate_up_proj [2F, H] and down_proj [H, F], bfloat16."""
+    hidden_size, width = down_proj.shape
+    layout = Fp8Layout(hidden_size, width)
+    targets = *gate_up_proj.chunk(2), down_proj
+    for target, codes, scales in zip(targets, layout.codes, layout.scales, strict=True):
+        of_blocks = part_of(record, scales).view(torch.float32).view(scales.shape)
+        target.copy_(fp8_words(part_of(record, codes).view(codes.shape), of_blocks))
+
+
+def decode_mxfp4_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """As `decode_fp8_out`. Rows of gate and up take turns in the record."""
+    hidden_size, width = down_proj.shape
+    layout = Mxfp4Layout(hidden_size, width)
+    gate_up, down = (
+        mxfp4_words(
+            part_of(record, codes).view(codes.shape), part_of(record, scales).view(scales.shape)
+        )
+        for codes, scales in zip(layout.codes, layout.scales, strict=True)
+    )
+    gate_up_proj.copy_(torch.cat([gate_up[0::2], gate_up[1::2]]))
+    down_proj.copy_(down)
+
+
+def moe_grouped_fp8_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
+    for expert, slot in _held(topk_ids, slot_table, slots):
+        words = _empty(hidden_states.shape[1], expert_width, slots)
+        decode_fp8_out(slots[slot], *words)
+        _run_one(hidden_states, topk_ids, expert, words, activation, out)
+
+
+def moe_grouped_mxfp4_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`moe_grouped_out` over MXFP4 records in slots [S, slot_bytes] uint8."""
+    for expert, slot in _held(topk_ids, slot_table, slots):
+        words = _empty(hidden_states.shape[1], expert_width, slots)
+        decode_mxfp4_out(slots[slot], *words)
+        _run_one(hidden_states, topk_ids, expert, words, activation, out)
+
+
+def _held(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
+    """The experts of a route that are in a slot, and their slots."""
+    check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
+    held = []
+    for expert in topk_ids.unique().tolist():
+        slot = int(slot_table[expert])
+        if slot >= 0:
+            check_ids("slot_table", slot_table[expert], slots.shape[0], "slots")
+            held.append((expert, slot))
+    return held
+
+
+def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    gate_up, down = (
+        torch.empty(shape, dtype=torch.bfloat16, device=slots.device)
+        for shape in ((2 * width, hidden_size), (hidden_size, width))
+    )
+    return gate_up, down
+
+
+def _run_one(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    expert: int,
+    words: tuple[Tensor, Tensor],
+    activation: str,
+    out: Tensor,
+) -> None:
+    """Run the rows of one expert."""
+    only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
+    only[expert] = 0
+    gate_up, down = (matrix.unsqueeze(0) for matrix in words)
+    moe_grouped_out(hidden_states, topk_ids, only, gate_up, down, activation, out)

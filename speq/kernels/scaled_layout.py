@@ -1,0 +1,126 @@
+"""Sizes of records of experts that were published as codes with scales: FP8 and MXFP4.
+
+csrc/scaled.h says what lies in them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+LINE_BYTES = 64
+# Rows and columns of FP8 codes that share a scale.
+FP8_BLOCK = 128
+# Neighbours of a row of MXFP4 codes that share a scale.
+MXFP4_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A tensor of a record: where it begins, in bytes, and its shape."""
+
+    at: int
+    shape: tuple[int, ...]
+    itemsize: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        nbytes = self.itemsize
+        for size in self.shape:
+            nbytes *= size
+        return nbytes
+
+
+class ScaledLayout(Protocol):
+    """Sections of a record: codes of each matrix, then scales of each."""
+
+    @property
+    def code_bits(self) -> int: ...
+
+    @property
+    def codes(self) -> tuple[Section, ...]: ...
+
+    @property
+    def scales(self) -> tuple[Section, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of a record, all of one size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Layout:
+    """Of gate, up [F, H] and down [H, F]: codes of a byte, and a float32 scale to each block."""
+
+    block: ClassVar[int] = FP8_BLOCK
+    code_bits: ClassVar[int] = 8
+    hidden_size: int
+    expert_width: int
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        gate = self.expert_width, self.hidden_size
+        return gate, gate, (self.hidden_size, self.expert_width)
+
+    @property
+    def codes(self) -> tuple[Section, ...]:
+        return _sections(0, self.matrices, 1)
+
+    @property
+    def scales(self) -> tuple[Section, ...]:
+        shapes = tuple(
+            (blocks_of(rows, self.block), blocks_of(columns, self.block))
+            for rows, columns in self.matrices
+        )
+        return _sections(_end(self.codes), shapes, 4)
+
+    @property
+    def nbytes(self) -> int:
+        return _end(self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Layout:
+    """Of gate_up [2F, H], whose rows are of gate and of up in turns, and down [H, F]: two codes to
+    a byte, the first in its low half, and a byte of scale to each block of a row. Both widths are
+    multiples of a block.
+    """
+
+    block: ClassVar[int] = MXFP4_BLOCK
+    code_bits: ClassVar[int] = 4
+    hidden_size: int
+    expert_width: int
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        return (2 * self.expert_width, self.hidden_size), (self.hidden_size, self.expert_width)
+
+    @property
+    def codes(self) -> tuple[Section, ...]:
+        return _sections(0, tuple((rows, columns // 2) for rows, columns in self.matrices), 1)
+
+    @property
+    def scales(self) -> tuple[Section, ...]:
+        shapes = tuple((rows, columns // self.block) for rows, columns in self.matrices)
+        return _sections(_end(self.codes), shapes, 1)
+
+    @property
+    def nbytes(self) -> int:
+        return _end(self.scales)
+
+
+def blocks_of(size: int, block: int) -> int:
+    """Blocks that rows or columns are in; the last one may be shorter."""
+    return -(-size // block)
+
+
+def _sections(at: int, shapes: tuple[tuple[int, int], ...], itemsize: int) -> tuple[Section, ...]:
+    """Sections one behind the other, each at a whole line."""
+    sections = []
+    for shape in shapes:
+        sections.append(Section(at, shape, itemsize))
+        at = _end(sections[-1:])
+    return tuple(sections)
+
+
+def _end(sections: tuple[Section, ...] | list[Section]) -> int:
+    last = sections[-1]
+    return -(-(last.at + last.nbytes) // LINE_BYTES) * LINE_BYTES

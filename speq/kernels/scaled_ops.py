@@ -1,0 +1,100 @@
+"""The ops over experts that were published as codes with scales, as their callers see them.
+
+`speq.kernels.reference_scaled` says what they compute.
+"""
+
+import torch
+from torch import Tensor
+
+from speq.kernels import library, reference_scaled
+from speq.kernels.checks import activation_code, check_rows, check_tensor
+from speq.kernels.ops import row_blocks
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+
+
+def decode_fp8(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """Write the words of a record, or of a slot that holds one, into matrices of bfloat16.
+
+    record  [R] uint8; gate_up_proj [2F, H], gate over up, and down_proj [H, F]
+    """
+    sizes = _sizes(gate_up_proj, down_proj)
+    _check_records("record", record, 1, Fp8Layout(*sizes))
+    library.call("decode_fp8", record, gate_up_proj, down_proj)
+
+
+def decode_mxfp4(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """As `decode_fp8`. Rows of gate and up take turns in the record."""
+    sizes = _sizes(gate_up_proj, down_proj)
+    _check_records("record", record, 1, mxfp4_layout(*sizes))
+    library.call("decode_mxfp4", record, gate_up_proj, down_proj)
+
+
+def moe_grouped_fp8(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference_scaled.moe_grouped_fp8_out`; blocks and errors as of `ops.moe_grouped`."""
+    check_rows(hidden_states, topk_ids, slot_table, out)
+    _check_records("slots", slots, 2, Fp8Layout(hidden_states.shape[1], expert_width))
+    held = slot_table, slots, expert_width
+    code = activation_code(activation)
+    if hidden_states.dtype == torch.float64:
+        reference_scaled.moe_grouped_fp8_out(hidden_states, topk_ids, *held, activation, out)
+        return
+    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
+        library.call("moe_grouped_fp8", part, ids, *held, code, target)
+
+
+def moe_grouped_mxfp4(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """`reference_scaled.moe_grouped_mxfp4_out`; blocks and errors as of `ops.moe_grouped`."""
+    check_rows(hidden_states, topk_ids, slot_table, out)
+    _check_records("slots", slots, 2, mxfp4_layout(hidden_states.shape[1], expert_width))
+    held = slot_table, slots, expert_width
+    code = activation_code(activation)
+    if hidden_states.dtype == torch.float64:
+        reference_scaled.moe_grouped_mxfp4_out(hidden_states, topk_ids, *held, activation, out)
+        return
+    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
+        library.call("moe_grouped_mxfp4", part, ids, *held, code, target)
+
+
+def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:
+    """Raises ValueError for widths that are no whole blocks."""
+    block = Mxfp4Layout.block
+    if hidden_size % block or expert_width % block:
+        raise ValueError(
+            f"experts are {hidden_size} by {expert_width}; of MXFP4 both are multiples of {block}"
+        )
+    return Mxfp4Layout(hidden_size, expert_width)
+
+
+def _sizes(gate_up_proj: Tensor, down_proj: Tensor) -> tuple[int, int]:
+    dtypes, device = (torch.bfloat16,), down_proj.device
+    check_tensor("down_proj", down_proj, (None, None), dtypes, device)
+    hidden_size, width = down_proj.shape
+    check_tensor("gate_up_proj", gate_up_proj, (2 * width, hidden_size), dtypes, device)
+    return hidden_size, width
+
+
+def _check_records(name: str, records: Tensor, dims: int, layout: ScaledLayout) -> None:
+    """Raise ValueError unless `records`, one or slots of them, can hold such a record."""
+    shape = (None,) * dims
+    check_tensor(name, records, shape, (torch.uint8,), records.device, strided=dims == 2)
+    if records.shape[-1] < layout.nbytes:
+        raise ValueError(
+            f"{name} has {records.shape[-1]} bytes to a record; those of this shape have "
+            f"{layout.nbytes}"
+        )

@@ -1,0 +1,100 @@
+"""Words of codes with scales, and codes of words, in plain torch.
+
+A word is its code's value times its block's scale, both in float32, rounded to bfloat16. That is
+what transformers makes of such a checkpoint where it computes in words.
+"""
+
+import torch
+from torch import Tensor
+
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, Section, blocks_of
+
+# What the codes of MXFP4 stand for: e2m1, the highest bit the sign.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Half of the least scale is 2 to the power of -128, which is no normal float32: its exponent is 0.
+LEAST_HALF, MANTISSA_BITS = 1 << 21, 23
+# Rows whose products exist in float32 at a time.
+ROWS = 512
+# The largest values of codes.
+E4M3_MOST, E2M1_MOST = 448.0, 6.0
+E8M0_BIAS, E8M0_MOST = 127, 254
+
+
+def fp8_words(codes: Tensor, scales: Tensor, block: int = Fp8Layout.block) -> Tensor:
+    """The words [N, K] bfloat16 of codes [N, K] float8_e4m3fn, or their bytes.
+
+    scales  [N / block, K / block] float32, rounded up: of blocks of rows and columns, of which the
+            last ones may be shorter
+    """
+    codes = codes.view(torch.float8_e4m3fn)
+    rows, columns = codes.shape
+    words = torch.empty(rows, columns, dtype=torch.bfloat16, device=codes.device)
+    for first, of_rows in zip(range(0, rows, block), scales.float(), strict=True):
+        spread = of_rows.repeat_interleave(block)[:columns]
+        words[first : first + block] = codes[first : first + block].float() * spread
+    return words
+
+
+def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
+    """The words [N, K] bfloat16 of codes [N, K / 2] uint8, two to the byte, the low half first.
+
+    scales  [N, K / block] uint8: exponents of 2, with a bias of 127
+    """
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
+    rows, words = codes.shape[0], []
+    for first in range(0, rows, ROWS):
+        part, exponents = codes[first : first + ROWS], scales[first : first + ROWS]
+        pairs = torch.stack([part & 0xF, part >> 4], dim=2).flatten(1).long()
+        doubled = 2 * values[pairs].unflatten(1, (scales.shape[1], -1))
+        spread = doubled * e8m0_halves(exponents).unsqueeze(2)
+        words.append(spread.flatten(1).bfloat16())
+    return torch.cat(words)
+
+
+def e8m0_halves(scales: Tensor) -> Tensor:
+    """Halves of the powers of 2 that scales [...] uint8 stand for, in float32, which does not have
+    the largest of these.
+    """
+    exponents = scales.int()
+    bits = torch.where(exponents < 2, LEAST_HALF << exponents, exponents - 1 << MANTISSA_BITS)
+    return bits.view(torch.float32)
+
+
+def fp8_codes(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes [N, K] uint8 of words [N, K], and powers of 2 as scales of their blocks."""
+    block = Fp8Layout.block
+    rows, columns = words.shape
+    scales = torch.ones(blocks_of(rows, block), blocks_of(columns, block))
+    codes = torch.empty(rows, columns, dtype=torch.uint8)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            values = words[part].float()
+            scale = power_of_2(values.abs().amax() / E4M3_MOST)
+            scales[i, j] = scale
+            codes[part] = (values / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, scales
+
+
+def mxfp4_codes(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes [N, K / 2] uint8 of words [N, K], and scales [N, K / 32] uint8."""
+    values = words.float().unflatten(1, (-1, Mxfp4Layout.block))
+    factors = power_of_2(values.abs().amax(2) / E2M1_MOST)
+    scales = (factors.log2().round() + E8M0_BIAS).clamp(0, E8M0_MOST)
+    scaled = values / factors.unsqueeze(2)
+    steps = torch.tensor(E2M1_VALUES)
+    codes = torch.bucketize(scaled.abs(), (steps[1:] + steps[:-1]) / 2)
+    codes = (codes + 8 * scaled.signbit()).flatten(1).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.to(torch.uint8)
+
+
+def power_of_2(values: Tensor) -> Tensor:
+    """The least powers of 2 that are no less; of 0, 1."""
+    mantissas, exponents = values.frexp()
+    exponents = exponents - (mantissas == 0.5).int()
+    return torch.where(values > 0, torch.ones_like(values).ldexp(exponents), 1.0)
+
+
+def part_of(record: Tensor, section: Section) -> Tensor:
+    """The bytes of a section, as a view."""
+    return record[section.at : section.at + section.nbytes]

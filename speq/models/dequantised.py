@@ -1,0 +1,62 @@
+"""Weights of a checkpoint that was published as codes with scales, as the words they stand for."""
+
+from collections.abc import Callable
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+from speq.files.checkpoint import Checkpoint
+from speq.files.published_format import FP8, WORDS, scales_name, words_name
+from speq.kernels.scaled_words import fp8_words, mxfp4_words
+from speq.models.shape import hf_config
+
+
+def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Tensors by their names on disk: words, mapped from their files, and codes as words of
+    bfloat16 in memory. Scales are left out.
+
+    wanted  tells which
+    """
+    state: dict[str, Tensor] = {}
+    coded = {name for name in checkpoint.tensors if checkpoint.is_coded(name)}
+    scales = {scales_name(name) for name in coded}
+    for file in checkpoint.files.values():
+        with safe_open(file.path, framework="pt") as mapped:
+            for name, (holder, _) in checkpoint.tensors.items():
+                if holder is not file or not wanted(name) or name in scales:
+                    continue
+                state[words_name(name)] = (
+                    words_of(checkpoint, name) if name in coded else mapped.get_tensor(name)
+                )
+    return state
+
+
+def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The words of a tensor of codes, with its rows as they are on disk."""
+    file, _ = checkpoint.tensors[name]
+    of_scales = scales_name(name)
+    codes, scales = file.tensor(name), checkpoint.tensors[of_scales][0].tensor(of_scales)
+    if checkpoint.format == FP8:
+        return fp8_words(codes, scales)
+    rows = codes.flatten(0, -3).flatten(1), scales.flatten(0, -2)
+    return mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
+
+
+def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
+    """transformers' model of a checkpoint, or of the words of one that was published as codes.
+
+    wanted   tells the tensors by their names on disk; those of plain words are all there
+    options  of `from_pretrained`
+    """
+    path = checkpoint.path
+    if checkpoint.format == WORDS:
+        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+    config = hf_config(checkpoint)
+    if (path / "generation_config.json").exists():
+        options["generation_config"] = GenerationConfig.from_pretrained(path)
+    state = state_of(checkpoint, wanted)
+    # The class itself: the automatic one wants a folder.
+    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return made.from_pretrained(None, config=config, state_dict=state, **options)

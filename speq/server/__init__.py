@@ -1,0 +1,1 @@
+"""A server that clients of OpenAI's API talk to."""

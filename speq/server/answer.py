@@ -1,0 +1,155 @@
+"""A response that reads one stream of tokens, and lets go of it when its client leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from speq.dashboard.live.event_stream import left
+from speq.errors import SpeqError
+from speq.generator import Token
+from speq.server.api_error import ApiError, error_of
+from speq.server.engine_worker import EngineWorker
+from speq.server.forms import Chunk, Form, usage_of
+from speq.server.token_stream import TokenStream
+
+# A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
+HEARTBEAT_S = 15.0
+HEARTBEAT = b": here\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def frames(chunks: Iterable[Chunk]) -> bytes:
+    """Chunks as server-sent events."""
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
+
+
+class Answer(Response):
+    """Sends an answer and ends; where the client leaves before, cancels its stream."""
+
+    def __init__(self, worker: EngineWorker, stream: TokenStream, form: Form) -> None:
+        super().__init__()
+        self._worker, self._stream, self._form = worker, stream, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks = [asyncio.ensure_future(self._tell(send)), asyncio.ensure_future(left(receive))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what went wrong, which would be lost
+        finally:
+            self._worker.cancel(self._stream)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self, send: Send) -> None:
+        raise NotImplementedError
+
+    def _usage(self) -> Chunk:
+        assert self._stream.end is not None, "the stream was read to its end"
+        return usage_of(len(self._stream.request.prompt_ids), self._stream.end)
+
+
+class WholeAnswer(Answer):
+    """In one piece of JSON."""
+
+    async def _tell(self, send: Send) -> None:
+        try:
+            async for token in self._stream:
+                for _ in self._form.chunks(token):
+                    continue
+        except SpeqError as error:
+            await respond(error_of(error), send)
+            return
+        end = self._stream.end
+        assert end is not None
+        for _ in self._form.closing(end):
+            continue
+        body = json.dumps(self._form.whole(end, self._usage())).encode()
+        await complete(200, body, {}, send)
+
+
+class StreamedAnswer(Answer):
+    """As server-sent events. includes_usage: the last of them says what it took.
+
+    An error before the first token is a response of its own, as long as no line was sent.
+    """
+
+    def __init__(
+        self, worker: EngineWorker, stream: TokenStream, form: Form, includes_usage: bool
+    ) -> None:
+        super().__init__(worker, stream, form)
+        self._includes_usage = includes_usage
+
+    async def _tell(self, send: Send) -> None:
+        begun = False
+        try:
+            async for news in self._events():
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await send({"type": "http.response.body", "body": news, "more_body": True})
+        except SpeqError as error:
+            told = error_of(error)
+            if not begun:
+                await respond(told, send)
+                return
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": frames([told.content]) + DONE,
+                    "more_body": True,
+                }
+            )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        opening = frames(self._form.opening())
+        async for token in with_heartbeats(self._stream):
+            if token is None:
+                yield opening + HEARTBEAT
+            else:
+                yield opening + frames(self._form.chunks(token))
+            opening = b""
+        end = self._stream.end
+        assert end is not None
+        last = frames(self._form.closing(end))
+        if self._includes_usage:
+            last += frames([self._form.usage(self._usage())])
+        yield opening + last + DONE
+
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # nginx would hold the text back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def with_heartbeats(
+    stream: TokenStream, every_s: float = HEARTBEAT_S
+) -> AsyncIterator[Token | None]:
+    """The tokens, and None where there was none for so long."""
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(stream), every_s)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            yield None
+
+
+async def respond(error: ApiError, send: Send) -> None:
+    await complete(error.status, error.body, error.headers, send)
+
+
+async def complete(status: int, body: bytes, headers: dict[str, str], send: Send) -> None:
+    """Send a response of JSON."""
+    told = {"content-type": "application/json", "content-length": str(len(body))} | headers
+    pairs = [(name.encode(), value.encode()) for name, value in told.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

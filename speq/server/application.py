@@ -1,0 +1,127 @@
+"""The server's routes."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as Unanswered
+from starlette.requests import ClientDisconnect
+
+from speq.dashboard.live.metrics import Metrics
+from speq.errors import SpeqError
+from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
+from speq.server.api_error import ApiError, error_of, error_of_fields
+from speq.server.engine_worker import EngineRequest, EngineWorker
+from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
+from speq.server.forms import Form
+from speq.server.service import Service
+from speq.version import __version__
+
+OWNER = "speq"
+# For the page that describes the routes; answers are written by `speq.server.forms`.
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer: one object, or chunks of it where `stream` is true.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+    400: {"description": "A field is wrong or not supported; `error.param` names it."},
+    404: {"description": "There is no such model."},
+    429: {"description": "Too many requests wait; ask again after `Retry-After` seconds."},
+    500: {"description": "The engine failed at this request."},
+    503: {"description": "The engine has died, or the server is ending."},
+}
+
+
+def application(service: Service, worker: EngineWorker, metrics: Metrics) -> FastAPI:
+    """An ASGI application: what clients ask for, without a gate before it."""
+    app = FastAPI(
+        title="speq", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    model = {
+        "id": service.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": OWNER,
+        "max_model_len": service.max_context,
+    }
+
+    def answer(body: SampledBody, request: EngineRequest, form: Form) -> Answer:
+        stream = worker.submit(request)
+        if body.stream:
+            return StreamedAnswer(worker, stream, form, body.includes_usage)
+        return WholeAnswer(worker, stream, form)
+
+    @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
+    async def chat_completions(body: ChatBody) -> Response:
+        check_stream(body)
+        return answer(body, *await service.chat(body))
+
+    @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
+    async def completions(body: CompletionBody) -> Response:
+        check_stream(body)
+        return answer(body, *await service.completion(body))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(model)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        ids = await service.tokenize(body)
+        told = {"count": len(ids), "max_model_len": service.max_context, "tokens": ids}
+        return JSONResponse(told)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if worker.failure is not None:
+            return refusal(ApiError(503, worker.failure, code="unavailable"))
+        stats = worker.stats()
+        return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+
+    @app.get("/metrics")
+    async def numbers() -> Response:
+        return Response(metrics.text(), headers={"content-type": metrics.content_type})
+
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(SpeqError)
+    async def bad(_: Request, error: SpeqError) -> Response:
+        return refusal(error_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_fields(_: Request, error: RequestValidationError) -> Response:
+        return refusal(error_of_fields(error.errors()))
+
+    @app.exception_handler(Unanswered)
+    async def unanswered(_: Request, error: Unanswered) -> Response:
+        return refusal(ApiError(error.status_code, error.detail, headers=dict(error.headers or {})))
+
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:
+        # The log has it: it is raised again once this is sent.
+        sentence = f"the server failed ({type(error).__name__}); its log has more"
+        return refusal(ApiError(500, sentence))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return refusal(ApiError(400, "the request was cut off"))
+
+    return app
+
+
+def check_stream(body: SampledBody) -> None:
+    """Raises SpeqError for options of a stream where there is none."""
+    if body.stream_options is not None and not body.stream:
+        raise SpeqError("stream_options are given and stream is not true; give both")
+
+
+def refusal(error: ApiError) -> Response:
+    return Response(error.body, error.status, error.headers, media_type="application/json")

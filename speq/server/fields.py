@@ -1,0 +1,156 @@
+"""Fields of requests, as OpenAI's API names them. What is not here is refused by its name.
+
+Some fields are taken with those values alone that ask for nothing, such as `n` with 1: clients
+send them.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# As many likeliest tokens as OpenAI's own.
+MOST_LOGPROBS = 20
+
+
+class Body(BaseModel):
+    """Values are of the types that are declared, and none is made into another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Metadata = dict[str, str]
+
+
+class StreamOptions(Body):
+    """include_usage: one more chunk at the end, with what the request took."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SampledBody(Body):
+    """What chats and completions share. The last four are not OpenAI's: they go by vLLM's names."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    n: Literal[1] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    user: str | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """arguments: an object, written as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Body):
+    """The fields behind `tool_call_id` stand in messages that clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class Function(Body):
+    """parameters: a JSON schema, which the model's template shows to the model."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(SampledBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: Metadata | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class CompletionBody(SampledBody):
+    """prompt: a text or token ids; of several, one."""
+
+    prompt: (
+        str
+        | list[TokenId]
+        | Annotated[list[str], Field(max_length=1)]
+        | Annotated[list[list[TokenId]], Field(max_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+
+class TokenizeBody(Body):
+    """One of a text and messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+
+
+BODIES: tuple[type[Body], ...] = (
+    *(StreamOptions, SampledBody, TextPart, CalledFunction, ToolCall, Message, Function, Tool),
+    *(ResponseFormat, ChatBody, CompletionBody, TokenizeBody),
+)
+# Tells names of fields from names of types in where pydantic found a fault.
+FIELD_NAMES = frozenset(name for body in BODIES for name in body.model_fields)

@@ -1,0 +1,188 @@
+"""Answers in the two forms of OpenAI's API: whole, or chunk by chunk."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from speq.generator import Token
+from speq.server.engine_worker import End
+from speq.server.token_odds import TokenTexts, chat_entry, completion_lists
+from speq.server.tool_calls import Call, CallParser, Piece
+
+# By our reason to finish.
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "stopped": "stop"}
+Chunk = dict[str, Any]
+
+
+class Form(Protocol):
+    """Writes one answer. Chunks are given in the order in which they are sent."""
+
+    def opening(self) -> Iterator[Chunk]:
+        """Before the first token."""
+
+    def chunks(self, token: Token) -> Iterator[Chunk]:
+        """What is certain with a token."""
+
+    def closing(self, end: End) -> Iterator[Chunk]:
+        """Behind the last token."""
+
+    def usage(self, usage: Chunk) -> Chunk:
+        """The last chunk where a client asked what it took."""
+
+    def whole(self, end: End, usage: Chunk) -> Chunk:
+        """The answer in one piece, once all its chunks were made."""
+
+
+def usage_of(prompt_tokens: int, end: End) -> Chunk:
+    """What a request took. `speq`: what only an engine like this one has to tell."""
+    stats = end.stats
+    generated = stats.get("new_tokens", 0)
+    usage: Chunk = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+    }
+    if stats:
+        usage["speq"] = {
+            "accept_length": stats["accept_length_mean"],
+            "draft_length": stats["draft_length_mean"],
+            "moved_bytes": stats["moved_bytes"] + stats["prefill_moved_bytes"],
+            "waited_ms": (stats["stall_s"] + stats["prefill_stall_s"]) * 1e3,
+            "queued_ms": end.queued_s * 1e3,
+        }
+    return usage
+
+
+@dataclass(slots=True)
+class Heading:
+    """What all chunks of one answer have in common. created: seconds since 1970."""
+
+    model: str
+    prefix: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+
+    def chunk(self, kind: str, choices: list[Chunk], usage: Chunk | None) -> Chunk:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+@dataclass(slots=True)
+class ChatForm:
+    """An answer of a chat. parser: tells calls of tools from text; None: there are no tools."""
+
+    heading: Heading
+    texts: TokenTexts
+    parser: CallParser | None = None
+    _said: list[str] = field(default_factory=list, init=False)
+    _calls: list[Call] = field(default_factory=list, init=False)
+    _odds: list[Chunk] = field(default_factory=list, init=False)
+
+    def opening(self) -> Iterator[Chunk]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def chunks(self, token: Token) -> Iterator[Chunk]:
+        piece = Piece(token.text) if self.parser is None else self.parser.feed(token.text)
+        odds = [] if token.odds is None else [chat_entry(self.texts, token)]
+        self._odds += odds
+        yield from self._told(piece, odds)
+
+    def closing(self, end: End) -> Iterator[Chunk]:
+        if self.parser is not None:
+            yield from self._told(self.parser.finish(), [])
+        yield self._chunk({}, self._reason(end))
+
+    def usage(self, usage: Chunk) -> Chunk:
+        return self.heading.chunk("chat.completion.chunk", [], usage)
+
+    def whole(self, end: End, usage: Chunk) -> Chunk:
+        text = "".join(self._said)
+        message: Chunk = {"role": "assistant", "content": text, "refusal": None}
+        if self._calls:
+            message["content"] = text or None
+            message["tool_calls"] = [call.content for call in self._calls]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": {"content": self._odds} if self._odds else None,
+            "finish_reason": self._reason(end),
+        }
+        return self.heading.chunk("chat.completion", [choice], usage)
+
+    def _told(self, piece: Piece, odds: list[Chunk]) -> Iterator[Chunk]:
+        """Chunks with what is certain; nothing where that is nothing."""
+        if piece.text or odds:
+            self._said.append(piece.text)
+            yield self._chunk({"content": piece.text}, odds=odds)
+        for call in piece.calls:
+            yield self._chunk({"tool_calls": [{"index": len(self._calls)} | call.content]})
+            self._calls.append(call)
+
+    def _reason(self, end: End) -> str:
+        return "tool_calls" if self._calls else FINISH_REASONS[end.finish_reason]
+
+    def _chunk(
+        self, delta: Chunk, reason: str | None = None, odds: list[Chunk] | None = None
+    ) -> Chunk:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": {"content": odds} if odds else None,
+            "finish_reason": reason,
+        }
+        return self.heading.chunk("chat.completion.chunk", [choice], None)
+
+
+@dataclass(slots=True)
+class CompletionForm:
+    """An answer that goes on from a text."""
+
+    heading: Heading
+    texts: TokenTexts
+    _tokens: list[Token] = field(default_factory=list, init=False)
+    _length: int = field(default=0, init=False)
+
+    def opening(self) -> Iterator[Chunk]:
+        yield from ()
+
+    def chunks(self, token: Token) -> Iterator[Chunk]:
+        if token.text or token.odds is not None:
+            yield self._chunk([token], self._length)
+        self._tokens.append(token)
+        self._length += len(token.text)
+
+    def closing(self, end: End) -> Iterator[Chunk]:
+        yield self._chunk([], self._length, FINISH_REASONS[end.finish_reason])
+
+    def usage(self, usage: Chunk) -> Chunk:
+        return self.heading.chunk("text_completion", [], usage)
+
+    def whole(self, end: End, usage: Chunk) -> Chunk:
+        return self._chunk(self._tokens, 0, FINISH_REASONS[end.finish_reason], usage)
+
+    def _chunk(
+        self,
+        tokens: list[Token],
+        offset: int,
+        reason: str | None = None,
+        usage: Chunk | None = None,
+    ) -> Chunk:
+        told = any(token.odds is not None for token in tokens)
+        choice = {
+            "index": 0,
+            "text": "".join(token.text for token in tokens),
+            "logprobs": completion_lists(self.texts, tokens, offset) if told else None,
+            "finish_reason": reason,
+        }
+        return self.heading.chunk("text_completion", [choice], usage)

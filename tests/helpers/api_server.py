@@ -1,0 +1,140 @@
+"""The server within this process, and a client that says no more than HTTP does."""
+
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from speq.dashboard.live.metrics import Metrics
+from speq.dashboard.live.server import listening_on
+from speq.server.keys import Keys
+from speq.server.server import ApiServer
+from speq.server.service import Model, Service
+from speq.server.settings import ServeSettings
+from speq.server.single_worker import Engine, SingleWorker
+from tests.helpers.command import PATIENCE_S
+
+NAME = "tiny"
+QUESTION = [{"role": "user", "content": "Hello there"}]
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return dict(error)
+
+    @property
+    def chunks(self) -> list[Any]:
+        """Of server-sent events, up to the one that ends them."""
+        frames = [frame for frame in self.body.decode().split("\n\n") if frame]
+        told = [frame for frame in frames if not frame.startswith(":")]
+        assert all(frame.startswith("data: ") for frame in told)
+        assert told[-1] == "data: [DONE]"
+        return [json.loads(frame.removeprefix("data: ")) for frame in told[:-1]]
+
+
+@dataclass
+class Rig:
+    """A server that runs, with what is behind it."""
+
+    server: ApiServer
+    worker: SingleWorker
+    metrics: Metrics
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.server.host, self.server.port, timeout=PATIENCE_S)
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return Reply(response.status, response.headers, response.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.ask("GET", path, None, **headers)
+
+    def post(self, path: str, content: Any, **headers: str) -> Reply:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return self.ask("POST", path, body, **{"Content-Type": "application/json"} | headers)
+
+    def chat(self, **fields: Any) -> Reply:
+        return self.post("/v1/chat/completions", {"model": NAME, "messages": QUESTION} | fields)
+
+    def complete(self, **fields: Any) -> Reply:
+        return self.post("/v1/completions", {"model": NAME, "prompt": "Hello there"} | fields)
+
+    @contextmanager
+    def streaming(self, **fields: Any) -> Iterator[http.client.HTTPResponse]:
+        """A chat whose answer comes in chunks; the client leaves where the block ends."""
+        asked = {"model": NAME, "messages": QUESTION, "stream": True} | fields
+        connection = self.connect()
+        body = json.dumps(asked).encode()
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": JSON})
+        response = connection.getresponse()
+        try:
+            yield response
+        finally:
+            response.close()
+            connection.close()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+JSON = "application/json"
+
+
+@contextmanager
+def api_server(
+    engine: Engine,
+    model: Model,
+    keys: Keys | None = None,
+    metrics: Metrics | None = None,
+    defaults: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Rig]:
+    """A server on a free port for as long as the block lasts."""
+    chosen = ServeSettings(**{"port": 0, "shutdown_seconds": 0} | settings)
+    counted = metrics or Metrics(NAME)
+    service = Service(model, NAME, chosen.default_max_tokens, defaults or {})
+    with contextlib.ExitStack() as stack:
+        worker = stack.enter_context(closing(SingleWorker(engine, counted, chosen.max_waiting)))
+        listening = listening_on(chosen.host, chosen.port)
+        server = ApiServer(service, worker, counted, chosen, keys, listening)
+        rig = Rig(server, worker, counted, threading.Thread(target=server.run))
+        rig.thread.start()
+        stack.callback(rig.stop)
+        yield rig
+
+
+def events_of(response: http.client.HTTPResponse) -> Iterator[Any]:
+    """The chunks of a response as they come."""
+    for line in iter(response.readline, b""):
+        if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+            yield json.loads(line.removeprefix(b"data: "))

@@ -1,0 +1,111 @@
+"""Experts published in MXFP4, in the layout of gpt_oss: the output is that of the words that they
+stand for.
+
+No family that runs here is published so. One is written that way, by tests/helpers/mxfp4_files.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from speq import Generator, SpeqError
+from speq.experts.expert_store import expert_slot, read_matrices
+from speq.models.opened import open_model
+from speq.quantizing.models import pack
+from tests.helpers.cells import Cell, loaded, outcomes
+from tests.helpers.mxfp4_files import write_mxfp4
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+
+NEW_TOKENS = 60
+PROMPT = [*range(40, 60)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A model in MXFP4, packed, and the words that it stands for."""
+    root = tmp_path_factory.mktemp("mxfp4")
+    source = write_model(
+        root / "16", "qwen3_moe", torch.bfloat16, hidden_size=96, moe_intermediate_size=64
+    )
+    model = write_mxfp4(root / "model", root / "words", source)
+    pack(model, root / "packed")
+    return model, root / "packed", root / "words"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(0, "two slots", "own", codec="mxfp4", drafter="ngram"),
+        Cell(3, "half", "own", codec="mxfp4", drafter="ngram", readers=4),
+        Cell(3, "two slots", "own", "packed", codec="mxfp4", drafter="ngram"),
+    ],
+)
+def test_greedy_tokens_are_those_of_the_words(cell: Cell, made: tuple[Path, Path, Path]) -> None:
+    model, packed, words = made
+    expected = greedy_tokens(load_plain(words), PROMPT, NEW_TOKENS)
+    folder = packed if cell.store == "packed" else model
+    generator, _ = loaded(cell, folder, "auto", "float32", len(PROMPT) + NEW_TOKENS)
+    result = generator.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    seen = outcomes(generator.last_run.decode)
+    assert result.stats["codec"] == "mxfp4"
+    assert not generator.runtime.plan.has_draft
+    generator.close()
+    assert result.token_ids == expected
+    assert bool(seen) == (cell.draft_length > 0)
+
+
+def test_words_of_experts_are_those_of_transformers(made: tuple[Path, Path, Path]) -> None:
+    model, packed, _ = made
+    tensors = load_file(model / "model.safetensors")
+    for folder in (model, packed):
+        opened = open_model(folder)
+        slot = expert_slot(opened.store)
+        for layer in range(opened.store.num_layers):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            gate_up, down = (
+                convert_moe_packed_tensors(
+                    tensors[f"{prefix}{name}_blocks"], tensors[f"{prefix}{name}_scales"]
+                ).mT
+                for name in ("gate_up_proj", "down_proj")
+            )
+            for expert in range(opened.store.num_experts):
+                found = read_matrices(opened.store, layer, expert, slot)
+                rows = torch.cat([gate_up[expert, 0::2], gate_up[expert, 1::2]])
+                assert torch.equal(found[0].view(torch.int16), rows.contiguous().view(torch.int16))
+                assert torch.equal(
+                    found[1].view(torch.int16), down[expert].contiguous().view(torch.int16)
+                )
+        opened.close()
+
+
+def test_no_draft_is_offered_that_is_as_large(
+    made: tuple[Path, Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = greedy_tokens(load_plain(made[2]), PROMPT, 8)
+    generator = Generator.from_pretrained(made[0], "64MiB", dtype="float32")
+    assert generator.runtime.holding.drafter == "none"
+    assert generator.generate(PROMPT, max_new_tokens=8, ignore_eos=True).token_ids == expected
+    generator.close()
+    assert "an INT4 draft would be about as large as the experts themselves" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("gate_up_proj_scales", "lacks its scales, .*gate_up_proj_scales"),
+        ("down_proj_blocks", "lacks down_proj of expert 0|has dtype torch.uint8"),
+    ],
+)
+def test_parts_that_are_absent(
+    name: str, sentence: str, made: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    for file in made[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"model.layers.1.mlp.experts.{name}"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpeqError, match=sentence):
+        open_model(tmp_path)

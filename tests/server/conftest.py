@@ -1,0 +1,30 @@
+"""The bundled model behind a server, beside plain transformers on the same."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from speq import Generator
+from speq.dashboard.live.metrics import Metrics
+from tests.helpers.api_server import NAME, Rig, api_server
+
+
+@pytest.fixture(scope="session")
+def generator(bundled: Path) -> Iterator[Generator]:
+    """In float32, in which the same text comes whatever is drafted."""
+    made = Generator.from_pretrained(
+        bundled, "80MiB", dtype="float32", draft_length=3, context_length=512, reader_threads=2
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served(generator: Generator) -> Iterator[Rig]:
+    metrics = Metrics(NAME)
+    with (
+        metrics.listening(generator.runtime.recorder),
+        api_server(generator, generator, metrics=metrics) as rig,
+    ):
+        yield rig

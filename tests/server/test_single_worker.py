@@ -1,0 +1,294 @@
+"""The worker over one generator: turns, ends, cancellations, faults; by an engine that is a script.
+
+No test waits for time to pass: the engine's thread says where it is.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from speq import SpeqError
+from speq.config import SamplingParams
+from speq.server.answer import with_heartbeats
+from speq.server.engine_worker import EngineFailed, EngineRequest, QueueFull, Unavailable
+from speq.server.single_worker import SingleWorker
+from speq.server.token_stream import TokenStream
+from tests.helpers.command import PATIENCE_S
+from tests.helpers.scripted_engine import ScriptedEngine, pieces
+
+TEXTS = ("a", "b", "c", "d")
+
+
+class Counted:
+    """An observer that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.prompts: list[int] = []
+        self.queue: list[int] = []
+        self.queued: list[float] = []
+
+    def waiting(self, requests: int) -> None:
+        self.queue.append(requests)
+
+    def begun(self, queued_s: float) -> None:
+        self.queued.append(queued_s)
+
+    def prompted(self, prompt_tokens: int) -> None:
+        self.prompts.append(prompt_tokens)
+
+    def ended(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def request_of(prompt: str = "x", max_new_tokens: int = 9) -> EngineRequest:
+    return EngineRequest(prompt, [1, 2, 3], SamplingParams(max_new_tokens=max_new_tokens))
+
+
+def run(
+    engine: ScriptedEngine,
+    asker: Callable[[SingleWorker], Awaitable[None]],
+    max_waiting: int = 8,
+) -> Counted:
+    """What was counted while an asker had a worker."""
+    counted = Counted()
+
+    async def asked() -> None:
+        worker = SingleWorker(engine, counted, max_waiting)
+        try:
+            await asyncio.wait_for(asker(worker), PATIENCE_S)
+        finally:
+            worker.close()
+
+    before = threading.active_count()
+    asyncio.run(asked())
+    assert threading.active_count() == before
+    return counted
+
+
+async def texts_of(stream: TokenStream) -> list[str]:
+    return [token.text async for token in stream]
+
+
+def test_requests_take_turns() -> None:
+    engine = ScriptedEngine(pieces(*TEXTS))
+
+    async def ask(worker: SingleWorker) -> None:
+        first = worker.submit(request_of("first"))
+        second = worker.submit(request_of("second", max_new_tokens=2))
+        assert await texts_of(second) == ["a", "b"]
+        assert await texts_of(first) == list(TEXTS)
+        assert first.end is not None and second.end is not None
+        assert (first.end.finish_reason, second.end.finish_reason) == ("eos", "length")
+        assert first.end.stats["new_tokens"] == 4
+        # What is over stays so.
+        worker.cancel(first)
+        assert await texts_of(first) == []
+        assert first.end.finish_reason == "eos"
+
+    counted = run(engine, ask)
+    assert [prompt for prompt, _ in engine.asked] == ["first", "second"]
+    assert counted.reasons == ["eos", "length"]
+    assert counted.prompts == [3, 3]
+    assert all(queued_s >= 0 for queued_s in counted.queued)
+    assert counted.queue[-1] == 0
+    assert engine.closed == 2
+
+
+def test_a_full_queue_refuses() -> None:
+    go = threading.Event()
+    engine = ScriptedEngine(pieces("a"), before=lambda at: hold(go))
+
+    async def ask(worker: SingleWorker) -> None:
+        streams = [worker.submit(request_of()) for _ in range(3)]
+        with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
+            worker.submit(request_of())
+        assert 1 <= full.value.retry_after_s <= 60
+        # Who leaves the queue makes room.
+        worker.cancel(streams[2])
+        assert await texts_of(streams[2]) == []
+        streams[2] = worker.submit(request_of())
+        go.set()
+        for stream in streams:
+            assert await texts_of(stream) == ["a"]
+
+    counted = run(engine, ask, max_waiting=2)
+    assert counted.reasons == ["eos"] * 3
+
+
+def hold(go: threading.Event) -> None:
+    assert go.wait(PATIENCE_S)
+
+
+def test_a_worker_without_a_queue_takes_one() -> None:
+    async def ask(worker: SingleWorker) -> None:
+        assert await texts_of(worker.submit(request_of())) == ["a"]
+        # It is free as soon as the end was told, or a moment later.
+        while worker.stats().running:
+            await asyncio.sleep(0)
+        assert await texts_of(worker.submit(request_of())) == ["a"]
+
+    run(ScriptedEngine(pieces("a")), ask, max_waiting=0)
+
+
+@pytest.mark.parametrize("at", range(len(TEXTS)))
+def test_cancelled_between_two_tokens(at: int) -> None:
+    """No token after the next one is generated."""
+    reached: list[int] = []
+    engine = ScriptedEngine(pieces(*TEXTS))
+
+    async def ask(worker: SingleWorker) -> None:
+        streams: list[TokenStream] = []
+        ready = threading.Event()
+
+        def before(place: int) -> None:
+            reached.append(place)
+            if place == at and len(streams) == 1:
+                hold(ready)
+                streams[0].cancelled = True
+
+        engine.before = before
+        streams.append(worker.submit(request_of()))
+        ready.set()
+        told = await texts_of(streams[0])
+        assert told == list(TEXTS[:at])
+        assert streams[0].end is not None
+        assert streams[0].end.finish_reason == "stopped"
+        assert reached == list(range(at + 1))
+        engine.before = lambda place: None
+        assert await texts_of(worker.submit(request_of())) == list(TEXTS)
+
+    counted = run(engine, ask)
+    assert counted.reasons == ["stopped", "eos"]
+    assert engine.closed == 2
+
+
+def test_cancelled_within_a_prompt() -> None:
+    engine = ScriptedEngine(pieces(*TEXTS))
+
+    async def ask(worker: SingleWorker) -> None:
+        ready = threading.Event()
+        done: list[int] = []
+
+        def before_prompt(at: int) -> None:
+            done.append(at)
+            hold(ready)
+            stream.cancelled = True
+
+        engine.before_prompt = before_prompt
+        stream = worker.submit(request_of())
+        ready.set()
+        assert await texts_of(stream) == []
+        assert done == [1]
+        engine.before_prompt = lambda at: None
+        assert await texts_of(worker.submit(request_of())) == list(TEXTS)
+
+    assert run(engine, ask).reasons == ["stopped", "eos"]
+
+
+def test_faults_of_a_request_and_of_the_engine() -> None:
+    engine = ScriptedEngine(pieces(*TEXTS), fault=SpeqError("too long"), fault_at=-1)
+
+    async def ask(worker: SingleWorker) -> None:
+        with pytest.raises(SpeqError, match="too long") as refused:
+            await texts_of(worker.submit(request_of()))
+        assert not isinstance(refused.value, EngineFailed | Unavailable)
+        engine.fault, engine.fault_at = SpeqError("a damaged expert"), 1
+        stream = worker.submit(request_of())
+        assert (await anext(stream)).text == "a"
+        with pytest.raises(EngineFailed, match="a damaged expert"):
+            await anext(stream)
+        assert worker.failure is None
+        engine.fault = ZeroDivisionError()
+        streams = [worker.submit(request_of()) for _ in range(3)]
+        for stream in streams:
+            with pytest.raises(Unavailable, match="the engine died"):
+                await texts_of(stream)
+        assert worker.failure is not None
+        with pytest.raises(Unavailable, match="the engine died"):
+            worker.submit(request_of())
+        assert worker.stats().running == worker.stats().waiting == 0
+
+    assert run(engine, ask).reasons == ["failed"] * 3
+
+
+def test_a_lost_device_is_the_end() -> None:
+    """Whoever asks afterwards would fail as well."""
+    lost = SpeqError("the GPU failed")
+    lost.__cause__ = RuntimeError("CUDA error: unspecified launch failure")
+    engine = ScriptedEngine(pieces(*TEXTS), fault=lost)
+
+    async def ask(worker: SingleWorker) -> None:
+        with pytest.raises(EngineFailed, match="the GPU failed"):
+            await texts_of(worker.submit(request_of()))
+        with pytest.raises(Unavailable, match="the GPU failed"):
+            await texts_of(worker.submit(request_of()))
+
+    run(engine, ask)
+
+
+def test_draining_lets_the_one_under_way_finish() -> None:
+    go = threading.Event()
+    reached = threading.Event()
+
+    def before(at: int) -> None:
+        reached.set()
+        hold(go)
+
+    engine = ScriptedEngine(pieces(*TEXTS), before=before)
+
+    async def ask(worker: SingleWorker) -> None:
+        running, waiting = worker.submit(request_of()), worker.submit(request_of())
+        assert await asyncio.to_thread(reached.wait, PATIENCE_S)
+        worker.drain()
+        with pytest.raises(Unavailable, match="the server is ending"):
+            await texts_of(waiting)
+        with pytest.raises(Unavailable, match="the server is ending"):
+            worker.submit(request_of())
+        go.set()
+        assert await texts_of(running) == list(TEXTS)
+
+    assert run(engine, ask).reasons == ["eos"]
+
+
+def test_aborting_ends_the_one_under_way() -> None:
+    go = threading.Event()
+    reached = threading.Event()
+
+    def before(at: int) -> None:
+        if at == 1:
+            reached.set()
+            hold(go)
+
+    engine = ScriptedEngine(pieces(*TEXTS), before=before)
+
+    async def ask(worker: SingleWorker) -> None:
+        stream = worker.submit(request_of())
+        assert await asyncio.to_thread(reached.wait, PATIENCE_S)
+        worker.abort()
+        go.set()
+        assert (await anext(stream)).text == "a"
+        with pytest.raises(Unavailable, match="the server is ending"):
+            await anext(stream)
+
+    assert run(engine, ask).reasons == ["stopped"]
+    assert engine.closed == 1
+
+
+def test_silence_is_told() -> None:
+    """A line goes out where no token came for so long, and no token is lost by that."""
+    told: list[str | None] = []
+
+    async def ask(worker: SingleWorker) -> None:
+        stream = worker.submit(request_of())
+        async for token in with_heartbeats(stream, 0.001):
+            told.append(None if token is None else token.text)
+            go.set()
+
+    go = threading.Event()
+    engine = ScriptedEngine(pieces(*TEXTS), before=lambda at: hold(go) if at == 0 else None)
+    run(engine, ask)
+    assert told[0] is None
+    assert [text for text in told if text is not None] == list(TEXTS)

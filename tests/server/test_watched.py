@@ -1,0 +1,89 @@
+"""What the live page hears of requests that others make."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from speq import Generator, SpeqError
+from speq.dashboard.live.session import Busy, Nothing
+from speq.dashboard.recording import Recording
+from speq.server.watched import Watched
+from tests.helpers.api_server import QUESTION, api_server
+from tests.helpers.live_run import panel_of_tokens
+
+TOKENS = 8
+
+
+@pytest.fixture
+def watched(generator: Generator) -> Iterator[Watched]:
+    with (
+        Recording(generator) as recording,
+        contextlib.closing(Watched(generator, recording, panel_of_tokens)) as made,
+    ):
+        yield made
+
+
+def told_of(watched: Watched) -> list[tuple[str, Any]]:
+    """All that a listener that comes now hears."""
+    with watched.broadcast.listening(lambda: None) as listener:
+        return [(each.kind, json.loads(each.data)) for each in watched.broadcast.take(listener)]
+
+
+def test_a_request_is_shown(watched: Watched, generator: Generator) -> None:
+    with pytest.raises(Nothing, match="nothing was generated yet"):
+        watched.record()
+    wanted = generator.generate(QUESTION, max_new_tokens=TOKENS)
+    with api_server(watched, generator) as rig:
+        reply = rig.chat(max_tokens=TOKENS, temperature=0, logprobs=True)
+        choice = reply.json["choices"][0]
+        assert choice["message"]["content"] == wanted.text
+        assert len(choice["logprobs"]["content"]) == TOKENS
+    told = told_of(watched)
+    kind, begun = told[0]
+    assert (kind, begun["run"]) == ("begun", 1)
+    assert begun["prompt"] == generator.tokenizer.decode(generator.encode(QUESTION))
+    tokens = [data for kind, data in told if kind == "token"]
+    assert [each["id"] for each in tokens] == wanted.token_ids
+    assert tokens[0]["origin"] == "prompt"
+    assert {each["origin"] for each in tokens[1:]} <= {"accepted", "exact"}
+    kind, end = told[-1]
+    assert (kind, end["finish_reason"], end["stats"]["new_tokens"]) == (
+        "finished",
+        "length",
+        TOKENS,
+    )
+    assert [each.id for each in watched.record().tokens] == wanted.token_ids
+    pictures = [data for kind, data in told if kind == "panels"]
+    assert pictures[-1]["panels"][0]["table"]["rows"] == [[TOKENS]]
+
+
+def test_ends_of_all_kinds(watched: Watched) -> None:
+    with contextlib.closing(watched.stream("Once", max_new_tokens=4)) as stream:
+        next(stream)
+    kind, data = told_of(watched)[-1]
+    assert (kind, data["finish_reason"]) == ("finished", "stopped")
+    with pytest.raises(SpeqError, match="context"):
+        list(watched.stream("Once", max_new_tokens=100_000))
+    kind, data = told_of(watched)[-1]
+    assert (kind, "context" in data["error"]) == ("failed", True)
+
+
+def test_the_page_asks_for_nothing(watched: Watched) -> None:
+    assert not watched.asks
+    with pytest.raises(Busy, match="ask the server for text"):
+        watched.start("a", {})
+    with pytest.raises(Busy, match="its clients stop it"):
+        watched.stop()
+
+
+def test_listeners_are_sent_home(watched: Watched) -> None:
+    async def listen() -> bool:
+        with watched.broadcast.listening(lambda: None) as listener:
+            watched.close()
+            return listener.closed
+
+    assert asyncio.run(listen())
