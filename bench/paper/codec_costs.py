@@ -10,7 +10,7 @@ import torch
 from speq.bench.paper.candidates import CodecCost
 from speq.drafts.draft_source import open_draft
 from speq.errors import SpeqError
-from speq.experts.codec import ExpertCodec, codec_of, codecs_for
+from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Arena
@@ -30,6 +30,10 @@ COLUMNS: dict[str, Column] = {
     "slot": ("slot_bytes", format_bytes),
     "compute, of raw's": ("compute", "{:.2f}"),
 }
+
+
+# Of plain words; others are what a model is published in.
+COMPARED = ("raw", "lossless", "residual")
 
 
 def measure(
@@ -52,7 +56,7 @@ def measure(
         ))  # fmt: skip
         sizes = {name: _packed_sizes(each) for name, each in opened.items()}
         shape = raw.store.codec.shape
-        codecs = {name: codec_of(name, shape) for name in codecs_for(shape)}
+        codecs = {name: codec_of(name, shape) for name in COMPARED}
         missing = {name: codec for name, codec in codecs.items() if name not in sizes}
         sizes |= encoded_sizes(raw, draft, missing, progress)
         compute = compute_ratios(raw, draft, codecs, clock)
