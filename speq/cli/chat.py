@@ -189,7 +189,7 @@ class Talk:
             self.stats = finished
             if not self.quiet:
                 tell(figures(finished))
-            if finished["budget"] is not None:
+            if finished.get("budget") is not None:
                 tell(approximate(finished["budget"]))
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import speq
 from speq.config import SamplingParams
+from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
 from speq.measure import check as bench_check
 from speq.models.moe_model import MoEModel
@@ -572,15 +573,12 @@ def test_check_fails_where_the_two_disagree(
 ) -> None:
     """Compared with plain transformers on another checkpoint of the same shape."""
     other = write_model(tmp_path / "other", "qwen2_moe", seed=1)
-    load = AutoModelForCausalLM.from_pretrained
 
-    class Elsewhere:
-        @staticmethod
-        def from_pretrained(path: Path, **options: Any) -> Any:
-            assert path == tiny("qwen2_moe")
-            return load(other, **options)
+    def elsewhere(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
+        assert checkpoint.path == tiny("qwen2_moe")
+        return AutoModelForCausalLM.from_pretrained(other, **options)
 
-    monkeypatch.setattr(bench_check, "AutoModelForCausalLM", Elsewhere)
+    monkeypatch.setattr(bench_check, "from_checkpoint", elsewhere)
     ended = command(*check_arguments(tiny("qwen2_moe")))
     assert ended.code == 1
     assert "FAILED: the exact path and transformers choose the same token at " in ended.out
