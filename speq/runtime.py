@@ -219,7 +219,13 @@ class Runtime:
         if self.holding.drafts:
             drafter = DRAFTERS[self.holding.drafter](
                 DraftBase(
-                    self.model, cache, loaded.draft_bank, sampler, loaded.graphs_on, confidence
+                    self.model,
+                    cache,
+                    loaded.draft_bank,
+                    sampler,
+                    loaded.graphs_on,
+                    confidence,
+                    loaded.head,
                 )
             )
             governor = loaded.governor

@@ -11,7 +11,7 @@ from speq.config import Model, RunConfig
 from speq.measure.settings import CheckSettings
 
 # Texts are given, so that nothing is drafted.
-UNUSED = ("draft_length", "drafter", "profile", "tpot_slo_ms", "latency_slo_ms")
+UNUSED = ("draft_length", "drafter", "head", "profile", "tpot_slo_ms", "latency_slo_ms")
 
 
 def check(

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from speq.decode.accept import accept
-from speq.decode.drafter import DraftBounds, Drafter, PlainDecoding
+from speq.decode.drafter import DraftBounds, Drafter, Listener, PlainDecoding
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
@@ -20,7 +22,7 @@ from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.governor.prices import Prices
 from speq.models.kv_cache import KVCache
-from speq.models.moe_model import MoEModel, Scored
+from speq.models.moe_model import MoEModel, OnHidden, Scored
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.row_pruning import Stakes
 from speq.stats import Recorder, StepStats
@@ -64,7 +66,9 @@ class Engine:
         # An accelerator is through with a pass when its outcome is known, and no sooner.
         with self.recorder.timed("prefill"):
             with self.mending(), stream:
-                scored = self.model.prefill(self.offload.reader, self.cache, prompt, self.chunk)
+                scored = self.model.prefill(
+                    self.offload.reader, self.cache, prompt, self.chunk, self.listening(sequence)
+                )
             outcome = accept(Draft(), scored.logits, sequence, self.sampler)
         if progress is not None:
             progress(len(prompt), len(prompt))
@@ -88,6 +92,7 @@ class Engine:
         with self.recorder.timed("verify"):
             scored = self.verify(sequence.pending_id, draft)
             outcome = accept(draft, scored.logits, sequence, self.sampler, self.live)
+        self.tell(sequence.pending_id, draft, outcome, scored)
         emitted = self.commit(sequence, draft, outcome, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
         stats.forecast = decision.forecast
@@ -125,6 +130,20 @@ class Engine:
                 return self.verification.score(pending_id, draft)
         finally:
             self.live = rows.end()
+
+    def listening(self, sequence: Sequence) -> OnHidden | None:
+        """Who hears the prompt of a text that begins; None: nobody wants to."""
+        if not isinstance(self.drafter, Listener):
+            return None
+        self.drafter.begin(sequence)
+        return self.drafter.hear
+
+    def tell(self, pending_id: int, draft: Draft, outcome: Outcome, scored: Scored) -> None:
+        """Let the drafter hear what the exact model made of the accepted path."""
+        if isinstance(self.drafter, Listener):
+            accepted = [draft.token_ids[node - 1] for node in outcome.path[1:]]
+            rows = [scored.hidden_states[node : node + 1] for node in outcome.path]
+            self.drafter.hear([pending_id, *accepted], torch.cat(rows))
 
     def commit(
         self, sequence: Sequence, draft: Draft, outcome: Outcome, stats: StepStats

@@ -35,6 +35,8 @@ EXPERTS = "routed experts"
 WHOLE = "between modules"
 # Layers of a model that has one mask for all.
 ANY_KIND = "any"
+# Told tokens, and the model's last hidden states [T, H] of them.
+OnHidden = Callable[[list[int], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,16 @@ class MoEModel:
             self._switch.turn(None)
         return output.last_hidden_state
 
+    def head_words(self) -> tuple[Tensor, Tensor | None]:
+        """The head's matrix [V, H], perhaps as a view of what is held, and its bias [V] or None."""
+        head = self._hf_model.get_output_embeddings()
+        return head.exact.words(), head.bias
+
+    @torch.inference_mode()
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """What the first layer is given of T tokens: [T, H]."""
+        return self._hf_model.get_input_embeddings()(self._send(torch.tensor(token_ids)))
+
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor, bank: ExpertBank | None = None) -> Tensor:
         """The head: [..., H] to [..., V].
@@ -241,12 +253,25 @@ class MoEModel:
         hidden = self.forward(bank, cache, torch.tensor([token_ids]), tree)[0]
         return Scored(self.logits(hidden, bank), hidden)
 
-    def prefill(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int) -> Scored:
-        """Run a prompt, `chunk` tokens at a time, keeping its entries; score its last token."""
+    def prefill(
+        self,
+        bank: ExpertBank,
+        cache: KVCache,
+        token_ids: list[int],
+        chunk: int,
+        on_hidden: OnHidden | None = None,
+    ) -> Scored:
+        """Run a prompt, `chunk` tokens at a time, keeping its entries; score its last token.
+
+        on_hidden  told each chunk's tokens and their last hidden states
+        """
         for start in range(0, len(token_ids), chunk):
             tokens = token_ids[start : start + chunk]
-            last = self.forward(bank, cache, torch.tensor([tokens]))[0, -1:]
+            hidden = self.forward(bank, cache, torch.tensor([tokens]))[0]
+            last = hidden[-1:]
             cache.advance(len(tokens))
+            if on_hidden is not None:
+                on_hidden(tokens, hidden)
         return Scored(self.logits(last), last)
 
     def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:

@@ -14,6 +14,7 @@ from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
+from speq.heads.head_text import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
 from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
@@ -86,9 +87,16 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
     recorded = budget.graphs and not budget.on_cpu
+    head = subject.head if holding.drafter == "head" else None
 
     def workspace(rows: int, context: int) -> int:
-        rows = max(rows, scored)
+        taken = pass_bytes(max(rows, scored), context)
+        if head is None:
+            return taken
+        # The head's passes come after the model's.
+        return max(taken, head.workspace_bytes(HEAD_ROWS, shape.vocab_size, context, dtype))
+
+    def pass_bytes(rows: int, context: int) -> int:
         few = min(MAX_LINEAR_ROWS, KERNELS["cpu" if budget.on_cpu else "cuda"].max_rows)
         decoded = decoded_bytes(subject, rows, scored, few)
         if budget.on_cpu:
@@ -103,7 +111,10 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         non_expert_bytes=subject.non_expert_bytes,
         loading_bytes=loading_bytes,
         draft_bytes=holding.draft_bytes + order_bytes,
-        kv_bytes_per_token=shape.kv_elements_per_token * dtype.itemsize,
+        kv_bytes_per_token=(
+            shape.kv_elements_per_token + (head.kv_elements_per_token if head else 0)
+        )
+        * dtype.itemsize,
         reading_bytes=(
             ALIGNMENT + readers * reading_bytes_of(subject, holding) + subject.copying_bytes
         ),
@@ -112,6 +123,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         workspace=workspace,
         graphs=graphs if recorded else None,
         overhead=overhead_of(subject, holding, budget),
+        head_bytes=head.nbytes(dtype) if head else 0,
     )
 
 
@@ -174,7 +186,7 @@ def reading_bytes_of(subject: Subject, holding: Holding) -> int:
 
 def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
-    weights, the INT4 copy part by part, and the KV cache.
+    weights, the INT4 copy part by part, the head, and the KV caches.
     """
     shape, size = subject.shape, subject.dtype.itemsize
     yield from subject.dense.sizes
@@ -185,5 +197,9 @@ def kept_bytes(subject: Subject, holding: Holding, context: int) -> Iterator[int
     if holding.drafter == "int4":
         for layout in subject.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
-    for _ in range(shape.num_layers):
-        yield from (heads * width * context * size for heads, width in shape.attention.kv_shapes)
+    kv_shapes = [shape.attention.kv_shapes] * shape.num_layers
+    if holding.drafter == "head" and subject.head is not None:
+        yield from subject.head.sizes(subject.dtype)
+        kv_shapes.append(subject.head.kv_shapes)
+    for of_layer in kv_shapes:
+        yield from (heads * width * context * size for heads, width in of_layer)

@@ -152,6 +152,48 @@ def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> No
     check_family(family, cells, folders, "float32", FEWER_TOKENS)
 
 
+# Heads that know nothing: nearly all that they draft is rejected.
+HEADS = [
+    Cell(4, "half", "own", drafter="head", prefetch="three-phase"),
+    Cell(5, "two slots", "own", drafter="head", trees="large"),
+    Cell(3, "half", "own", drafter="head", prefetch="three-phase", trees="pruned"),
+    Cell(1, "half", "own", drafter="head"),
+]
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_heads_leave_greedy_tokens_as_they_are(family: str, folders: Folders) -> None:
+    """Two cells of each family, and every cell with some of them."""
+    at = list(FAMILIES).index(family)
+    prompt = PROMPTS[at % 2]
+    expected = greedy_tokens(load_plain(folders.float32(family)), prompt, 60)
+    for cell in (HEADS[at % 4], HEADS[(at + 1) % 4]):
+        seen = run_cell(cell, *folders.of(family, cell), "float32", prompt, expected)
+        assert "rejected" in seen
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_heads_leave_drawn_tokens_as_they_are(family: str, folders: Folders) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    plain, sampling = load_plain(folders.float32(family)), SamplingParams(**options)
+    expected = drawn_tokens(plain, PROMPTS[0], 60, sampling)
+    at = list(FAMILIES).index(family)
+    cell = HEADS[at % 3]
+    seen = run_cell(cell, *folders.of(family, cell), "float32", PROMPTS[0], expected, **options)
+    assert "rejected" in seen
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", WIDE_BY_FAMILY)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_heads_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
+    plain = load_plain(folders.float32(family), DTYPES[dtype])
+    for prompt in PROMPTS:
+        expected = greedy_tokens(plain, prompt, NEW_TOKENS)
+        for cell in HEADS:
+            run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("family", WIDE_BY_FAMILY)
 def test_greedy_tokens_in_every_cell(family: str, folders: Folders) -> None:
