@@ -1,12 +1,15 @@
 """The protocol of drafters, and the one that proposes nothing."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Accelerator
 from speq.governor.confidence import Confidence
+from speq.heads.moe_head import MoEHead
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -43,6 +46,7 @@ class DraftBase:
     sampler    chooses tokens where the model computes
     graphs_on  the device that passes may be recorded on; None: they are not
     confidence  how likely drafted tokens are to stand
+    head       drafts out of the exact model's hidden states, where one is held
     """
 
     model: MoEModel
@@ -51,6 +55,7 @@ class DraftBase:
     sampler: Sampler
     graphs_on: Accelerator | None = None
     confidence: Confidence = field(default_factory=Confidence)
+    head: MoEHead | None = None
 
 
 class Drafter(Protocol):
@@ -69,6 +74,20 @@ class Drafter(Protocol):
         on_route is told the routes as they become known, by the numbers of nodes, and go_on asked
         before each pass but the first. Drafters whose tokens come all at once, or without routes,
         need call neither. Drafters that make no trees draft chains.
+        """
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """A drafter that goes by what the exact model made of the text. Others are told nothing."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Another text, whose prompt is about to be run."""
+
+    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
+        """The next tokens of the text for certain, and the exact model's last hidden states [T, H]
+        of them, which its next pass may overwrite: chunks of the prompt, then after each round the
+        token that was pending and those that were accepted.
         """
 
 
