@@ -239,6 +239,7 @@ def test_a_word_means_the_same_in_every_command() -> None:
         ("pack", "codec"),  # what is written, where auto is raw
         ("quantize", "memory_budget"),
         ("quantize", "dense"),  # whether such layers are quantised as well
+        ("train-head", "memory_budget"),
         ("bench kernels", "dtype"),  # of the rows
         *((f"bench {name}", "draft_length") for name in ("hit-rate", "schedule", "fidelity")),
         # text
@@ -271,7 +272,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 9 + 15  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 10 + 15  # all but doctor, and benches of machines, routes and many
 
 
 def test_json_and_trace_mean_one_thing() -> None:
@@ -279,7 +280,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         options = options_of(each)
         name = name_of(prefix, each)
         has = "json" in options
-        none = ("chat", "dashboard", "pack", "quantize", "report", "bench widen")
+        none = ("chat", "dashboard", "pack", "quantize", "train-head", "report", "bench widen")
         assert has == (name not in none), name
         if has:
             assert options["json"] == declared(Output)[0]
