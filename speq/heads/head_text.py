@@ -35,7 +35,7 @@ class HeadText:
     @property
     def heard(self) -> int:
         """Tokens of the text whose hidden states were heard."""
-        return self.cache.lengths[0] + len(self._tokens)
+        return self.cache.length + len(self._tokens)
 
     def begin(self) -> None:
         """Another text."""
@@ -60,7 +60,7 @@ class HeadText:
 
     def _write(self, following: list[int]) -> HeadState:
         """Make the entries of tokens heard, as far as it is known what follows them."""
-        count, start = len(following), self.cache.lengths[0]
+        count, start = len(following), self.cache.length
         features = torch.cat(self._features)
         state = self._pass(following, features[:count], start, None)
         self.cache.advance(count)
@@ -75,13 +75,13 @@ class HeadText:
         tree     of the nodes so far, whose last one it is; node 0 is the root, and entries of the
                  others lie behind it. None: each follows the one before it
         """
-        state = self._pass([token_id], feature, self.cache.lengths[0], tree)
+        state = self._pass([token_id], feature, self.cache.length, tree)
         self.cache.advance(1)
         return state
 
     def forget(self, root: int) -> None:
         """Leave out entries behind the first `root`: those of a draft."""
-        self.cache.rewind(self.cache.lengths[0] - root)
+        self.cache.rewind(self.cache.length - root)
 
     @torch.inference_mode()
     def log_probs(self, state: HeadState) -> Tensor:

@@ -79,4 +79,4 @@ class TrainingSettings(Options):
             Size(),
         ),
     ] = None
-    device: Device = "cpu"
+    device: Device = "auto"

@@ -243,7 +243,7 @@ class HeadRun:
             settings.sequence_length,
         )
         needed = COPIES * shape.nbytes(torch.float32) + vocabulary.nbytes
-        if self.training.device == "cpu" and needed > available_bytes():
+        if vocabulary.table.is_cpu and needed > available_bytes():
             raise SpeqError(
                 f"training takes {format_bytes(needed)} for the head and the vocabulary and "
                 f"{format_bytes(available_bytes())} are free; give a smaller --width"

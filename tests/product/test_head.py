@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from speq import Generator, SpeqError
+from speq import Generator, SpeqError, plan
 from speq.heads import losses
 from speq.heads.head_file import head_beside, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape
@@ -256,3 +256,23 @@ def test_a_head_takes_its_share_of_the_budget(model: Path) -> None:
     assert "head" not in alone.runtime.plan.items
     generator.close()
     alone.close()
+
+
+def test_a_plan_says_what_the_head_takes(model: Path) -> None:
+    options = {"preset": "laptop-ddr5", "context_length": 64, "dtype": "float32", "device": "cpu"}
+    made = plan(model, "1280KiB", **options)  # type: ignore[arg-type]
+    generator = Generator.from_pretrained(
+        model, "1280KiB", drafter="head", dtype="float32", draft_length=None, context_length=64
+    )
+    run = generator.runtime.plan
+    generator.close()
+    assert made.with_head is not None
+    assert made.with_head.items["head"] == run.items["head"]
+    assert made.with_head.items["kv_cache"] == run.items["kv_cache"]
+    assert made.to_dict()["with_head"]["slots"] == made.with_head.slots
+    plain = next(m for h, m in zip(made.candidates, made.memory, strict=True) if not h.drafts)
+    assert made.with_head.slots < plain.slots
+    head_beside(model).unlink()
+    without = plan(model, "1280KiB", **options)  # type: ignore[arg-type]
+    assert without.with_head is None
+    assert without.to_dict()["with_head"] is None

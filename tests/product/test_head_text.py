@@ -95,7 +95,7 @@ def test_pieces_make_the_whole(window: int, waiting: int, monkeypatch: pytest.Mo
                 whole = Whole(model, head, features[: len(tokens) - 1])
                 state = text.root(tokens[-1])
                 same(state, whole.states(tokens))
-                root = text.cache.lengths[0]
+                root = text.cache.length
                 assert root == len(tokens) - 1
                 draft_chain(text, whole, tokens, state, rng)
                 text.forget(root)

@@ -55,7 +55,7 @@ class HeadDrafter:
         text = self._text
         assert text.heard == len(sequence.prompt_ids) + len(sequence.generated_ids) - 1
         state = text.root(sequence.pending_id)
-        root = text.cache.lengths[0]
+        root = text.cache.length
         try:
             if bounds.nodes is None:
                 return self._chain(sequence, bounds.length, state, go_on)
