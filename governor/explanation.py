@@ -50,7 +50,7 @@ def explain(steps: Iterable[StepStats]) -> Explanation:
         if step.phase != "decode":
             continue
         time_s = step.end_s - step.start_s
-        kind = step.draft_length, step.branches > 0
+        kind = step.deepest, step.branches > 0
         choice = choices.setdefault(kind, Choice(*kind))
         choice.cycles += 1
         choice.tokens += step.emitted
@@ -58,7 +58,7 @@ def explain(steps: Iterable[StepStats]) -> Explanation:
         choice.grounds[step.ground] = choice.grounds.get(step.ground, 0) + 1
         choice.reason = step.reason
         forecast = step.forecast
-        if forecast and forecast.draft_length == step.draft_length and time_s > 0:
+        if forecast and forecast.draft_length == step.deepest and time_s > 0:
             forecasts.append((forecast, time_s))
 
     def error(expected: Callable[[Forecast], float]) -> float | None:

@@ -167,11 +167,6 @@ class LiveRows:
         self.live: list[int] = []
         self._roots = 1
 
-    @property
-    def live(self) -> list[int]:
-        """The nodes that are live, ascending."""
-        return self._live
-
     def begin(self, stakes: Stakes) -> None:
         """A verification follows of trees whose nodes are all live."""
         self._stakes = stakes

@@ -11,6 +11,7 @@ from speq.errors import SpeqError
 from speq.version import __version__
 
 if TYPE_CHECKING:
+    from speq.async_generator import AsyncGenerator
     from speq.config import RunConfig, SamplingParams
     from speq.generator import Generation, Generator, Token
     from speq.measure.plan import plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # What users import, by where it lies: torch and transformers take seconds to import, and
 # `speq --help` should not wait for them.
 HOMES = {
+    "AsyncGenerator": "speq.async_generator",
     "Generation": "speq.generator",
     "Generator": "speq.generator",
     "RunConfig": "speq.config",
@@ -34,6 +36,7 @@ HOMES = {
 }
 
 __all__ = [
+    "AsyncGenerator",
     "Generation",
     "Generator",
     "RunConfig",

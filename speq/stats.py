@@ -235,6 +235,11 @@ class StepStats:
         return self.sequences + self.draft_length + self.branches
 
     @property
+    def each_draft(self) -> list[DraftStats]:
+        """Of each text, also where it is one."""
+        return self.drafts or [DraftStats(self.draft_length, self.accepted)]
+
+    @property
     def deepest(self) -> int:
         """Tokens on the longest path of any draft."""
         return max((each.draft_length for each in self.drafts), default=self.draft_length)

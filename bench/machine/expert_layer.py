@@ -1,5 +1,6 @@
 """Layers of experts with random weights, of the shapes that published models have."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,14 @@ from speq.files.alignment import aligned, aligned_bytes, prefer_huge_pages
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import ACTIVATIONS, Int4Bank, quantize_int4
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 
 ACTIVATION = "silu"
 # Weights repeat after so many; caches go by address and do not notice.
 BLOCK_WEIGHTS = 1 << 20
 SEED = 0
 # Forms of experts that are published so.
-SCALED = {"fp8": Fp8Layout, "mxfp4": Mxfp4Layout}
+SCALED: dict[str, Callable[[int, int], ScaledLayout]] = {"fp8": Fp8Layout, "mxfp4": Mxfp4Layout}
 
 
 @dataclass(frozen=True, slots=True)

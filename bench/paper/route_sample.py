@@ -14,6 +14,7 @@ from speq.config import SamplingParams
 from speq.decode.drafter import DraftBounds
 from speq.decode.engine import Engine
 from speq.decode.sequence import Sequence as Request
+from speq.decode.turn import Turn
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.governor.draft_length import FixedDraftLength
@@ -171,7 +172,9 @@ def trees_at(engine: Engine, request: Request, start: int, plan: TreePlan) -> li
         passes = plan.passes_of(nodes)
         engine.recorder.begin("tree")
         governor = FixedDraftLength(passes, nodes=nodes)
-        draft = engine.propose(request, DraftBounds(passes, nodes), governor)
+        turn = Turn(request, engine.cache, DraftBounds(passes, nodes))
+        engine.propose([turn], governor)
+        draft = turn.draft
         engine.verify(request.pending_id, draft)
         marks = marks_of(routes_of(engine))
         grown.append(TreeSample(nodes, start, draft.depth, marks))

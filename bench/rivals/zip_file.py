@@ -137,7 +137,7 @@ def write_records(
         deflater, slot = tools.get()
         try:
             source.read(*divmod(at, source.num_experts), slot)
-            words = np.frombuffer(bytes_of(slot)[: source.codec.record_bytes], np.uint16)
+            words = np.frombuffer(bytes_of(slot)[: source.codec.record_range[1]], np.uint16)
             chunks = list(deflater.chunks(words))
             record = b"".join(
                 part for compressed, signs in chunks for part in (compressed, signs.data)

@@ -124,7 +124,8 @@ class Recording:
             positions, used = [], {}
             if step.phase == "decode":
                 lookahead = engine.lookahead
-                for depth in range(step.draft_length + 1):
+                # Positions are those of one draft, and a batch has several.
+                for depth in range(step.draft_length + 1) if step.sequences == 1 else ():
                     stood = depth < len(engine.path)
                     recall = lookahead.recall_at(engine.path[depth]) if stood else (0, 0)
                     positions.append((stood, *recall))

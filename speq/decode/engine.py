@@ -231,7 +231,7 @@ class Engine:
                 turn.draft = draft
             prefetcher.end()
 
-    def _drafts(self, turns: list[Turn], tellers: list[tuple[OnRoute, GoOn]]) -> Iterator[Draft]:
+    def _drafts(self, turns: list[Turn], tellers: Several[tuple[OnRoute, GoOn]]) -> Iterator[Draft]:
         """Of each text: in passes that are common to all, where drafters make such."""
         drafters = [self.drafters[turn.sequence.row] for turn in turns]
         stepping = [each for each in drafters if isinstance(each, Int4Drafter)]

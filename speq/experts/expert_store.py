@@ -31,7 +31,7 @@ from speq.files.published_format import (
 )
 from speq.files.range_file import ENDS_BYTES
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
@@ -275,8 +275,9 @@ def parts_of(shape: ExpertShape, matrices: list[Matrix]) -> list[Part]:
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
         return [Part(each.range, at) for each, at in zip(matrices, ends, strict=False)]
-    sized = Fp8Layout if shape.published == FP8 else Mxfp4Layout
-    layout = sized(shape.hidden_size, shape.expert_width)
+    layout: ScaledLayout = Mxfp4Layout(shape.hidden_size, shape.expert_width)
+    if shape.published == FP8:
+        layout = Fp8Layout(shape.hidden_size, shape.expert_width)
     codes = [Part(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)]
     scales = [
         Part(each.scales, section.at, widened=each.scales[2] < section.nbytes)

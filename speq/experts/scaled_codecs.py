@@ -4,6 +4,7 @@ fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 
 mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from speq.files.alignment import aligned
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
-from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words, part_of
+from speq.kernels.scaled_words import fp8_codes, mxfp4_codes, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class ScaledCodec:
 
     @property
     def layout(self) -> ScaledLayout:
+        raise NotImplementedError
+
+    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        """The nearest codes and scales of each matrix of the layout."""
         raise NotImplementedError
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -69,6 +74,25 @@ class ScaledCodec:
 
     def holding(self, largest_bytes: int) -> Self:
         return self
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        """Of words that are codes times powers of 2. Raises SpeqError for others."""
+        layout = self.layout
+        sections = zip(layout.codes, layout.scales, strict=True)
+        for parts, of_parts in zip(self.coded(exact), sections, strict=True):
+            for part, section in zip(parts, of_parts, strict=True):
+                part_of(slot, section).copy_(part.contiguous().view(torch.uint8).flatten())
+        found = self.decode(slot)
+        same = (
+            torch.equal(ours.view(torch.int16), words.view(torch.int16))
+            for ours, words in zip(found, exact, strict=True)
+        )
+        if not all(same):
+            raise SpeqError(
+                f"codec {self.name} codes {self.takes}, and these words are no codes times a "
+                "scale; use codec raw"
+            )
+        return layout.nbytes
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
         matrices = self.shape.empty()
@@ -100,16 +124,8 @@ class Fp8Codec(ScaledCodec):
     def layout(self) -> Fp8Layout:
         return Fp8Layout(self.shape.hidden_size, self.shape.expert_width)
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        """Of words that are codes times powers of 2. Raises SpeqError for others."""
-        layout = self.layout
-        matrices = *exact[0].chunk(2), exact[1]
-        for words, of_codes, of_scales in zip(matrices, layout.codes, layout.scales, strict=True):
-            codes, scales = fp8_codes(words)
-            check_same(fp8_words(codes, scales), words, self.name)
-            part_of(slot, of_codes).view(codes.shape).copy_(codes)
-            part_of(slot, of_scales).view(torch.float32).view(scales.shape).copy_(scales)
-        return layout.nbytes
+    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        return map(fp8_codes, (*exact[0].chunk(2), exact[1]))
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         scaled_ops.decode_fp8(record, gate_up_proj, down_proj)
@@ -130,28 +146,12 @@ class Mxfp4Codec(ScaledCodec):
     def layout(self) -> Mxfp4Layout:
         return scaled_ops.mxfp4_layout(self.shape.hidden_size, self.shape.expert_width)
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        """Of words that are codes times powers of 2. Raises SpeqError for others."""
-        layout = self.layout
-        matrices = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1), exact[1]
-        for words, of_codes, of_scales in zip(matrices, layout.codes, layout.scales, strict=True):
-            codes, scales = mxfp4_codes(words)
-            check_same(mxfp4_words(codes, scales), words, self.name)
-            part_of(slot, of_codes).view(codes.shape).copy_(codes)
-            part_of(slot, of_scales).view(scales.shape).copy_(scales)
-        return layout.nbytes
+    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        in_turns = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1)
+        return map(mxfp4_codes, (in_turns, exact[1]))
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         scaled_ops.decode_mxfp4(record, gate_up_proj, down_proj)
 
     def run(self, *arguments: Any) -> None:
         scaled_ops.moe_grouped_mxfp4(*arguments)
-
-
-def check_same(found: Tensor, wanted: Tensor, codec: str) -> None:
-    """Raise SpeqError unless words are those wanted, bit for bit."""
-    if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)):
-        raise SpeqError(
-            f"codec {codec} holds experts that were published so, and these words are no codes "
-            "times a scale; use codec raw"
-        )

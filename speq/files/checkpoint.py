@@ -196,6 +196,7 @@ class Checkpoint:
                 f"{file.path}: tensor {name} lacks its scales, {of_scales}; {OTHER_VERSION}"
             )
         holder, scales = self.tensors[of_scales]
+        dtypes: tuple[torch.dtype, ...]
         if self.format == MXFP4:
             known = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
             wanted, dtypes = list(info.shape[:-1]), (MXFP4_DTYPE,)

@@ -92,7 +92,7 @@ def power_of_2(values: Tensor) -> Tensor:
     """The least powers of 2 that are no less; of 0, 1."""
     mantissas, exponents = values.frexp()
     exponents = exponents - (mantissas == 0.5).int()
-    return torch.where(values > 0, torch.ones(()).ldexp(exponents), 1.0)
+    return torch.where(values > 0, torch.ones_like(values).ldexp(exponents), 1.0)
 
 
 def part_of(record: Tensor, section: Section) -> Tensor:

@@ -145,17 +145,20 @@ class ChainAttention:
                 **others,
             )
             return attended
-        rows = [project(hidden_states) for project in self.projections]
+        queries, keys, values = (project(hidden_states) for project in self.projections)
         texts, window = attention_mask.texts, attention_mask.window
-        mixed = torch.empty_like(rows[0])
+        mixed = torch.empty_like(queries)
         for text in texts:
+            alone = len(texts) == 1
             decoder_ops.attention(
-                *(rows if len(texts) == 1 else [each[text.rows] for each in rows]),
+                queries if alone else queries[text.rows],
+                keys if alone else keys[text.rows],
+                values if alone else values[text.rows],
                 self.heads,
                 text.positions,
                 window,
                 text.layers[self.layer].row,
-                mixed if len(texts) == 1 else mixed[text.rows],
+                mixed if alone else mixed[text.rows],
             )
         return self.output(mixed), None
 

@@ -147,7 +147,7 @@ def _decision(number: int, step: StepStats, zero: Zero) -> Row:
         "s": "t",
         "pid": PID,
         "tid": GOVERNOR,
-        "name": f"k={step.draft_length}",
+        "name": f"k={step.deepest}",
         "cat": "decision",
         **zero.point(step.start_s),
         "args": {

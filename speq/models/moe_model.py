@@ -21,6 +21,7 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
+from speq.models.bounds import LAYER
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
 from speq.models.dequantised import from_checkpoint
@@ -368,6 +369,15 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def is_held(family: Family, num_layers: int | None, name: str) -> bool:
+    """Whether a model holds a tensor of that name outside its experts; layers behind its last are
+    for predicting tokens ahead.
+    """
+    layer = LAYER.search(name)
+    beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+    return not beyond and not family.names.is_expert(name)
+
+
 def load(
     family: Family,
     checkpoint: Checkpoint,
@@ -387,7 +397,7 @@ def load(
         with quiet_transformers(), family.without_experts():
             model, info = from_checkpoint(
                 checkpoint,
-                lambda name: not family.names.is_expert(name),
+                partial(is_held, family, checkpoint.config.get("num_hidden_layers")),
                 dtype=dtype,
                 attn_implementation="sdpa",
                 use_safetensors=True,

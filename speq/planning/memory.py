@@ -9,6 +9,8 @@ from speq.units import format_bytes
 MIN_SLOTS = 2
 MIN_CHUNK = 16
 MAX_CHUNK = 4096
+# Of prompts that others wait for between their steps.
+MAX_CHUNK_BESIDE = 512
 # Prompts are run in the longest chunks whose activations take no more than this share, or than what
 # all slots would leave, and leave room for the fewest slots.
 WORKSPACE_SHARE = 1 / 16
@@ -123,7 +125,7 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
 
 def _chunk(demand: Demand, room: float, context: int) -> int:
     chunk = MIN_CHUNK
-    while chunk < min(context, MAX_CHUNK):
+    while chunk < min(context, MAX_CHUNK if demand.texts == 1 else MAX_CHUNK_BESIDE):
         chunk *= 2
     while chunk > MIN_CHUNK and demand.workspace(chunk, context) > room:
         chunk //= 2

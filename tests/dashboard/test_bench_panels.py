@@ -78,8 +78,9 @@ def tpot(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
         "hit-rate": of(row["hit_rate"], 100),
         "acceptance": of(row["acceptance_rate"], 100),
     }
+    variant = f", {row['variant']}" if row.get("variant") else ""
     for panel, value in figures.items():
-        yield panel, f"draft length {row['draft_length']}", row["budget"], value
+        yield panel, f"draft length {row['draft_length']}{variant}", row["budget"], value
 
 
 def equal_memory(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
@@ -546,6 +547,15 @@ OTHERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
         {
             ("memory", "process, GiB", "1.5"): 2.0,
             ("tpot", "time per output token, ms", "1.5"): 7.0,
+        },
+    ),
+    "serve": (
+        [{"rate": 2.0, "whole": 5, "tokens_per_s": 40.0, "ttft_p50_ms": 9.0, "ttft_p95_ms": 12.0}],
+        {
+            ("ttft", "p50", "2"): 9.0,
+            ("ttft", "p95", "2"): 12.0,
+            ("speed", "tokens per second", "2"): 40.0,
+            ("outcomes", "answered whole", "2"): 5.0,
         },
     ),
     "paper-systems": (

@@ -150,6 +150,11 @@ def random_record(format: str, hidden: int, width: int, seed: int) -> Tensor:
         matrix = torch.randn(rows, columns, generator=generator).mul(0.1).bfloat16()
         found = (fp8_codes if format == "fp8" else mxfp4_codes)(matrix)
         factor = 1 + torch.rand(found[1].shape, generator=generator) / 2
+        if (
+            format == "fp8"
+        ):  # subnormal codes and zeros of either sign, which trained weights rarely have
+            flat = found[0].view(-1)
+            flat[::67], flat[5::131], flat[7::133] = 3, 0x80, 0
         codes.append(found[0])
         scales.append(found[1] * factor if format == "fp8" else found[1])
     return record_of(layout, codes, scales)
@@ -304,7 +309,9 @@ def test_ids_and_slots_that_do_not_exist(format: str) -> None:
 
     with pytest.raises((IndexError, RuntimeError), match="topk_ids holds 9"):
         run(torch.tensor([[9]]), experts.order)
-    with pytest.raises((IndexError, RuntimeError), match="slot_table holds 5"):
+    with pytest.raises(
+        (IndexError, RuntimeError), match=r"slot_table holds \d+; there are 5 slots"
+    ):
         run(torch.tensor([[0]]), experts.order + EXPERTS)
 
 

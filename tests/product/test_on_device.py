@@ -61,6 +61,30 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], order: int, **sa
     return result
 
 
+@pytest.mark.parametrize(("family", "trees"), [("olmoe", "none"), ("deepseek_v2", "small")])
+def test_texts_side_by_side(family: str, trees: str, folders: Folders) -> None:
+    """Each has the exact model's tokens, and a text by itself is still recorded."""
+    cell = Cell(2, "half", "own", cache_policy="lookahead", prefetch="three-phase", trees=trees)
+    plain = load_plain(folders.published(family, cell))
+    prompts = [*PROMPTS, [11, 12], PROMPTS[0][:20]]
+    expected = [greedy_tokens(plain, prompt, NEW_TOKENS) for prompt in prompts]
+    context = max(map(len, prompts)) + NEW_TOKENS
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    with host_device(HostDevice(3)) as device:
+        model, draft = folders.of(family, cell)
+        generator, _ = loaded(cell, model, draft, "float32", context, "cuda", max_batch=3)
+        made = generator.generate_batch(prompts, **options)
+        assert generator.last_run is not None
+        assert max(step.sequences for step in generator.last_run.decode) == 3
+        alone = generator.generate(prompts[1], **options)
+        verification = generator.runtime.engine.verification
+        generator.close()
+    assert [each.token_ids for each in made] == expected
+    assert alone.token_ids == expected[1]
+    assert isinstance(verification, RecordedVerification)
+    assert device.pinned == {}
+
+
 @pytest.mark.parametrize(
     "at",
     [pytest.param(at, marks=[pytest.mark.wide] if at else []) for at in range(len(cells()))],

@@ -154,17 +154,18 @@ class Metrics:
         if step.phase == "decode":
             self._count_draft(step)
             for _ in range(step.emitted):
-                self._token.observe(step.duration_s / step.emitted)
+                self._token.observe(step.duration_s * step.sequences / step.emitted)
         elif asked_s is not None:
             self._first_token.observe(step.end_s - asked_s)
 
     def _count_draft(self, step: StepStats) -> None:
-        self._draft_length.observe(step.draft_length)
-        self._drafts.inc(step.draft_length > 0)
-        self._drafted.inc(step.draft_length)
-        self._accepted.inc(step.accepted)
-        for position in range(step.accepted):
-            self._accepted_at.labels(self._model, str(position)).inc()
+        for draft in step.each_draft:
+            self._draft_length.observe(draft.draft_length)
+            self._drafts.inc(draft.draft_length > 0)
+            self._drafted.inc(draft.draft_length)
+            self._accepted.inc(draft.accepted)
+            for position in range(draft.accepted):
+                self._accepted_at.labels(self._model, str(position)).inc()
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
