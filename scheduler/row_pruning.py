@@ -163,36 +163,40 @@ class LiveRows:
         self._supply = supply
         self._lookahead = lookahead
         self._stakes: Stakes | None = None
-        # Nodes of the last verification that lived through it, ascending.
-        self.live: list[int] = []
+        self._live: list[int] = []
         self._roots = 1
+
+    @property
+    def live(self) -> list[int]:
+        """The nodes that are live, or that lived through the last verification, ascending."""
+        return self._live
 
     def begin(self, stakes: Stakes) -> None:
         """A verification follows of trees whose nodes are all live."""
         self._stakes = stakes
         self._roots = sum(parent < 0 for parent in stakes.parents)
-        self.live = [*range(len(stakes.parents))]
+        self._live = [*range(len(stakes.parents))]
 
     def end(self) -> list[int]:
         """The verification is over; its `live` nodes."""
         self._stakes = None
-        return self.live
+        return self._live
 
     def observe(self, layer: int, route: Route) -> None:
         """Choose the live rows of a layer, whose exact route this is, and of those behind it."""
         if self._stakes is None or self.policy is None:
             return
-        if len(self.live) > self._roots:
+        if len(self._live) > self._roots:
             missing = self._missing(layer, route)
-            self.live = self.policy.live(self._stakes, self.live, layer, missing, self._named)
-        if len(self.live) < len(self._stakes.parents):
-            route.live = tuple(self.live)
+            self._live = self.policy.live(self._stakes, self._live, layer, missing, self._named)
+        if len(self._live) < len(self._stakes.parents):
+            route.live = tuple(self._live)
 
     def _missing(self, layer: int, route: Route) -> list[set[ExpertKey]]:
         """Of each live node, what is missing now; and where anything is, what will be."""
-        missing = [self._supply.missing(layer, route.ids[node]) for node in self.live]
+        missing = [self._supply.missing(layer, route.ids[node]) for node in self._live]
         if any(missing[1:]):
-            for node, keys in zip(self.live, missing, strict=True):
+            for node, keys in zip(self._live, missing, strict=True):
                 token = self._lookahead.token_of(node)
                 for ahead in range(layer + 1, min(layer + 1 + AHEAD, self._lookahead.num_layers)):
                     keys |= self._supply.missing(ahead, self._lookahead.expert_ids(token, ahead))

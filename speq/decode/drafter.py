@@ -1,7 +1,8 @@
 """The protocol of drafters, and the one that proposes nothing."""
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -75,6 +76,23 @@ class Drafter(Protocol):
         before each pass but the first. Drafters whose tokens come all at once, or without routes,
         need call neither. Drafters that make no trees draft chains.
         """
+
+
+class Asking(NamedTuple):
+    """What a text asks a drafter for: the arguments of `Drafter.propose`."""
+
+    sequence: Sequence
+    bounds: DraftBounds
+    on_route: OnRoute
+    go_on: GoOn
+
+
+@runtime_checkable
+class SharedPasses(Protocol):
+    """A drafter whose passes may be those of several texts, each with such a drafter of its own."""
+
+    def propose_together(self, drafters: Several[Any], asking: Several[Asking]) -> list[Draft]:
+        """Of each text its draft, of drafters made like this one, which is among them."""
 
 
 @runtime_checkable

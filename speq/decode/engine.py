@@ -19,8 +19,14 @@ from torch import Tensor
 
 from speq.decode.accept import accept
 from speq.decode.approximation import Approximation
-from speq.decode.drafter import DraftBounds, Drafter, GoOn, Listener, PlainDecoding
-from speq.decode.drafters.int4 import Int4Drafter
+from speq.decode.drafter import (
+    Asking,
+    DraftBounds,
+    Drafter,
+    Listener,
+    PlainDecoding,
+    SharedPasses,
+)
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
@@ -31,7 +37,6 @@ from speq.governor.batches import Governors, longest_draft
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
 from speq.governor.prices import Prices
-from speq.layers.draft_experts import OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
 from speq.routing import Route
@@ -225,26 +230,23 @@ class Engine:
             turns[text].stopped = not on
             return on
 
-        tellers = [(partial(on_route, text), partial(go_on, text)) for text in range(len(turns))]
+        asking = [
+            Asking(turn.sequence, turn.bounds, partial(on_route, text), partial(go_on, text))
+            for text, turn in enumerate(turns)
+        ]
         with self.mending(), self.recorder.timed("draft"):
-            for turn, draft in zip(turns, self._drafts(turns, tellers), strict=True):
+            for turn, draft in zip(turns, self._drafts(asking), strict=True):
                 turn.draft = draft
             prefetcher.end()
 
-    def _drafts(self, turns: list[Turn], tellers: Several[tuple[OnRoute, GoOn]]) -> Iterator[Draft]:
+    def _drafts(self, asking: list[Asking]) -> list[Draft]:
         """Of each text: in passes that are common to all, where drafters make such."""
-        drafters = [self.drafters[turn.sequence.row] for turn in turns]
-        stepping = [each for each in drafters if isinstance(each, Int4Drafter)]
-        if len(turns) > 1 and len(stepping) == len(turns):
-            batch = [turn.sequence for turn in turns]
-            draftings = [
-                drafter.drafting(turn.sequence, turn.bounds, *told)
-                for drafter, turn, told in zip(stepping, turns, tellers, strict=True)
-            ]
-            yield from Int4Drafter.together(stepping, batch, draftings)
-            return
-        for drafter, turn, told in zip(drafters, turns, tellers, strict=True):
-            yield drafter.propose(turn.sequence, turn.bounds, *told)
+        drafters = [self.drafters[each.sequence.row] for each in asking]
+        first = drafters[0]
+        if len(drafters) > 1 and isinstance(first, SharedPasses):
+            return first.propose_together(drafters, asking)
+        pairs = zip(drafters, asking, strict=True)
+        return [drafter.propose(*each) for drafter, each in pairs]
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score a pending token behind the first cache, and a draft, with the exact experts."""

@@ -4,7 +4,8 @@ import http.client
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from speq.dashboard.live.server import bound
+from speq.server.server import ApiServer
 from tests.helpers.command import PATIENCE_S, Command, arguments_of
 
 
@@ -43,9 +45,40 @@ def ask(url: str, method: str, path: str, content: Any = None) -> tuple[int, Any
         return response.status, json.loads(read) if read[:1] == b"{" else read.decode()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.wide)]
-)
+def test_the_command(
+    command: Command, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within this process, from options to an interrupt, while a request and a page are asked."""
+    told: list[Any] = []
+    serve = ApiServer.run
+
+    def run(server: ApiServer) -> None:
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        told.append(ask(server.url, "GET", "/v1/models"))
+        asked = {"model": "mine", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+        told.append(ask(server.url, "POST", "/v1/completions", asked))
+        server.stop()
+        thread.join(PATIENCE_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ApiServer, "run", run)
+    options = ("--served-model-name", "mine", "--context-length", 64, "--reader-threads", 2)
+    before = signal.getsignal(signal.SIGTERM)
+    ended = command(
+        *("serve", tiny("qwen3_moe"), "--memory-budget", "1MiB", "--port", 0, "--quiet"), *options
+    )
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("http://127.0.0.1:") and ended.out.endswith("/v1\n")
+    (status, models), (finished, answer) = told
+    assert status == finished == 200
+    assert [(each["id"], each["max_model_len"]) for each in models["data"]] == [("mine", 64)]
+    assert answer["usage"]["completion_tokens"] == 4
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_from_start_to_end(bundled: Path, number: signal.Signals) -> None:
     with serving(bundled, "--dashboard", "--quiet") as (process, url):
         assert process.stdout is not None and process.stderr is not None

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from speq.decode.draft_pass import OnLayer, draft_pass_over, run_together
-from speq.decode.drafter import DraftBase, DraftBounds, GoOn
+from speq.decode.drafter import Asking, DraftBase, DraftBounds, GoOn
 from speq.decode.drafters.best_first import BestFirst
 from speq.decode.drafters.in_step import Ask, Drafting, in_step
 from speq.decode.drafters.next_token import Asked, Chosen, NextToken, next_token_on, next_tokens_on
@@ -100,14 +100,13 @@ class Int4Drafter:
             node, last = growing.grow(best), best.token_id
         return growing.finished(nodes)
 
-    @staticmethod
-    def together(
-        drafters: Several["Int4Drafter"], batch: Several[Sequence], draftings: Several[Drafting]
+    def propose_together(
+        self, drafters: Several["Int4Drafter"], asking: Several[Asking]
     ) -> list[Draft]:
-        """Let several texts draft side by side, each by a drafter over its own cache."""
-        base, next_tokens = drafters[0]._base, drafters[0]._next_tokens
-        model, bank = base.model, base.int4
+        """Position j of all texts is run in one pass."""
+        model, bank = self._base.model, self._base.int4
         assert bank is not None, "planned for"
+        batch = [each.sequence for each in asking]
 
         def answer(texts: list[int], asks: list[Ask]) -> list[Chosen | None]:
             if len(texts) == 1:
@@ -120,7 +119,7 @@ class Int4Drafter:
             def run(on_layer: OnLayer) -> Tensor:
                 return run_together(model, bank, tokens, on_layer)
 
-            return next_tokens(
+            return self._next_tokens(
                 run,
                 [
                     Asked(batch[text], ask.drafted, ask.on_layer)
@@ -128,4 +127,5 @@ class Int4Drafter:
                 ],
             )
 
-        return in_step(draftings, answer)
+        pairs = zip(drafters, asking, strict=True)
+        return in_step([drafter.drafting(*each) for drafter, each in pairs], answer)
