@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ ID_DTYPE = torch.int32
 class Ear:
     """A drafter that drafts nothing and keeps what it hears."""
 
-    needs_int4 = False
+    needs_int4: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._heard: list[Tensor] = []

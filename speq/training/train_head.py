@@ -4,10 +4,12 @@ The work lies in a folder of its own until the head is whole: a journal, feature
 the last step that was saved. The same command goes on from there, to the same bits.
 """
 
+import fcntl
 import json
 import os
 import shutil
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -89,7 +91,9 @@ def trained(
     run = HeadRun(model, settings, training, texts, progress)
     folder = run.folder()
     with writing(folder, REMEDY):
-        return run.run(folder)
+        (folder / WORK).mkdir(parents=True, exist_ok=True)
+        with alone_in(folder / WORK):
+            return run.run(folder)
 
 
 @dataclass(slots=True)
@@ -110,7 +114,6 @@ class HeadRun:
 
     def run(self, folder: Path) -> TrainedHead:
         work = folder / WORK
-        work.mkdir(parents=True, exist_ok=True)
         remove_abandoned(work)
         recorded = header_in(work / JOURNAL)
         budget = self.training.memory_budget or recorded.get("memory_budget")
@@ -211,7 +214,8 @@ class HeadRun:
         )
         for _ in range(len(features)):
             next(windows)
-        wanted, group = self.training.windows, []
+        wanted = self.training.windows
+        group: list[tuple[torch.Tensor, torch.Tensor]] = []
         while wanted is None or len(features) + len(group) < wanted:
             if wanted is None and self._left_s(FEATURES_SHARE) < 0 and len(features):
                 break
@@ -287,6 +291,24 @@ class HeadRun:
                 name: measured(generator, prompts, temperature, self.progress).to_json()
                 for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
             }
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Raise SpeqError where another process has entered this block with the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise SpeqError(
+                    f"another process trains a head in {folder}; wait for its end, or give "
+                    "another --out"
+                ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def vocabulary_of(generator: Generator) -> Vocabulary:

@@ -418,12 +418,21 @@ def test_minutes_choose_windows_and_steps(
 
     monkeypatch.setattr("speq.training.train_head.monotonic", clock)
     made = speq.train_head(
-        model, texts, minutes=4.0, width=32, sequence_length=32, memory_budget="64MiB"
+        model, texts, minutes=1.2, width=8, sequence_length=16, memory_budget="64MiB"
     )
-    # A quarter of 240 looks goes to features, one look each.
-    assert made.report["windows"] == pytest.approx(60, abs=3)
-    assert WARMUP_STEPS < made.report["steps"] < 240 - 60
-    assert made.report["seconds"] == pytest.approx(240, rel=0.2)
+    # A quarter of 72 looks goes to features, one look each, and one look to a step.
+    assert made.report["windows"] == pytest.approx(18, abs=3)
+    assert made.report["steps"] == pytest.approx(0.95 * 72 - 18, abs=6)
+    assert made.report["seconds"] == pytest.approx(72, rel=0.2)
+
+
+def test_two_trainings_do_not_share_a_folder(model: Path, texts: Path, tmp_path: Path) -> None:
+    work, refused = tmp_path / "out" / "training", "another process trains a head in"
+    work.mkdir(parents=True)
+    with command.alone_in(work), pytest.raises(SpeqError, match=refused):
+        speq.train_head(model, texts, out=tmp_path / "out")
+    with command.alone_in(work):
+        assert [*work.iterdir()] == []
 
 
 @pytest.mark.parametrize(
