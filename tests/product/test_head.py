@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -256,6 +257,19 @@ def test_a_head_takes_its_share_of_the_budget(model: Path) -> None:
     assert "head" not in alone.runtime.plan.items
     generator.close()
     alone.close()
+
+
+def test_each_text_of_a_batch_has_entries_of_the_head(model: Path) -> None:
+    generator = Generator.from_pretrained(
+        model, "64MiB", drafter="head", dtype="float32", context_length=64, max_batch=3
+    )
+    engine = generator.runtime.engine
+    drafters: list[Any] = engine.drafters
+    heads = [drafter._text.cache for drafter in drafters]
+    assert len({entries.layers[0].keys.data_ptr() for entries in heads}) == 3
+    held = sum(cache.nbytes for cache in (*engine.caches, *heads))
+    assert generator.runtime.plan.items["kv_cache"] == held
+    generator.close()
 
 
 def test_a_plan_says_what_the_head_takes(model: Path) -> None:
