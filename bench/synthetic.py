@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from speq.decode.draft_pass import OnLayer
 from speq.decode.drafter import PlainDecoding
+from speq.decode.drafters.head import HeadDrafter
 from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.drafters.next_token import Chosen, NextToken, Run
 from speq.decode.sequence import Sequence
@@ -98,10 +99,10 @@ def synthetic_acceptance(
     if isinstance(drafter, PlainDecoding):
         yield
         return
-    if not isinstance(drafter, Int4Drafter):
+    if not isinstance(drafter, Int4Drafter | HeadDrafter):
         raise SpeqError(
-            "a synthetic acceptance is set for drafts of the INT4 copy and another drafter is "
-            "asked for; leave drafter to be auto"
+            "a synthetic acceptance is set for drafts of the INT4 copy or of a head and another "
+            "drafter is asked for; leave drafter to be auto, or give head"
         )
     known = {}
     with generator.with_draft_length(0):  # the governor learns nothing of it

@@ -18,7 +18,7 @@ from itertools import pairwise
 AHEAD = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 BOUNDS = (*(-bound for bound in reversed(AHEAD)), 0.0, *AHEAD)
 # First assumed: a token that leads by x stands as often as a logistic function of x / SCALE says.
-# It weighs as much as so many tokens of a class.
+# It weighs as much as so many tokens of a class. The scale is that of INT4 copies.
 SCALE, PRIOR_TOKENS = 0.1, 4.0
 # Assumed of a token whose drafter says nothing of it.
 UNKNOWN = 0.7
@@ -26,11 +26,11 @@ UNKNOWN = 0.7
 HORIZON = 100.0
 
 
-def _assumed() -> list[float]:
+def _assumed(scale: float) -> list[float]:
     """By class, at the middle of its leads."""
     edges = (2 * BOUNDS[0], *BOUNDS, 2 * BOUNDS[-1])
     middles = ((low + high) / 2 for low, high in pairwise(edges))
-    return [1 / (1 + math.exp(-middle / SCALE)) for middle in middles]
+    return [1 / (1 + math.exp(-middle / scale)) for middle in middles]
 
 
 @dataclass(slots=True)
@@ -45,7 +45,13 @@ class Confidence:
     _tokens: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        assumed = [*_assumed(), UNKNOWN]
+        self.assume(SCALE)
+
+    def assume(self, scale: float) -> None:
+        """Begin anew with a drafter whose leads, in logits, mean as much as `scale` says: by which
+        a token must lead to stand in 73 of 100 cases.
+        """
+        assumed = [*_assumed(scale), UNKNOWN]
         self._tokens = [PRIOR_TOKENS] * len(assumed)
         self._stood = [PRIOR_TOKENS * probability for probability in assumed]
 

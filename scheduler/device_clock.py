@@ -36,9 +36,9 @@ class DeviceClock:
 
     def anchor(self) -> None:
         """Read both clocks at once. The host waits for the device."""
-        self._event = self._device.compute.record()
-        self._event.wait()
-        self._at_s = self.recorder.clock()
+        event = self._device.compute.record()
+        event.wait()  # who works meanwhile goes by the one before
+        self._event, self._at_s = event, self.recorder.clock()
 
     @property
     def is_old(self) -> bool:

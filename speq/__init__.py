@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from speq.measure.plan import plan
     from speq.measure.tune import tune
     from speq.quantizing.models import pack, quantize
+    from speq.training.train_head import train_head
 
 # What users import, by where it lies: torch and transformers take seconds to import, and
 # `speq --help` should not wait for them.
@@ -30,6 +31,7 @@ HOMES = {
     "pack": "speq.quantizing.models",
     "plan": "speq.measure.plan",
     "quantize": "speq.quantizing.models",
+    "train_head": "speq.training.train_head",
     "tune": "speq.measure.tune",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "pack",
     "plan",
     "quantize",
+    "train_head",
     "tune",
 ]
 

@@ -103,10 +103,18 @@ DraftLength = Annotated[
 DraftNodes = Annotated[
     int | None,
     Option(
-        "Let the INT4 copy draft trees of so many tokens at most, with as many passes as tokens "
-        "are drafted per step; with draft length auto the governor chooses between these and "
-        "chains. Default: chains.",
+        "Let the INT4 copy or the head draft trees of so many tokens at most, with as many passes "
+        "as tokens are drafted per step; with draft length auto the governor chooses between "
+        "these and chains. Default: chains.",
         Whole(1, MAX_DRAFT_NODES),
+    ),
+]
+Head = Annotated[
+    str,
+    Option(
+        "The head that drafter head drafts with: auto (.speq/head in the model's folder), or what "
+        "`speq train-head` wrote elsewhere.",
+        Text("auto, or a folder that `speq train-head` wrote", path=True),
     ),
 ]
 PruneRows = Annotated[
@@ -247,6 +255,7 @@ class RunConfig(Options):
             Choice(("auto", "none"), DRAFTERS),
         ),
     ] = "auto"
+    head: Head = "auto"
     codec: Annotated[
         str,
         Option(
@@ -315,10 +324,15 @@ class RunConfig(Options):
                 f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
                 "for one text at a time, so leave one of the two out"
             )
-        if self.draft_nodes is not None and self.drafter not in ("auto", "int4"):
+        if self.draft_nodes is not None and self.drafter not in ("auto", "int4", "head"):
             raise SpeqError(
                 f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "
-                "drafted by the INT4 copy alone, so leave one of the two out"
+                "drafted by the INT4 copy and by the head, so leave one of the two out"
+            )
+        if self.head != "auto" and self.drafter != "head":
+            raise SpeqError(
+                f"head is {self.head} and drafter is {self.drafter}; a head drafts with drafter "
+                "head, so give that as well, or leave head out"
             )
         for name in ("tpot_slo_ms", "latency_slo_ms"):
             if getattr(self, name) is not None and self.draft_length is not None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from speq.governor.batches import Governors
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
+from speq.heads.head_file import NAME as HEAD_NAME
+from speq.heads.head_file import head_beside, model_digest, read_head
+from speq.heads.moe_head import MoEHead
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
@@ -75,6 +79,7 @@ class Loaded:
     draft_bank  the INT4 copy, where one is held
     host      exact experts in the host's memory, for a device with memory of its own
     graphs_on  the device that passes are recorded on; None: they are not
+    head      what drafts out of hidden states, where one does
     governors  of batches; they outlive arenas that are laid out anew, with what it has learnt
     copy      the packed copy of published experts that this run writes
     limits    of the experts of verifications; None: they are exact
@@ -93,6 +98,7 @@ class Loaded:
     governors: Governors
     copy: PackedCopy | None = None
     limits: BudgetRules | None = None
+    head: MoEHead | None = None
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
@@ -144,6 +150,9 @@ def load(
         subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
         if copied is not None:
             subject = replace(subject, copying_bytes=copied.writing_bytes)
+        head = head_of(opened, config)
+        if head is not None:
+            subject = replace(subject, head=head.shape)
         budget = budget_of(config, context, device)
         room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
         subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
@@ -183,11 +192,13 @@ def load(
         graphs_on = recording_device(config.graphs, device, model)
         governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()
+    if head is not None:
+        head = head.held(subject.dtype, device.torch)
     heap.give_back()
     loaded = Loaded(
         config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governors
     )
-    loaded.limits = limits
+    loaded.limits, loaded.head = limits, head
     if limits is not None and not settled.holding.drafts:
         logger.warning("nothing drafts, so that the expert budget bounds nothing: output is exact")
     if copied is not None and settled.memory.slots < subject.count:
@@ -296,6 +307,20 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
         source.close()
         raise
     return source
+
+
+def head_of(opened: Opened, config: RunConfig) -> MoEHead | None:
+    """The head that is to draft, in host memory; None where another drafter does.
+
+    Raises SpeqError where it is missing, damaged or another model's.
+    """
+    if drafter_of(config) != "head":
+        return None
+    checkpoint = opened.checkpoint
+    path = head_beside(checkpoint.path) if config.head == "auto" else Path(config.head)
+    path = path / HEAD_NAME if path.is_dir() else path
+    digest = model_digest(checkpoint, opened.family.names)
+    return read_head(path, digest, opened.shape.hidden_size)
 
 
 def trial_of(

@@ -279,8 +279,17 @@ class Runtime:
         """
         loaded = self._loaded
         graphs_on = None if cache.number else loaded.graphs_on
-        base = DraftBase(self.model, cache, loaded.draft_bank, sampler, graphs_on, confidence)
-        return DRAFTERS[self.holding.drafter](base)
+        return DRAFTERS[self.holding.drafter](
+            DraftBase(
+                self.model,
+                cache,
+                loaded.draft_bank,
+                sampler,
+                graphs_on,
+                confidence,
+                loaded.head,
+            )
+        )
 
     def _transfer(self, slots: Tensor) -> tuple[TransferEngine, Timed]:
         """Whatever fills the slots, reading threads or copies from host memory, and what times the

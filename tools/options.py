@@ -19,6 +19,7 @@ from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
 from speq.options.declared import Declared, declared
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
+from speq.training.settings import HeadSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent
 # TypedDicts: what each is of, and what their functions take by itself.
@@ -27,6 +28,7 @@ TYPED: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "SamplingOptions": ((SamplingParams,), ()),
     "PackOptions": ((PackSettings,), ("out",)),
     "QuantizeOptions": ((QuantizeSettings, ConversionSettings), ()),
+    "TrainHeadOptions": ((HeadSettings, TrainingSettings), ("texts",)),
     "PlanOptions": ((PlanSettings,), ("memory_budget",)),
     "TuneOptions": ((TuneSettings,), ("memory_budget",)),
 }

@@ -20,6 +20,7 @@ from speq.cli.profile import profile
 from speq.cli.quantize import quantize
 from speq.cli.report import report
 from speq.cli.serve import serve
+from speq.cli.train_head import train_head
 from speq.cli.tune import tune
 from speq.errors import SpeqError
 
@@ -33,10 +34,10 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(generate, chat, serve, profile, report, dashboard),
-    *(check, pack, quantize, plan, tune, doctor),
+    *(check, pack, quantize, train_head, plan, tune, doctor),
 )
 for function in COMMANDS:
-    app.command()(command(function))
+    app.command(function.__name__.replace("_", "-"))(command(function))
 app.add_typer(bench_app, name="bench")
 
 

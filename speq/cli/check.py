@@ -12,7 +12,7 @@ from speq.measure.settings import CheckSettings
 
 # Texts are given, so that nothing is drafted, and it is the exact path that is checked.
 BUDGETS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
-UNUSED = ("draft_length", "drafter", "profile", "tpot_slo_ms", "latency_slo_ms", *BUDGETS)
+UNUSED = ("draft_length", "drafter", "head", "profile", "tpot_slo_ms", "latency_slo_ms", *BUDGETS)
 
 
 def check(

@@ -82,6 +82,8 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append(_link_line(made.break_even_link_bytes_per_s, link))
     else:
         lines.append("break-even: there is nothing to compare in this budget")
+    if made.with_head is not None:
+        lines.append(_head_line(made))
     form = made.subject.dense
     if form.name != "raw":
         lines.append(
@@ -103,6 +105,18 @@ def findings(made: "BudgetPlan") -> list[str]:
         "transfers hidden that can be, and none"
     )
     return lines
+
+
+def _head_line(made: "BudgetPlan") -> str:
+    held, head, context = made.with_head, made.subject.head, made.budget.context
+    assert held is not None and head is not None
+    elements = made.budget.texts * context * head.kv_elements_per_token
+    kv_bytes = elements * made.subject.dtype.itemsize
+    return (
+        f"with --drafter head: the head takes {format_bytes(held.items['head'])} and "
+        f"{format_bytes(kv_bytes)} of the KV cache, which leaves {held.slots} slots; a run "
+        "measures whether it pays"
+    )
 
 
 def _acceptance_line(value: float | None) -> str:

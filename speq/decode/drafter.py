@@ -4,10 +4,13 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Accelerator
 from speq.governor.confidence import Confidence
+from speq.heads.moe_head import MoEHead
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -44,6 +47,7 @@ class DraftBase:
     sampler    chooses tokens where the model computes
     graphs_on  the device that passes may be recorded on; None: they are not
     confidence  how likely drafted tokens are to stand
+    head       drafts out of the exact model's hidden states, where one is held
     """
 
     model: MoEModel
@@ -52,6 +56,7 @@ class DraftBase:
     sampler: Sampler
     graphs_on: Accelerator | None = None
     confidence: Confidence = field(default_factory=Confidence)
+    head: MoEHead | None = None
 
 
 class Drafter(Protocol):
@@ -88,6 +93,20 @@ class SharedPasses(Protocol):
 
     def propose_together(self, drafters: Several[Any], asking: Several[Asking]) -> list[Draft]:
         """Of each text its draft, of drafters made like this one, which is among them."""
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """A drafter that goes by what the exact model made of the text. Others are told nothing."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Another text, whose prompt is about to be run."""
+
+    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
+        """The next tokens of the text for certain, and the exact model's last hidden states [T, H]
+        of them, which its next pass may overwrite: chunks of the prompt, then after each round the
+        token that was pending and those that were accepted.
+        """
 
 
 class PlainDecoding:

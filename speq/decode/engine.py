@@ -14,11 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from speq.decode.accept import accept
 from speq.decode.approximation import Approximation
-from speq.decode.drafter import Asking, DraftBounds, Drafter, PlainDecoding, SharedPasses
+from speq.decode.drafter import (
+    Asking,
+    DraftBounds,
+    Drafter,
+    Listener,
+    PlainDecoding,
+    SharedPasses,
+)
 from speq.decode.offload import Offload
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
@@ -100,8 +108,11 @@ class Engine:
         return emitted
 
     def begin(self, sequence: Sequence) -> Reading:
-        """Forget what the sequence's cache holds: its prompt follows."""
+        """Forget what the sequence's cache and drafter hold: its prompt follows."""
         self.caches[sequence.row].clear()
+        drafter = self.drafters[sequence.row]
+        if isinstance(drafter, Listener):
+            drafter.begin(sequence)
         return Reading(sequence)
 
     def read(self, reading: Reading) -> list[int]:
@@ -123,8 +134,9 @@ class Engine:
     def _read_chunk(self, reading: Reading) -> None:
         sequence = reading.sequence
         tokens = sequence.prompt_ids[reading.done : reading.done + self.chunk]
-        cache = self.caches[sequence.row]
-        reading.last = self.model.read(self.offload.reader, cache, tokens)
+        cache, drafter = self.caches[sequence.row], self.drafters[sequence.row]
+        on_hidden = drafter.hear if isinstance(drafter, Listener) else None
+        reading.last = self.model.read(self.offload.reader, cache, tokens, on_hidden)
         reading.done += len(tokens)
 
     def _first_token(self, reading: Reading) -> list[int]:
@@ -169,6 +181,7 @@ class Engine:
             scored = self._score_turns(self.turns)
             for turn, each in zip(self.turns, scored, strict=True):
                 self._accept(turn, each)
+        self._tell(self.turns, scored)
         if self.approximation is not None:
             (turn,) = self.turns
             stats.approximation = self.approximation.report(
@@ -277,6 +290,14 @@ class Engine:
                 return [self.approximation.score(lambda: begun()[0], stakes.reach)]
         finally:
             rows.end()
+
+    def _tell(self, turns: list[Turn], scored: list[Scored]) -> None:
+        """Let drafters hear what the exact model made of the accepted paths."""
+        for turn, each in zip(turns, scored, strict=True):
+            drafter = self.drafters[turn.sequence.row]
+            if isinstance(drafter, Listener) and turn.error is None:
+                rows = [each.hidden_states[node : node + 1] for node in turn.outcome.path]
+                drafter.hear(turn.accepted_ids, torch.cat(rows))
 
     def commit(self, turns: list[Turn], stats: StepStats) -> list[list[int]]:
         """Keep accepted paths in the KV caches, emit their tokens, complete the record."""

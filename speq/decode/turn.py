@@ -40,6 +40,12 @@ class Turn:
         return TextTokens(self.cache, token_ids, self.draft.tree)
 
     @property
+    def accepted_ids(self) -> list[int]:
+        """Of the tokens whose entries are kept: the pending one, and those that were accepted."""
+        nodes = self.tokens.token_ids
+        return [nodes[node] for node in self.outcome.path]
+
+    @property
     def kept(self) -> list[int]:
         """Rows of the verification whose nodes were accepted."""
         return [self.first + node for node in self.outcome.path]

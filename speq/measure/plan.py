@@ -18,6 +18,8 @@ from speq.governor import presets
 from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
+from speq.heads.head_file import head_beside, model_digest, read_head
+from speq.heads.head_shape import HeadShape
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -109,10 +111,21 @@ def subject_of(model: str, dtype: str) -> tuple[Subject, Opened | None]:
         return Subject.of_config(model, path, dtype), None
     opened = open_model(path)
     try:
-        return Subject.of_model(model, opened, dtype), opened
+        subject = Subject.of_model(model, opened, dtype)
+        return replace(subject, head=head_shape_beside(opened)), opened
     except BaseException:
         opened.close()
         raise
+
+
+def head_shape_beside(opened: Opened) -> HeadShape | None:
+    """Of the head beside a model; None where there is none that fits, which a run refuses."""
+    checkpoint = opened.checkpoint
+    with contextlib.suppress(SpeqError):
+        digest = model_digest(checkpoint, opened.family.names)
+        path = head_beside(checkpoint.path)
+        return read_head(path, digest, opened.shape.hidden_size).shape
+    return None
 
 
 def machine_of(

@@ -37,6 +37,8 @@ EXPERTS = "routed experts"
 WHOLE = "between modules"
 # Layers of a model that has one mask for all.
 ANY_KIND = "any"
+# Told tokens, and the model's last hidden states [T, H] of them.
+OnHidden = Callable[[list[int], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,16 @@ class MoEModel:
             self._switch.turn(None)
         return output.last_hidden_state
 
+    def head_words(self) -> tuple[Tensor, Tensor | None]:
+        """The head's matrix [V, H], perhaps as a view of what is held, and its bias [V] or None."""
+        head = self._hf_model.get_output_embeddings()
+        return head.exact.words(), head.bias
+
+    @torch.inference_mode()
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """What the first layer is given of T tokens: [T, H]."""
+        return self._hf_model.get_input_embeddings()(self._send(torch.tensor(token_ids)))
+
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor, bank: ExpertBank | None = None) -> Tensor:
         """The head: [..., H] to [..., V].
@@ -276,17 +288,22 @@ class MoEModel:
         found = zip(self.logits(hidden, bank).split(counts), hidden.split(counts), strict=True)
         return [Scored(*each) for each in found]
 
-    def prefill(self, bank: ExpertBank, cache: KVCache, token_ids: list[int], chunk: int) -> Scored:
-        """Run a prompt, `chunk` tokens at a time, keeping its entries; score its last token."""
-        for start in range(0, len(token_ids), chunk):
-            last = self.read(bank, cache, token_ids[start : start + chunk])
-        return self.score_last(last)
+    def read(
+        self,
+        bank: ExpertBank,
+        cache: KVCache,
+        token_ids: list[int],
+        on_hidden: OnHidden | None = None,
+    ) -> Tensor:
+        """Run some tokens of a prompt, keeping their entries; the last hidden state [1, H].
 
-    def read(self, bank: ExpertBank, cache: KVCache, token_ids: list[int]) -> Tensor:
-        """Run some tokens of a prompt, keeping their entries; the last hidden state [1, H]."""
-        last = self.forward(bank, cache, torch.tensor([token_ids]))[0, -1:]
+        on_hidden  told the tokens and their last hidden states
+        """
+        hidden = self.forward(bank, cache, torch.tensor([token_ids]))[0]
         cache.advance(len(token_ids))
-        return last
+        if on_hidden is not None:
+            on_hidden(token_ids, hidden)
+        return hidden[-1:]
 
     def score_last(self, last: Tensor) -> Scored:
         """Score a prompt's last token by its hidden state [1, H]."""

@@ -29,9 +29,9 @@ class RunOptions(TypedDict, total=False):
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     draft_nodes: int | None
-    """Let the INT4 copy draft trees of so many tokens at most, with as many passes as tokens are
-    drafted per step; with draft length auto the governor chooses between these and chains.
-    Default: chains.
+    """Let the INT4 copy or the head draft trees of so many tokens at most, with as many passes as
+    tokens are drafted per step; with draft length auto the governor chooses between these and
+    chains. Default: chains.
     """
     prune_rows: str
     """Give up drafted tokens in the midst of a verification where their experts cost more than they
@@ -73,6 +73,10 @@ class RunOptions(TypedDict, total=False):
     """Which experts come before they are needed."""
     drafter: str
     """What proposes tokens; auto is the INT4 copy, where there is one."""
+    head: str | Path
+    """The head that drafter head drafts with: auto (.speq/head in the model's folder), or what
+    `speq train-head` wrote elsewhere.
+    """
     codec: str
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
     for.
@@ -188,6 +192,37 @@ class QuantizeOptions(TypedDict, total=False):
     """Memory for all of it, such as 8GiB; default: 3/4 of what is free."""
 
 
+class TrainHeadOptions(TypedDict, total=False):
+    width: int | None
+    """Width of each branch's MLP; default: the model's hidden size."""
+    branches: int
+    """MLPs side by side."""
+    contrast: str
+    """Whether the branches' contrast drafts the token after the next, without a pass of its own: on
+    or off; auto: on with two branches.
+    """
+    sequence_length: int
+    """Tokens of a window of text, and how far the head looks back."""
+    batch_size: int
+    """Windows in a step."""
+    learning_rate: float
+    """The highest, of a cosine schedule."""
+    seed: int
+    """Of the first weights, the texts' order and the noise."""
+    minutes: float
+    """Time for all of it, about: features take a quarter, and steps what is left."""
+    windows: int | None
+    """Windows of text to train on; default: as many as the minutes allow."""
+    steps: int | None
+    """Steps to train; default: as many as the minutes allow."""
+    out: str | Path | None
+    """Folder to write; default: .speq/head in the model's own, where drafter head finds it."""
+    memory_budget: str | int | None
+    """Memory for the model while features are made, such as 8GiB; default: half of what is free."""
+    device: str
+    """Where to compute."""
+
+
 class PlanOptions(TypedDict, total=False):
     host_budget: str | int | None
     """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
@@ -251,9 +286,9 @@ class TuneOptions(TypedDict, total=False):
     eight bits); auto is all.
     """
     draft_nodes: int | None
-    """Let the INT4 copy draft trees of so many tokens at most, with as many passes as tokens are
-    drafted per step; with draft length auto the governor chooses between these and chains.
-    Default: chains.
+    """Let the INT4 copy or the head draft trees of so many tokens at most, with as many passes as
+    tokens are drafted per step; with draft length auto the governor chooses between these and
+    chains. Default: chains.
     """
     prune_rows: str
     """Give up drafted tokens in the midst of a verification where their experts cost more than they

@@ -4,6 +4,7 @@ Memory is planned by the same code as a run's (`speq.planning.memory`); times ar
 (`speq.governor.planner`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +12,9 @@ from speq.governor.holding import Holding
 from speq.governor.planner import choose
 from speq.planning.assumptions import Assumptions
 from speq.planning.demand import Budget
-from speq.planning.fitting import fitted, least_refusal
+from speq.planning.fitting import fit, fitted, least_refusal
 from speq.planning.host_memory import HostPlan, host_plan
-from speq.planning.memory import MemoryPlan
+from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
 from speq.units import format_bytes
@@ -27,6 +28,8 @@ class BudgetPlan:
     reason    why the best one is
     worst     the reason if tokens chose experts independently (MoESD's N(t))
     left_out  by name of the ways that do not fit: why
+    with_head  memory with the head beside the model for a drafter; None where there is none, or
+               where it does not fit
     """
 
     subject: Subject
@@ -39,6 +42,7 @@ class BudgetPlan:
     break_even_acceptance: float | None
     break_even_link_bytes_per_s: float | None
     left_out: dict[str, str] = field(default_factory=dict)
+    with_head: MemoryPlan | None = None
 
     @property
     def host(self) -> HostPlan | None:
@@ -64,6 +68,11 @@ class BudgetPlan:
             "items": dict(best.items),
             "unused_bytes": best.report()["unused"],
             "host": host and host.to_dict(),
+            "with_head": self.with_head
+            and {
+                "items": dict(self.with_head.items),
+                "slots": self.with_head.slots,
+            },
             "candidates": entries,
             "best": entries[self.best],
             "reason": self.reason,
@@ -135,6 +144,25 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
         outlook.break_even_acceptance(holdings),
         outlook.break_even_link(holdings),
         left_out,
+        with_head(subject, holdings, budget, left_out),
     )
     _ = made.host  # refuses a host budget that is too small
     return made
+
+
+def with_head(
+    subject: Subject, holdings: Sequence[Holding], budget: Budget, left_out: dict[str, str]
+) -> MemoryPlan | None:
+    """Memory of the first way without a draft, if the model's head drafts in it. Nothing is known
+    of its time: a run measures that.
+
+    left_out  is told why it does not fit
+    """
+    plain = next((holding for holding in holdings if not holding.drafts), None)
+    if subject.head is None or plain is None:
+        return None
+    try:
+        return fit(subject, replace(plain, drafter="head"), budget)[1]
+    except BudgetTooSmall as error:
+        left_out["with a head"] = f"takes {format_bytes(error.needed_bytes)} at the least"
+        return None

@@ -14,6 +14,7 @@ from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST
 from speq.governor.holding import Holding
+from speq.heads.head_text import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
 from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
@@ -92,12 +93,19 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = subject.count * 4 * subject.shape.experts.expert_width
     recorded = budget.graphs and not budget.on_cpu
+    head = subject.head if holding.drafter == "head" else None
+    kv_elements = shape.kv_elements_per_token + (head.kv_elements_per_token if head else 0)
 
     def workspace(rows: int, context: int) -> int:
-        of_prompt = of_pass(rows, context)
-        return of_prompt if texts == 1 else max(of_prompt, of_pass(scored, texts * context))
+        taken = pass_bytes(rows, context)
+        if texts > 1:
+            taken = max(taken, pass_bytes(scored, texts * context))
+        if head is None:
+            return taken
+        # The head's passes come after the model's.
+        return max(taken, head.workspace_bytes(HEAD_ROWS, shape.vocab_size, context, dtype))
 
-    def of_pass(rows: int, context: int) -> int:
+    def pass_bytes(rows: int, context: int) -> int:
         rows = max(rows, scored)
         few = min(MAX_LINEAR_ROWS, KERNELS["cpu" if budget.on_cpu else "cuda"].max_rows)
         decoded = decoded_bytes(subject, rows, scored, few)
@@ -113,7 +121,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         non_expert_bytes=subject.non_expert_bytes,
         loading_bytes=loading_bytes,
         draft_bytes=holding.draft_bytes + order_bytes,
-        kv_bytes_per_token=texts * shape.kv_elements_per_token * dtype.itemsize,
+        kv_bytes_per_token=texts * kv_elements * dtype.itemsize,
         texts=texts,
         reading_bytes=(
             ALIGNMENT + readers * reading_bytes_of(subject, holding) + subject.copying_bytes
@@ -123,6 +131,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         workspace=workspace,
         graphs=graphs if recorded else None,
         overhead=overhead_of(subject, holding, budget),
+        head_bytes=head.nbytes(dtype) if head else 0,
     )
 
 
@@ -187,7 +196,7 @@ def reading_bytes_of(subject: Subject, holding: Holding) -> int:
 
 def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
-    weights, the INT4 copy part by part, and the KV caches of so many texts.
+    weights, the INT4 copy part by part, the head, and the KV caches of so many texts.
     """
     shape, size = subject.shape, subject.dtype.itemsize
     yield from subject.dense.sizes
@@ -198,5 +207,9 @@ def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1)
     if holding.drafter == "int4":
         for layout in subject.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
-    for _ in range(texts * shape.num_layers):
-        yield from (heads * width * context * size for heads, width in shape.attention.kv_shapes)
+    kv_shapes = [shape.attention.kv_shapes] * (texts * shape.num_layers)
+    if holding.drafter == "head" and subject.head is not None:
+        yield from subject.head.sizes(subject.dtype)
+        kv_shapes += [subject.head.kv_shapes] * texts
+    for of_layer in kv_shapes:
+        yield from (heads * width * context * size for heads, width in of_layer)

@@ -26,6 +26,7 @@ class Demand:
     texts          that run side by side, at most
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
+    head_bytes     of the head that drafts; 0: none does
     workspace      (rows of a pass, tokens attended over) -> bytes of activations
     overhead       tokens of context -> what a device takes beyond all tensors; None on the CPU
     graphs         tokens attended over -> bytes that recorded passes keep; None: there are none
@@ -42,6 +43,7 @@ class Demand:
     texts: int = 1
     overhead: Callable[[int], int] | None = None
     graphs: Callable[[int], int] | None = None
+    head_bytes: int = 0
 
 
 class BudgetTooSmall(SpeqError):
@@ -88,6 +90,8 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
         "kv_cache": context * demand.kv_bytes_per_token,
         "read_buffers": demand.reading_bytes,
     }
+    if demand.head_bytes:
+        items["head"] = demand.head_bytes
     if demand.overhead is not None:
         items["device_overhead"] = demand.overhead(context)
     if demand.graphs is not None:

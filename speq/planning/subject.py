@@ -16,6 +16,7 @@ from speq.files.json_file import read_json
 from speq.files.published_format import WORDS, format_of
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
+from speq.heads.head_shape import HeadShape
 from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
@@ -40,6 +41,7 @@ class Subject:
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
+    head           sizes of the head that may draft; None: there is none
     """
 
     name: str
@@ -55,6 +57,7 @@ class Subject:
     dense: DenseForm
     copying_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
+    head: HeadShape | None = None
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":

@@ -8,10 +8,12 @@ from typing import Any
 from speq import Generator
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
+from speq.heads.head_file import head_beside
 from speq.models.opened import open_model
 from speq.quantizing.models import packing_of
 from speq.stats import StepStats
 from tests.helpers.gptq_files import Packing, write_gptq
+from tests.helpers.heads import write_random_head
 from tests.helpers.random_rows import RandomRows
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import write_perturbed
@@ -66,8 +68,12 @@ class Folders:
         return str(path)
 
     def of(self, family: str, cell: Cell) -> tuple[Path, str]:
-        """The model a cell runs, and its draft option."""
+        """The model a cell runs, and its draft option; with a head beside it that knows nothing,
+        where the cell drafts with one.
+        """
         model, draft = self.published(family, cell), self.draft(family, cell)
+        if cell.drafter == "head" and not head_beside(model).exists():
+            write_random_head(model)
         if cell.store == "plain":
             return model, draft
         tied = cell.codec == "residual"

@@ -96,6 +96,8 @@ CELLS = (
     Cell(3, "half", "own", "packed", codec="lossless"),
     Cell(2, "half", "gptq", "packed", codec="residual", prefetch="three-phase"),
     Cell(4, "all", "own", drafter="ngram"),
+    Cell(4, "half", "own", drafter="head", prefetch="three-phase"),
+    Cell(5, "two slots", "own", drafter="head", trees="small"),
 )
 CONTEXT = 96
 

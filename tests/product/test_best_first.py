@@ -96,6 +96,21 @@ def test_leaves_are_the_likeliest_of_all_candidates() -> None:
             assert parent < at
 
 
+def test_what_is_seen_beyond_a_node_lies_behind_its_leaves() -> None:
+    """The token after the next, by one pass: behind each of that node's leaves, and no other's."""
+    stands = STANDS | {None: 0.6}
+    growing = BestFirst(lambda lead: stands[lead])
+    growing.found(0, Chosen(7, 1.0, (Other(8, 0.1),)), beyond=5)
+    best = growing.best(never)
+    assert best is not None
+    assert growing.grow(best) == 1
+    growing.found(1, Chosen(9, 0.1), beyond=None)
+    draft = growing.finished(5)
+    # 7 was run, and says itself what follows it: 0.7 * 0.5 before 0.4 * 0.6.
+    assert (draft.token_ids, draft.parents) == ([7, 8, 9, 5], [0, 0, 1, 2])
+    assert draft.leads == [1.0, -0.1, 0.1, None]
+
+
 def test_what_is_learnt_of_a_tree() -> None:
     """Every token behind those that stand was tried; no other one was."""
     draft = Draft([5, 6, 7, 8, 9], [0, 0, 1, 2, 2], [1.0, -0.1, 3.0, 0.1, -1.0])

@@ -18,6 +18,7 @@ import torch
 
 from speq import Generator
 from speq.bench.machine.step import DRAFT_KERNELS
+from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore
@@ -31,6 +32,7 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny_models import (
     BY_FAMILY,
     FAMILIES,
+    VOCAB,
     WIDE_BY_FAMILY,
     drawn_tokens,
     greedy_tokens,
@@ -155,6 +157,59 @@ def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> No
     ]
     cells = [*drafts, *share(pairwise_cells(), family, 1)]
     check_family(family, cells, folders, "float32", FEWER_TOKENS)
+
+
+# Heads that know nothing: nearly all that they draft is rejected.
+HEADS = [
+    Cell(4, "half", "own", drafter="head", prefetch="three-phase"),
+    Cell(5, "two slots", "own", drafter="head", trees="large"),
+    Cell(3, "half", "own", drafter="head", prefetch="three-phase", trees="pruned"),
+    Cell(1, "half", "own", drafter="head"),
+]
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
+    """One cell greedily and another one drawn, with each family; each cell with some of them."""
+    at, plain = list(FAMILIES).index(family), load_plain(folders.float32(family))
+    prompt, cell = PROMPTS[at % 2], HEADS[at % 4]
+    expected = greedy_tokens(plain, prompt, 40)
+    seen = run_cell(cell, *folders.of(family, cell), "float32", prompt, expected)
+    assert "rejected" in seen
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    cell = HEADS[(at + 1) % 4]
+    expected = drawn_tokens(plain, prompt, 40, SamplingParams(**options))
+    run_cell(cell, *folders.of(family, cell), "float32", prompt, expected, **options)
+
+
+@pytest.mark.parametrize("trees", ["none", "small"])
+def test_heads_go_on_from_tokens_that_stand(trees: str, folders: Folders) -> None:
+    """A head that is told some of the tokens, so that it hears of accepted ones."""
+    cell = Cell(3, "half", "own", drafter="head", prefetch="three-phase", trees=trees)
+    prompt = PROMPTS[0]
+    expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), prompt, NEW_TOKENS)
+    generator, _ = loaded(cell, *folders.of("qwen2_moe", cell), "float32", len(prompt) + NEW_TOKENS)
+    drafter: Any = generator.runtime.engine.drafter
+    draws = random.Random(5)
+    stands = [draws.random() < 0.6 for _ in range(NEW_TOKENS)]
+    known = {tuple(prompt): KnownText(expected, stands)}
+    drafter.next_token = SetAcceptance(drafter.next_token, known, VOCAB)
+    result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    assert result.token_ids == expected
+    assert outcomes(generator.last_run.decode) >= {"partial", "rejected"}
+    assert result.stats["acceptance_rate"] > 0.2
+    generator.close()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", WIDE_BY_FAMILY)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_heads_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
+    plain = load_plain(folders.float32(family), DTYPES[dtype])
+    for prompt in PROMPTS:
+        expected = greedy_tokens(plain, prompt, NEW_TOKENS)
+        for cell in HEADS:
+            run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
 
 
 @pytest.mark.wide

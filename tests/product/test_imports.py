@@ -41,7 +41,7 @@ REFERENCES = (
 BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
 )
-BELOW_DECODE = (*BELOW_MODELS, "models", "scheduler", "governor")
+BELOW_DECODE = (*BELOW_MODELS, "models", "heads", "scheduler", "governor")
 BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
 TABLE = {
     "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
@@ -77,6 +77,7 @@ TABLE = {
         never=("transformers",),
     ),
     "models": Layer(("speq.models",), (*BELOW_MODELS, "models")),
+    "heads": Layer(("speq.heads",), (*BELOW_MODELS, "models", "heads")),
     "scheduler": Layer(
         ("speq.scheduler",), ("leaves", "devices", "scheduler"), never=("transformers",)
     ),
@@ -85,7 +86,7 @@ TABLE = {
     ),
     "decode": Layer(("speq.decode",), (*BELOW_DECODE, "decode")),
     "planning": Layer(
-        ("speq.planning",), (*BELOW_MODELS, "models", "governor", "drafts", "planning")
+        ("speq.planning",), (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning")
     ),
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
     "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
@@ -98,7 +99,11 @@ TABLE = {
         ("speq.batching", "speq.generator", "speq.async_generator"),
         ("leaves", "devices", "models", "decode", "runtime", "text", "generator"),
     ),
-    "package": Layer(("speq",), ("leaves", "generator", "measure", "conversions")),
+    "training": Layer(
+        ("speq.training",),
+        (*BELOW_LOAD, "runtime", "text", "generator", "training"),
+    ),
+    "package": Layer(("speq",), ("leaves", "generator", "measure", "conversions", "training")),
     "measure": Layer(
         ("speq.measure",), (*BELOW_LOAD, "runtime", "text", "generator", "package", "measure")
     ),
@@ -121,8 +126,8 @@ TABLE = {
         ("speq.cli", "speq.__main__"),
         (
             *BELOW_LOAD,
-            *("runtime", "text", "generator", "package", "quantizing", "conversions", "measure"),
-            *("dashboard", "server", "cli", "bench commands"),
+            *("runtime", "text", "generator", "package", "quantizing", "conversions", "training"),
+            *("measure", "dashboard", "server", "cli", "bench commands"),
         ),
     ),
     "bench commands": Layer(

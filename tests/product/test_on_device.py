@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from speq.config import SamplingParams
 from speq.decode.verification import RecordedVerification
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.stream_transfer import StreamTransfer
 from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.host_device import ComputeStream, HostDevice, Race, host_device
 from tests.helpers.pairwise import pairwise
-from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
+from tests.helpers.tiny_models import FAMILIES, drawn_tokens, greedy_tokens, load_plain
 
 # A prompt whose rows go by expert, and one whose rows a kernel takes together.
 PROMPTS = ([(7 * i * i + 3 * i) % 256 for i in range(70)], [7, 3, 200, 41, 9])
@@ -44,10 +45,10 @@ def cells() -> list[Cell]:
     return random.Random(7).sample(chosen, len(chosen))
 
 
-def run(cell: Cell, model: Path, draft: str, prompt: list[int], seed: int, **sampling: Any) -> Any:
-    """Tokens, and what the device saw."""
+def run(cell: Cell, model: Path, draft: str, prompt: list[int], order: int, **sampling: Any) -> Any:
+    """Tokens, and what the device saw. order: in which its streams go on, by chance."""
     context = len(prompt) + NEW_TOKENS
-    with host_device(HostDevice(seed)) as device:
+    with host_device(HostDevice(order)) as device:
         generator, _ = loaded(cell, model, draft, "float32", context, device="cuda")
         result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
         verification = generator.runtime.engine.verification
@@ -92,9 +93,37 @@ def test_greedy_tokens_are_the_exact_models(at: int, folders: Folders) -> None:
     cell, family = cells()[at], list(FAMILIES)[at % len(FAMILIES)]
     prompt = PROMPTS[at // len(FAMILIES) % 2]
     expected = greedy_tokens(load_plain(folders.published(family, cell)), prompt, NEW_TOKENS)
-    result = run(cell, *folders.of(family, cell), prompt, seed=at)
+    result = run(cell, *folders.of(family, cell), prompt, order=at)
     assert result.token_ids == expected, cell
     assert (result.stats["draft_length_mean"] > 0) == (cell.draft_length > 0)
+
+
+HEADS = [
+    Cell(4, "half", "own", drafter="head", prefetch="three-phase", trees="small"),
+    Cell(3, "half", "own", drafter="head", prefetch="three-phase"),
+    Cell(4, "two slots", "own", drafter="head", trees="pruned", graphs="none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "family"),
+    [
+        pytest.param(at, family, marks=[pytest.mark.wide] if at else [])
+        for at, family in enumerate(FAMILIES)
+    ],
+)
+def test_heads_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:
+    """Of a head that knows nothing, greedy and drawn."""
+    cell, prompt = HEADS[at % 3], PROMPTS[at % 2]
+    model, draft = folders.of(family, cell)
+    plain = load_plain(folders.published(family, cell))
+    result = run(cell, model, draft, prompt, order=at)
+    assert result.token_ids == greedy_tokens(plain, prompt, NEW_TOKENS)
+    assert result.stats["draft_length_mean"] > 0
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    drawn = run(cell, model, draft, prompt, at, **options)
+    expected = drawn_tokens(plain, prompt, NEW_TOKENS, SamplingParams(**options))
+    assert drawn.token_ids == expected
 
 
 @pytest.mark.parametrize("missing", ["launched", "after"])
@@ -108,4 +137,4 @@ def test_a_run_without_an_order_is_caught(
     else:
         monkeypatch.setattr(ComputeStream, "after", lambda stream, event: None)
     with pytest.raises(Race):
-        run(cell, *folders.of("qwen3_moe", cell), PROMPTS[1], seed=1)
+        run(cell, *folders.of("qwen3_moe", cell), PROMPTS[1], order=1)

@@ -239,6 +239,7 @@ def test_a_word_means_the_same_in_every_command() -> None:
         ("pack", "codec"),  # what is written, where auto is raw
         ("quantize", "memory_budget"),
         ("quantize", "dense"),  # whether such layers are quantised as well
+        ("train-head", "memory_budget"),
         ("bench kernels", "dtype"),  # of the rows
         *((f"bench {name}", "draft_length") for name in ("hit-rate", "schedule", "fidelity")),
         ("bench budget", "draft_length"),
@@ -273,7 +274,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 10 + 17  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 11 + 17  # all but doctor, and benches of machines, routes and many
 
 
 def test_json_and_trace_mean_one_thing() -> None:
@@ -281,8 +282,17 @@ def test_json_and_trace_mean_one_thing() -> None:
         options = options_of(each)
         name = name_of(prefix, each)
         has = "json" in options
-        none = ("chat", "serve", "dashboard", "pack", "quantize", "report", "bench widen")
-        assert has == (name not in none), name
+        none = (
+            "chat",
+            "serve",
+            "dashboard",
+            "pack",
+            "quantize",
+            "train-head",
+            "report",
+            "bench widen",
+        )
+        assert has == (name not in (*none, "bench widen")), name
         if has:
             assert options["json"] == declared(Output)[0]
         assert ("trace" in options) == (name == "generate")

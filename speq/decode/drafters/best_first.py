@@ -46,9 +46,15 @@ class BestFirst:
     _reach: list[float] = field(default_factory=lambda: [1.0])
     _candidates: list[Candidate] = field(default_factory=list)
     _found: int = 0
+    _beyond: dict[int, int] = field(default_factory=dict)
 
-    def found(self, node: int, chosen: Chosen) -> None:
-        """A node was run: these tokens may follow it."""
+    def found(self, node: int, chosen: Chosen, beyond: int | None = None) -> None:
+        """A node was run: these tokens may follow it.
+
+        beyond  the token that may follow any of these, by the same pass; None: it says none
+        """
+        if beyond is not None:
+            self._beyond[node] = beyond
         self._offer(node, chosen.token_id, chosen.lead)
         for other in chosen.others:
             self._offer(node, other.token_id, -other.behind)
@@ -80,10 +86,14 @@ class BestFirst:
         return Tree.of(self.draft.parents, rows=1)
 
     def finished(self, nodes: int) -> Draft:
-        """The draft with the likeliest candidates as leaves: so many tokens at most."""
+        """The draft with the likeliest candidates as leaves, and what was seen beyond them: so many
+        tokens at most.
+        """
         while self._candidates and len(self.draft.token_ids) < nodes:
             candidate = heappop(self._candidates)
             if -candidate.unlikely < LEAST_REACH:
                 break
-            self._append(candidate)
+            leaf, beyond = self._append(candidate), self._beyond.get(candidate.parent)
+            if beyond is not None:
+                self._offer(leaf, beyond, None)
         return self.draft

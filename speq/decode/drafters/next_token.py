@@ -51,8 +51,11 @@ class NextToken(Protocol):
         """
 
 
-def next_token_on(sampler: Sampler) -> NextToken:
-    return read_token(sampler) if isinstance(sampler, DeviceSampler) else host_token
+def next_token_on(sampler: Sampler, others: int = OTHERS) -> NextToken:
+    """others: tokens besides the one that is chosen, at most."""
+    if isinstance(sampler, DeviceSampler):
+        return read_token(sampler, others)
+    return host_token(others)
 
 
 class Asked(NamedTuple):
@@ -75,11 +78,15 @@ def next_tokens_on(sampler: Sampler) -> NextTokens:
     return read_tokens(sampler) if isinstance(sampler, DeviceSampler) else host_tokens
 
 
-def host_token(
-    run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
-) -> Chosen | None:
+def host_token(others: int = OTHERS) -> NextToken:
     """Routes are told in the midst of the pass, while the next layers are still to come."""
-    return host_choice(run(on_layer)[0], sequence, drafted)
+
+    def choose(
+        run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
+    ) -> Chosen | None:
+        return host_choice(run(on_layer)[0], sequence, drafted, others)
+
+    return choose
 
 
 def host_tokens(run: Run, asked: list[Asked]) -> list[Chosen | None]:
@@ -93,30 +100,32 @@ def host_tokens(run: Run, asked: list[Asked]) -> list[Chosen | None]:
     return [host_choice(logits, each.sequence, each.drafted) for logits, each in rows]
 
 
-def host_choice(logits: Tensor, sequence: Sequence, drafted: list[int]) -> Chosen | None:
+def host_choice(
+    logits: Tensor, sequence: Sequence, drafted: list[int], others: int = OTHERS
+) -> Chosen | None:
     """By logits [V] in host memory."""
     if not logits.isfinite().all():
         return None
     standing = standings(logits, sequence, drafted)
-    return chosen(int(standing.argmax()), *runners_up(standing, sequence.sampling, OTHERS))
+    return chosen(int(standing.argmax()), *runners_up(standing, sequence.sampling, others))
 
 
-def read_token(sampler: DeviceSampler) -> NextToken:
-    """Routes and tokens in one read, when the pass is through."""
+def read_token(sampler: DeviceSampler, others: int = OTHERS) -> NextToken:
+    """Routes, where there are any, and tokens in one read, when the pass is through."""
     readback = Readback(sampler.device)
 
     def read(run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer) -> Chosen | None:
         routes: list[Route] = []
         scores = run(lambda layer, route: routes.append(route)).float()
         standing = sampler.standings(scores, sequence, drafted)
-        token_id, ids, behind, all_ids, all_weights, bounds = readback.read(
+        token_id, ids, behind, bounds, *routed = readback.read(
             standing.argmax(-1),
-            *runners_up(standing[0], sequence.sampling, OTHERS),
-            torch.cat([route.topk_ids for route in routes]),
-            torch.cat([route.topk_weights for route in routes]),
+            *runners_up(standing[0], sequence.sampling, others),
             torch.stack(scores.aminmax()),
+            *together(routes),
         )
-        for layer, of_layer in enumerate(zip(all_ids.split(1), all_weights.split(1), strict=True)):
+        rows = zip(*(part.split(1) for part in routed), strict=True)
+        for layer, of_layer in enumerate(rows):
             on_layer(layer, Route(*of_layer))
         # Neither bound is finite where any logit is not a number.
         if not bounds.isfinite().all():
@@ -161,6 +170,14 @@ def read_tokens(sampler: DeviceSampler) -> NextTokens:
         ]
 
     return read
+
+
+def together(routes: list[Route]) -> list[Tensor]:
+    """Ids and weights of all layers [L, K], as two tensors; none where there are no routes."""
+    if not routes:
+        return []
+    ids = torch.cat([route.topk_ids for route in routes])
+    return [ids, torch.cat([route.topk_weights for route in routes])]
 
 
 def chosen(token_id: int, ids: Tensor, behind: Tensor) -> Chosen:

@@ -1,0 +1,131 @@
+"""Jakiro's head as draft: one layer over the exact model's last hidden states, with entries of its
+own, in place of a second copy of the experts.
+
+Tokens are ranked by the mixture of the head's branches under the noise that the exact model draws
+with, so that any tree is lossless as it stands. The last token of a path comes from the same pass
+as the one before it, by the contrast of the branches (CEPD).
+"""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from speq.decode.drafter import DraftBase, DraftBounds, GoOn
+from speq.decode.drafters.best_first import BestFirst
+from speq.decode.drafters.next_token import Chosen, next_token_on
+from speq.decode.sequence import Draft, Sequence
+from speq.heads.head_text import HeadText
+from speq.heads.moe_head import HeadState
+from speq.layers.draft_experts import OnRoute
+
+# Tokens that may follow a node besides the likeliest: a head is less certain than an INT4 copy.
+OTHERS = 7
+# What its leads mean at first, as `Confidence.assume` has it.
+LEAD_SCALE = 1.0
+
+
+class HeadDrafter:
+    """Drafts a chain or a tree, one token to each pass over the head.
+
+    next_token  chooses what follows each; measurements may put another one in its place
+    """
+
+    needs_int4: ClassVar[bool] = False
+
+    def __init__(self, base: DraftBase) -> None:
+        assert base.head is not None, "read before the weights"
+        self._text = HeadText(base.model, base.head, base.cache.capacity)
+        self._contrast = base.head.shape.contrast
+        self._confidence = base.confidence
+        self._confidence.assume(LEAD_SCALE)
+        self.next_token = next_token_on(base.sampler, OTHERS)
+
+    def begin(self, sequence: Sequence) -> None:
+        self._text.begin()
+
+    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
+        self._text.hear(token_ids, hidden_states)
+
+    def propose(
+        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
+        """Draft up to an end of text or as far as `go_on` lets it. It names no routes."""
+        if not bounds.length:
+            return Draft()
+        text = self._text
+        assert text.heard == len(sequence.prompt_ids) + len(sequence.generated_ids) - 1
+        state = text.root(sequence.pending_id)
+        root = text.cache.length
+        try:
+            if bounds.nodes is None:
+                return self._chain(sequence, bounds.length, state, go_on)
+            return self._tree(sequence, bounds.length, bounds.nodes, state, go_on)
+        finally:
+            text.forget(root)
+
+    def _chain(self, sequence: Sequence, length: int, state: HeadState, go_on: GoOn) -> Draft:
+        tokens: list[int] = []
+        leads: list[float | None] = []
+        passes = 0
+        while True:
+            chosen = self._after(state, sequence, tokens)
+            passes += 1
+            if chosen is None:  # a damaged head must not end what needs no draft
+                break
+            tokens.append(chosen.token_id)
+            leads.append(chosen.lead)
+            if len(tokens) == length or sequence.ends(tokens[-1]):
+                break
+            if not go_on(passes, leads[-1]):
+                break
+            if self._contrast and len(tokens) == length - 1:
+                tokens += self._beyond(state, sequence, tokens)
+                leads += [None] * (len(tokens) - len(leads))
+                break
+            state = self._text.node(tokens[-1], state.feature)
+        return Draft.chain(tokens, leads, passes)
+
+    def _tree(
+        self, sequence: Sequence, length: int, nodes: int, state: HeadState, go_on: GoOn
+    ) -> Draft:
+        """Nodes that are run are the first of the tree, in the order in which they are run."""
+        growing = BestFirst(self._confidence.probability)
+        draft, node, states = growing.draft, 0, {0: state}
+        contrast = self._contrast and length > 1
+        passes = min(length - contrast, nodes)
+        while True:
+            above = draft.above(node)
+            chosen = self._after(states[node], sequence, above)
+            draft.passes += 1
+            if chosen is None:
+                break
+            ahead = [*above, chosen.token_id]
+            beyond = self._beyond(states[node], sequence, ahead) if contrast else []
+            growing.found(node, chosen, *beyond)
+            best = growing.best(sequence.ends)
+            if best is None or draft.passes >= passes:
+                break
+            if not go_on(draft.passes, best.lead, best.parent):
+                break
+            node, parent = growing.grow(best), states[best.parent]
+            states[node] = self._text.node(best.token_id, parent.feature, growing.as_last())
+        return growing.finished(nodes)
+
+    def _after(self, state: HeadState, sequence: Sequence, ahead: list[int]) -> Chosen | None:
+        """What follows the sequence and `ahead`, drafted tokens; None where it is not finite."""
+        log_probs = self._text.log_probs(state)
+        return self.next_token(lambda on_layer: log_probs, sequence, ahead, nobody)
+
+    def _beyond(self, state: HeadState, sequence: Sequence, ahead: list[int]) -> list[int]:
+        """The token after the next, by the state that the last of `ahead` was chosen by; none where
+        the head tells none.
+        """
+        if not self._contrast:
+            return []
+        logits = self._text.after_logits(state)
+        chosen = self.next_token(lambda on_layer: logits, sequence, ahead, nobody)
+        return [] if chosen is None else [chosen.token_id]
+
+
+def nobody(layer: int, route: object) -> None:
+    """Is told routes, of which a head has none."""

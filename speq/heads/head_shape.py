@@ -1,0 +1,116 @@
+"""The sizes of a draft head, and what follows from them."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from speq.errors import SpeqError
+
+# Widest heads of the attention; a hidden size that it does not divide has narrower ones.
+HEAD_WIDTH = 64
+# Positions that one turn of the slowest rotation takes.
+ROPE_BASE = 10_000.0
+BRANCHES = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What a head's tensors follow from.
+
+    hidden_size  of the model
+    width        of each branch's MLP
+    branches     MLPs side by side, mixed by a gate
+    contrast     whether the branches' contrast says the token after the next
+    window       tokens that its attention looks back, the last one included
+    """
+
+    hidden_size: int
+    width: int
+    branches: int = 2
+    contrast: bool = True
+    window: int = 512
+
+    def __post_init__(self) -> None:
+        for name, least in (("hidden_size", 2), ("width", 1), ("branches", 1), ("window", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise SpeqError(f"a head's {name} is {value!r}; it must be at least {least}")
+        if self.branches not in BRANCHES or type(self.contrast) is not bool:
+            raise SpeqError(
+                f"a head has {self.branches} branches and contrast {self.contrast!r}; branches "
+                "must be 1 or 2, and contrast true or false"
+            )
+        if self.contrast and self.branches < 2:
+            raise SpeqError("a head of one branch has no contrast; leave one of the two out")
+        if self.hidden_size % 2:
+            raise SpeqError(
+                f"a head's hidden_size is {self.hidden_size}; rotary positions ask for an even one"
+            )
+
+    @classmethod
+    def of_json(cls, value: Any) -> "HeadShape":
+        """As `as_json` wrote it. Raises SpeqError for anything else."""
+        if not isinstance(value, dict) or value.keys() != cls.__dataclass_fields__.keys():
+            raise SpeqError(f"a head's sizes are {value!r:.80}; they must be {list(cls.__slots__)}")
+        return cls(**value)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def head_width(self) -> int:
+        """Of one head of the attention: the widest even divisor of the hidden size."""
+        widest = min(HEAD_WIDTH, self.hidden_size)
+        return next(w for w in range(widest, 1, -1) if self.hidden_size % w == w % 2 == 0)
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden_size // self.head_width
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, width) of keys and of values."""
+        return ((self.num_heads, self.head_width),) * 2
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        return 2 * self.hidden_size
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of all weights, in the order in which a file has them."""
+        d, w, j = self.hidden_size, self.width, self.branches
+        yield "embedding_norm", (d,)
+        yield "feature_norm", (d,)
+        yield "enter", (d, 2 * d)
+        yield "attention_norm", (d,)
+        yield "qkv", (3 * d, d)
+        yield "output", (d, d)
+        yield "branch_norm", (d,)
+        for branch in range(j):
+            yield f"gate_up.{branch}", (2 * w, d)
+            yield f"down.{branch}", (d, w)
+        yield "gate", (j, d)
+        if self.contrast:
+            yield "contrast", (2, d)
+            yield "contrast_bias", (2,)
+
+    def sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each of them."""
+        return [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return sum(self.sizes(dtype))
+
+    def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
+        """An upper estimate of what a pass takes: activations of its rows, and what the branches
+        of one row say of every token.
+
+        rows  of the widest pass
+        """
+        d, j = self.hidden_size, self.branches
+        seen = min(context, self.window + rows)
+        activations = rows * (10 * d + 3 * self.width * j) + 4 * seen * d
+        scores = 2 * rows * seen * self.num_heads
+        return (activations + scores) * max(dtype.itemsize, 4) + 16 * (j + 2) * vocab_size

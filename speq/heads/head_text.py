@@ -1,0 +1,143 @@
+"""A text as a head reads it: the entries of its attention, and what was heard of the text.
+
+Entry i needs the exact model's hidden state of token i, and token i + 1. So what is heard last
+waits for the token that follows. Entries behind the root are a draft's, and are forgotten again.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speq.heads.moe_head import HeadState, MoEHead, mixed, rotations
+from speq.models.kv_cache import KVCache, causal_mask
+from speq.models.moe_model import MoEModel
+from speq.models.tree import Tree
+
+# Tokens that wait for their entries, at most, and rows of a pass that makes them.
+WAITING = 64
+ROWS = 2 * WAITING
+
+
+class HeadText:
+    """One text at a time over one head.
+
+    model     whose hidden states are heard; it gives embeddings, and says tokens
+    capacity  entries there is room for
+    """
+
+    def __init__(self, model: MoEModel, head: MoEHead, capacity: int) -> None:
+        self._model, self._head = model, head
+        kv_shapes = head.shape.kv_shapes
+        self.cache = KVCache(1, kv_shapes, capacity, model.dtype, model.device)
+        self._tokens: list[int] = []
+        self._features: list[Tensor] = []
+
+    @property
+    def heard(self) -> int:
+        """Tokens of the text whose hidden states were heard."""
+        return self.cache.length + len(self._tokens)
+
+    def begin(self) -> None:
+        """Another text."""
+        self.cache.clear()
+        self._tokens, self._features = [], []
+
+    @torch.inference_mode()
+    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
+        """The next tokens of the text, and the exact model's last hidden states [T, H] of them."""
+        for start in range(0, len(token_ids), WAITING):
+            tokens = token_ids[start : start + WAITING]
+            self._tokens += tokens
+            # Rows of their own: the model's next pass may overwrite what it gave.
+            self._features.append(hidden_states[start : start + WAITING].clone())
+            if len(self._tokens) > WAITING:
+                self._write(self._tokens[1:])
+
+    @torch.inference_mode()
+    def root(self, pending_id: int) -> HeadState:
+        """What follows the text's pending token, whose hidden state nobody knows yet: [1, ...]."""
+        return self._write([*self._tokens[1:], pending_id]).row(-1)
+
+    def _write(self, following: list[int]) -> HeadState:
+        """Make the entries of tokens heard, as far as it is known what follows them."""
+        count, start = len(following), self.cache.length
+        features = torch.cat(self._features)
+        state = self._pass(following, features[:count], start, None)
+        self.cache.advance(count)
+        self._tokens, self._features = self._tokens[count:], [features[count:]]
+        return state
+
+    @torch.inference_mode()
+    def node(self, token_id: int, feature: Tensor, tree: Tree | None = None) -> HeadState:
+        """What follows a drafted token: [1, ...].
+
+        feature  [1, H] of its parent, by the head itself
+        tree     of the nodes so far, whose last one it is; node 0 is the root, and entries of the
+                 others lie behind it. None: each follows the one before it
+        """
+        state = self._pass([token_id], feature, self.cache.length, tree)
+        self.cache.advance(1)
+        return state
+
+    def forget(self, root: int) -> None:
+        """Leave out entries behind the first `root`: those of a draft."""
+        self.cache.rewind(self.cache.length - root)
+
+    @torch.inference_mode()
+    def log_probs(self, state: HeadState) -> Tensor:
+        """[1, V] of the next token, by a state of one row."""
+        return mixed(state.mixing, self._model.logits(state.branches))
+
+    @torch.inference_mode()
+    def after_logits(self, state: HeadState) -> Tensor:
+        """[1, V] of the token after the next, by a state of one row of a head with contrast."""
+        assert state.after is not None
+        return self._model.logits(state.after)
+
+    def _pass(
+        self, token_ids: list[int], features: Tensor, start: int, tree: Tree | None
+    ) -> HeadState:
+        """Rows whose entries lie from `start` on, behind one another or the last node of a tree."""
+        head, count = self._head, len(token_ids)
+        window = head.shape.window
+        position = start
+        if tree is not None:
+            position = start - (tree.nodes - 1) + tree.depths()[-1]
+        embedded = self._model.embed(token_ids)[None]
+        places = torch.arange(position, position + count, device=self._model.device)
+        rotation = rotations(places, head.shape.head_width, self._model.dtype)
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = self.cache.layers[0].update(keys, values)
+            if count > 1:
+                mask = causal_mask(places[None], start + count, window)
+                return functional.scaled_dot_product_attention(queries, keys, values, mask)
+            seen = [slice(max(position + 1 - window, 0), start + 1)]
+            if tree is not None:
+                seen = path_slices(tree, start, window)
+            parts = ([each[:, :, s] for s in seen] for each in (keys, values))
+            keys, values = (p[0] if len(p) == 1 else torch.cat(p, dim=2) for p in parts)
+            return functional.scaled_dot_product_attention(queries, keys, values)
+
+        state = head(embedded, features[None], rotation, attend)
+        after = None if state.after is None else state.after[0]
+        return HeadState(state.branches[0], state.mixing[0], state.feature[0], after)
+
+
+def path_slices(tree: Tree, end: int, window: int) -> list[slice]:
+    """Entries that the last node of a tree sees: those of the text and of the nodes above it.
+
+    end     where its own entry lies; those of the other nodes lie right before it, in their order
+    window  how many it sees at most, itself included
+    """
+    path = [node for node, seen in enumerate(tree.visible()[-1].tolist()) if seen]
+    root = end - (tree.nodes - 1)
+    text = max(root - max(window - len(path), 0), 0)
+    seen = [slice(text, root)] if window > len(path) and text < root else []
+    for node in path[-window:]:
+        at = root + node
+        if seen and seen[-1].stop == at:
+            seen[-1] = slice(seen[-1].start, at + 1)
+        else:
+            seen.append(slice(at, at + 1))
+    return seen

@@ -1,0 +1,79 @@
+"""What a head is trained by (Jakiro, Eqs. 12 to 16), each term a function of tensors alone.
+
+Against the paper: the mixture itself is trained on the model's distribution, which is what makes
+branches take different tokens, and the regression of the contrast weighs half, as in the authors'
+code. The expectation of -log sum_j pi_j p_j(x) over tokens x that the model draws is the cross
+entropy below; none are drawn.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speq.heads.moe_head import mixed
+
+
+@dataclass(frozen=True, slots=True)
+class LossWeights:
+    """Of the terms. The regression of the next feature has weight 1."""
+
+    after: float = 0.5
+    next_tokens: float = 0.1
+    after_tokens: float = 0.05
+    mixture: float = 0.1
+
+
+def regression(found: Tensor, wanted: Tensor) -> Tensor:
+    """Rows [R, H] to the mean of SmoothL1 over elements: e^2 / 2 within 1, |e| - 1/2 beyond."""
+    return functional.smooth_l1_loss(found, wanted)
+
+
+def cross_entropy(log_probs: Tensor, wanted: Tensor) -> Tensor:
+    """The mean over rows of -sum_x wanted(x) log_probs(x), both [R, V]; wanted are probabilities"""
+    return -(wanted * log_probs).sum(-1).mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What rows are trained on: features [R, H] of the model's next and next but one token, and the
+    probabilities [R, V] that the model gives tokens by each of them.
+    """
+
+    feature: Tensor
+    after: Tensor
+    probs: Tensor
+    after_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a head says of rows: as `HeadState`, [R, ...], with the logits of its parts [.., V]."""
+
+    feature: Tensor
+    mixing: Tensor
+    logits: Tensor
+    branch_logits: Tensor
+    after: Tensor | None = None
+    after_logits: Tensor | None = None
+
+
+def terms(found: Found, wanted: Wanted) -> dict[str, Tensor]:
+    """Each term by name, unweighted."""
+    parts = {
+        "feature": regression(found.feature, wanted.feature),
+        "next_tokens": cross_entropy(found.logits.log_softmax(-1), wanted.probs),
+        "mixture": cross_entropy(mixed(found.mixing, found.branch_logits), wanted.probs),
+    }
+    if found.after is not None and found.after_logits is not None:
+        parts["after"] = regression(found.after, wanted.after)
+        after_log_probs = found.after_logits.log_softmax(-1)
+        parts["after_tokens"] = cross_entropy(after_log_probs, wanted.after_probs)
+    return parts
+
+
+def total(parts: dict[str, Tensor], weights: LossWeights) -> Tensor:
+    """Their weighted sum."""
+    factors = {"feature": 1.0, **asdict(weights)}
+    return torch.stack([factors[name] * part for name, part in parts.items()]).sum()

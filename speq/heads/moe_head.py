@@ -1,0 +1,184 @@
+"""Jakiro's draft head: a layer of two branches over the exact model's last hidden state.
+
+Its position i takes the exact model's last hidden state of token i (the feature f_i) and the
+embedding of token i + 1, and says token i + 2:
+
+    x = enter [norm(e(t[i+1])) ; norm(f_i)]
+    u = x + attention(norm(x))                 over entries of its own
+    b_j = u + MLP_j(norm(u))                   two branches
+    pi = softmax(gate u)
+    next        f = sum_j pi_j b_j             close to f_{i+1}: it takes the place of that
+    after next  c = u + s_1 (b_1 - u) - s_2 (b_2 - u), close to f_{i+2}
+    tokens      sum_j pi_j softmax(W b_j)      with the model's own head W
+
+Jakiro (paper: Algorithm 1, Eqs. 1 to 11) scales branches by pi_j before W, which only flattens what
+they say. Here they are mixed as distributions, and the residual lies inside of a branch, as in the
+authors' own code.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speq.heads.head_shape import ROPE_BASE, HeadShape
+from speq.kernels import ops
+
+EPSILON = 1e-6
+# The shares of the two branches in the contrast before training, and what they sum to: 1.2 and 0.3.
+CONTRAST_SHARES, CONTRAST_SCALE = (0.8, 0.2), 1.5
+# Queries, keys and values [B, heads, T, width] to what queries see, of the same shape.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadState:
+    """What a head makes of rows [...].
+
+    branches  [..., J, H]
+    mixing    [..., J] float32, how likely each branch is the right one
+    feature   [..., H], in the place of the model's next hidden state
+    after     [..., H], in the place of the one after; None of a head without contrast
+    """
+
+    branches: Tensor
+    mixing: Tensor
+    feature: Tensor
+    after: Tensor | None
+
+    def row(self, at: int) -> "HeadState":
+        """One row of [T, ...], as [1, ...]."""
+        rows = slice(at, at + 1) if at != -1 else slice(-1, None)
+        after = None if self.after is None else self.after[rows]
+        return HeadState(self.branches[rows], self.mixing[rows], self.feature[rows], after)
+
+
+class MoEHead(nn.Module):
+    """The head's weights, and the parts of its pass, which is theirs in this order: `enter`,
+    `queries_keys_values`, attention by whoever keeps the entries, `leave`.
+    """
+
+    def __init__(self, shape: HeadShape, weights: Mapping[str, Tensor]) -> None:
+        """weights: by the names of `HeadShape.tensors`, of any float dtype."""
+        super().__init__()
+        self.shape = shape
+        # Names of files have dots, those of parameters must not.
+        self._weights = nn.ParameterDict(
+            {name.replace(".", "-"): nn.Parameter(weights[name]) for name, _ in shape.tensors()}
+        )
+
+    @classmethod
+    def random(cls, shape: HeadShape, seed: int = 0) -> "MoEHead":
+        """Weights in float32 to begin training with."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for name, size in shape.tensors():
+            if name.endswith("norm"):
+                weights[name] = torch.ones(size)
+            elif name == "contrast_bias":
+                weights[name] = torch.tensor(CONTRAST_SHARES).log()
+            else:
+                drawn = torch.randn(size, generator=generator)
+                weights[name] = drawn * (0.0 if name in ("gate", "contrast") else size[-1] ** -0.5)
+        return cls(shape, weights)
+
+    def weight(self, name: str) -> Tensor:
+        return self._weights[name.replace(".", "-")]
+
+    def weights(self) -> dict[str, Tensor]:
+        """By the names of `HeadShape.tensors`, in their order."""
+        return {name: self.weight(name).detach() for name, _ in self.shape.tensors()}
+
+    def held(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
+        """The same to draft with: nothing is learnt."""
+        weights = {name: w.to(device, dtype) for name, w in self.weights().items()}
+        return MoEHead(self.shape, weights).requires_grad_(False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights().values())
+
+    def enter(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Embeddings of tokens [..., H] and features of those before them [..., H] to x."""
+        pair = (self._normed("embedding", embedded), self._normed("feature", features))
+        return product(torch.cat(pair, dim=-1), self.weight("enter"))
+
+    def queries_keys_values(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, H] to three of [B, heads, T, width]; rotation: of `rotations`, of T positions."""
+        shape = self.shape
+        parts = product(self._normed("attention", x), self.weight("qkv"))
+        parts = parts.unflatten(-1, (3, shape.num_heads, shape.head_width)).permute(2, 0, 3, 1, 4)
+        return turned(parts[0], rotation), turned(parts[1], rotation), parts[2]
+
+    def leave(self, x: Tensor, seen: Tensor) -> HeadState:
+        """x [B, T, H] and what its queries saw [B, heads, T, width]."""
+        shape = self.shape
+        u = x + product(seen.transpose(1, 2).flatten(2), self.weight("output"))
+        normed = self._normed("branch", u)
+        added = [self._mlp(branch, normed) for branch in range(shape.branches)]
+        branches = u[..., None, :] + torch.stack(added, dim=-2)
+        mixing = product(u, self.weight("gate")).float().softmax(-1)
+        feature = (mixing.to(u.dtype)[..., None] * branches).sum(-2)
+        if not shape.contrast:
+            return HeadState(branches, mixing, feature, None)
+        shares = product(u, self.weight("contrast")) + self.weight("contrast_bias")
+        shares = CONTRAST_SCALE * shares.float().softmax(-1).to(u.dtype)
+        after = u + shares[..., :1] * added[0] - shares[..., 1:] * added[1]
+        return HeadState(branches, mixing, feature, after)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> HeadState:
+        """[B, T, H] of both, at T positions."""
+        x = self.enter(embedded, features)
+        return self.leave(x, attend(*self.queries_keys_values(x, rotation)))
+
+    def _mlp(self, branch: int, normed: Tensor) -> Tensor:
+        both = product(normed, self.weight(f"gate_up.{branch}"))
+        gate, up = both.chunk(2, dim=-1)
+        return product(functional.silu(gate) * up, self.weight(f"down.{branch}"))
+
+    def _normed(self, what: str, rows: Tensor) -> Tensor:
+        weight = self.weight(f"{what}_norm")
+        return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, EPSILON)
+
+
+def product(inputs: Tensor, weight: Tensor) -> Tensor:
+    """[..., K] by [N, K]. Kernels of few rows know no gradients."""
+    linear = functional.linear if weight.requires_grad else ops.linear
+    return linear(inputs, weight)
+
+
+def rotations(
+    positions: Tensor, head_width: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, width / 2] of positions [T], in float32 or wider."""
+    kind = torch.promote_types(dtype, torch.float32)
+    steps = torch.arange(0, head_width, 2, device=positions.device, dtype=kind)
+    angles = positions.to(kind)[:, None] * ROPE_BASE ** (-steps / head_width)
+    return angles.cos(), angles.sin()
+
+
+def turned(rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rows [..., T, width] turned by their positions; halves turn together."""
+    cos, sin = rotation
+    first, second = rows.to(cos.dtype).chunk(2, dim=-1)
+    both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return both.to(rows.dtype)
+
+
+def mixed(mixing: Tensor, logits: Tensor) -> Tensor:
+    """Log probabilities [..., V] of the mixture of branches.
+
+    mixing  [..., J]; logits: [..., J, V] of the branches, of any float dtype
+    """
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.to(kind).log_softmax(-1) + mixing.to(kind).log()[..., None]).logsumexp(-2)

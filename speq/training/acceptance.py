@@ -1,0 +1,75 @@
+"""How far a head's drafts stand: by depth, in real runs over texts that are held out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from speq.generator import Generator
+from speq.stats import StepStats
+from speq.units import Progress, no_progress
+
+# Of the evaluation: tokens of each prompt, and of what follows it.
+PROMPT_TOKENS, NEW_TOKENS, NUM_PROMPTS = 64, 64, 16
+# Drafted in each step.
+DRAFT_LENGTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of chains.
+
+    tried, stood   tokens by depth, from 1 on, behind tokens that stood; how many of them did
+    accept_length  tokens that a step emitted, on average
+    """
+
+    steps: int
+    tried: list[int]
+    stood: list[int]
+    accept_length: float
+
+    @classmethod
+    def of(cls, steps: Iterable[StepStats]) -> "Acceptance":
+        found = [step for step in steps if step.draft_length]
+        depths = range(1, max((step.draft_length for step in found), default=0) + 1)
+        reached = [
+            [step for step in found if step.draft_length >= depth and step.accepted >= depth - 1]
+            for depth in depths
+        ]
+        stood = [
+            sum(step.accepted >= depth for step in steps)
+            for depth, steps in zip(depths, reached, strict=True)
+        ]
+        emitted = sum(step.accepted + 1 for step in found)
+        return cls(len(found), list(map(len, reached)), stood, emitted / max(len(found), 1))
+
+    @property
+    def by_depth(self) -> list[float]:
+        """The share that stood of what was tried."""
+        pairs = zip(self.stood, self.tried, strict=True)
+        return [stood / tried if tried else 0.0 for stood, tried in pairs]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"by_depth": self.by_depth}
+
+
+def measured(
+    generator: Generator,
+    prompts: Sequence[list[int]],
+    temperature: float,
+    progress: Progress = no_progress,
+) -> Acceptance:
+    """Write on from each prompt, in chains of `DRAFT_LENGTH`."""
+    steps: list[StepStats] = []
+    for done, prompt in enumerate(prompts):
+        generator.generate(
+            prompt,
+            max_new_tokens=NEW_TOKENS,
+            temperature=temperature,
+            seed=done,
+            ignore_eos=True,
+        )
+        assert generator.last_run is not None
+        # The last drafts of a text are cut short.
+        steps += [s for s in generator.last_run.decode if s.draft_length == DRAFT_LENGTH]
+        progress("measuring acceptance", done + 1, len(prompts))
+    return Acceptance.of(steps)

@@ -1,0 +1,345 @@
+"""From a model and a folder of texts to a head beside the model, and what it is worth.
+
+The work lies in a folder of its own until the head is whole: a journal, features, and the state of
+the last step that was saved. The same command goes on from there, to the same bits.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any, Unpack
+
+import torch
+
+from speq.errors import SpeqError
+from speq.files.atomic_file import remove_abandoned, write_whole, writing
+from speq.files.checkpoint import locate
+from speq.files.journal import Journal
+from speq.generator import Generator
+from speq.heads.head_file import NAME, head_beside, model_digest, write_head
+from speq.heads.head_shape import HeadShape
+from speq.heads.moe_head import MoEHead
+from speq.machine import available_bytes
+from speq.options.declared import split
+from speq.options.typed import TrainHeadOptions
+from speq.text.tokenizer import tokens_of
+from speq.training.acceptance import DRAFT_LENGTH, NUM_PROMPTS, PROMPT_TOKENS, measured
+from speq.training.features import FEATURES, TOKENS, FeatureFile, features_of
+from speq.training.settings import HeadSettings, TrainingSettings
+from speq.training.texts import Texts
+from speq.training.trainer import STATE, WARMUP_STEPS, Trainer, Vocabulary
+from speq.units import Progress, format_bytes, no_progress
+from speq.version import __version__
+
+FORMAT = "speq-train-head-1"
+WORK, JOURNAL, REPORT = "training", "training.journal", "report.json"
+# Of the minutes: for features, and for what comes behind the last step.
+FEATURES_SHARE, END_SHARE = 0.25, 0.05
+# Windows that are written together, and seconds between states that are saved.
+GROUP, SAVE_S = 16, 30.0
+# Of the machine's free memory, where no budget is given.
+DEFAULT_SHARE = 1 / 2
+# Weights, gradients and two moments.
+COPIES = 4
+REMEDY = "what was done is kept, the same command goes on from there"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHead:
+    """The folder that was written, and the content of its report."""
+
+    folder: Path
+    report: dict[str, Any]
+
+
+def train_head(
+    model: str | Path,
+    texts: str | Path,
+    *,
+    progress: Progress = no_progress,
+    **options: Unpack[TrainHeadOptions],
+) -> TrainedHead:
+    """Train a draft head for a model, on the model's own hidden states of some texts.
+
+    texts     folder of text files
+    options   of HeadSettings and TrainingSettings; see docs/options.md
+    progress  told (what, done, total)
+
+    Experts come through slots as in a run, so that the model may be larger than memory.
+    Interrupted, it leaves a folder that no run opens; the same call goes on from there. Raises
+    SpeqError where the model, the texts, the budget, the folder or the disk forbids it.
+    """
+    given = {"texts": texts, **options}
+    settings, training = split(given, HeadSettings, TrainingSettings)
+    return trained(model, settings, training, progress)
+
+
+def trained(
+    model: str | Path,
+    settings: HeadSettings,
+    training: TrainingSettings,
+    progress: Progress = no_progress,
+) -> TrainedHead:
+    """As `train_head`."""
+    texts = Texts.of_folder(training.texts)
+    run = HeadRun(model, settings, training, texts, progress)
+    folder = run.folder()
+    with writing(folder, REMEDY):
+        (folder / WORK).mkdir(parents=True, exist_ok=True)
+        with alone_in(folder / WORK):
+            return run.run(folder)
+
+
+@dataclass(slots=True)
+class HeadRun:
+    """One run of the command."""
+
+    model: str | Path
+    settings: HeadSettings
+    training: TrainingSettings
+    texts: Texts
+    progress: Progress
+    start_s: float = field(default_factory=monotonic)
+    journal: Journal = field(init=False)
+
+    def folder(self) -> Path:
+        """Where the head goes."""
+        return self.training.out or head_beside(locate(self.model)).parent
+
+    def run(self, folder: Path) -> TrainedHead:
+        work = folder / WORK
+        remove_abandoned(work)
+        recorded = header_in(work / JOURNAL)
+        budget = self.training.memory_budget or recorded.get("memory_budget")
+        budget = budget or int(DEFAULT_SHARE * available_bytes())
+        # A sum of floats depends on how many threads share it.
+        torch.set_num_threads(int(recorded.get("threads") or torch.get_num_threads()))
+        with closing(self._generator(budget, "none")) as generator:
+            header = self._header(generator, budget)
+            self.journal = Journal(work / JOURNAL, header, is_ours)
+            if self.journal.header != header:
+                raise SpeqError(
+                    f"{work} holds a training with other texts or options; give the same to go on "
+                    "with it, or remove the folder to begin anew"
+                )
+            features = self._features(generator, work)
+            vocabulary = vocabulary_of(generator)
+            digest, dtype = header["model"], features.dtype
+            prompts = self.texts.prompts(
+                lambda text: tokens_of(generator.tokenizer, text), PROMPT_TOKENS, NUM_PROMPTS
+            )
+        trainer = self._trainer(features, vocabulary)
+        losses = self._train(trainer, work)
+        write_head(folder / NAME, trainer.head, digest, dtype)
+        report = {
+            "format": FORMAT,
+            "speq": __version__,
+            "model": digest,
+            "texts": sorted(self.texts.texts),
+            "settings": asdict(self.settings),
+            "memory_budget": budget,
+            "threads": torch.get_num_threads(),
+            "windows": len(features),
+            "tokens": len(features) * features.length,
+            "steps": trainer.taken,
+            "head_bytes": trainer.head.shape.nbytes(dtype),
+            "losses": losses,
+            "draft_length": DRAFT_LENGTH,
+            "acceptance": self._acceptance(folder / NAME, prompts, budget),
+            "seconds": monotonic() - self.start_s,
+        }
+        write_whole(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")
+        shutil.rmtree(work)
+        return TrainedHead(folder, report)
+
+    def _generator(self, budget: int, drafter: str, **options: Any) -> Generator:
+        drafts = {"draft_length": 0} if drafter == "none" else {}
+        return Generator.from_pretrained(
+            self.model,
+            budget,
+            device=self.training.device,
+            draft="none",
+            drafter=drafter,
+            profile="none",
+            packed_copy="none",
+            progress=self.progress,
+            **(drafts | options),
+        )
+
+    def _header(self, generator: Generator, budget: int) -> dict[str, Any]:
+        """What the result depends on."""
+        runtime = generator.runtime
+        opened, longest = runtime.opened, runtime.shape.max_context
+        if self.settings.sequence_length >= longest:
+            raise SpeqError(
+                f"sequence_length is {self.settings.sequence_length}; the model's limit is "
+                f"{longest - 1}: give a shorter --sequence-length"
+            )
+        return {
+            "format": FORMAT,
+            "speq": __version__,
+            "model": model_digest(opened.checkpoint, opened.family.names),
+            "texts": self.texts.digest(),
+            "settings": asdict(self.settings),
+            "windows": self.training.windows,
+            "steps": self.training.steps,
+            "dtype": str(runtime.dtype),
+            "device": runtime.device.type,
+            "memory_budget": budget,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _left_s(self, share: float) -> float:
+        """Until so much of the minutes is over."""
+        return self.start_s + share * self.training.minutes * 60 - monotonic()
+
+    def _features(self, generator: Generator, work: Path) -> FeatureFile:
+        """All windows, made as far as they are not there."""
+        runtime, length = generator.runtime, self.settings.sequence_length
+        features = FeatureFile(work, self.journal, length, runtime.shape.hidden_size, runtime.dtype)
+        if any("windows" in entry for entry in self.journal.entries):
+            return features
+        tokenizer = generator.tokenizer
+        windows = self.texts.windows(
+            lambda text: tokens_of(tokenizer, text),
+            length,
+            tokenizer.eos_token_id,
+            self.settings.seed,
+        )
+        for _ in range(len(features)):
+            next(windows)
+        wanted = self.training.windows
+        group: list[tuple[torch.Tensor, torch.Tensor]] = []
+        while wanted is None or len(features) + len(group) < wanted:
+            if wanted is None and self._left_s(FEATURES_SHARE) < 0 and len(features):
+                break
+            token_ids = next(windows, None)
+            if token_ids is None:
+                break
+            group.append((token_ids, features_of(runtime, token_ids)))
+            if len(group) == GROUP:
+                features.append(group)
+                group = []
+            self.progress("making features", len(features) + len(group), wanted or 0)
+        if group:
+            features.append(group)
+        if not len(features):
+            raise SpeqError(
+                f"the texts have fewer than {length} tokens to train on; give more text or a "
+                "shorter --sequence-length"
+            )
+        self.journal.add({"windows": len(features)})
+        return features
+
+    def _trainer(self, features: FeatureFile, vocabulary: Vocabulary) -> Trainer:
+        settings, hidden_size = self.settings, features.hidden_size
+        shape = HeadShape(
+            hidden_size,
+            settings.width or hidden_size,
+            settings.branches,
+            settings.contrasts,
+            settings.sequence_length,
+        )
+        needed = COPIES * shape.nbytes(torch.float32) + vocabulary.nbytes
+        if vocabulary.table.is_cpu and needed > available_bytes():
+            raise SpeqError(
+                f"training takes {format_bytes(needed)} for the head and the vocabulary and "
+                f"{format_bytes(available_bytes())} are free; give a smaller --width"
+            )
+        head = MoEHead.random(shape, settings.seed).to(vocabulary.table.device)
+        return Trainer(head, features, vocabulary, settings)
+
+    def _train(self, trainer: Trainer, work: Path) -> list[dict[str, Any]]:
+        """Take all steps that are left; the losses, as they were saved."""
+        steps = self.training.steps
+        noted = [entry["steps"] for entry in self.journal.entries if "steps" in entry]
+        steps = noted[-1] if noted else steps
+        if steps is not None and not noted:
+            self.journal.add({"steps": steps})
+        trainer.resume(work)
+        saved_s = begun_s = monotonic()
+        begun, recent = trainer.taken, []
+        while steps is None or trainer.taken < steps:
+            recent.append(trainer.step(steps))
+            now_s = monotonic()
+            if steps is None and trainer.taken >= WARMUP_STEPS:
+                step_s = (now_s - begun_s) / (trainer.taken - begun)
+                more = int(self._left_s(1 - END_SHARE) / step_s)
+                steps = trainer.taken + max(more, 0)
+                self.journal.add({"steps": steps})
+            if now_s - saved_s > SAVE_S or trainer.taken == steps:
+                trainer.save(work)
+                self.journal.add({"taken": trainer.taken, "loss": means(recent)})
+                saved_s, recent = now_s, []
+            self.progress("training", trainer.taken, steps or 0)
+        known = {e["taken"]: e["loss"] for e in self.journal.entries if "taken" in e}
+        return [{"taken": taken} | known[taken] for taken in sorted(known)]
+
+    def _acceptance(self, head: Path, prompts: list[list[int]], budget: int) -> dict[str, Any]:
+        """Of chains, greedy and drawn at temperature 1; empty where nothing is held out."""
+        if not prompts:
+            return {}
+        generator = self._generator(budget, "head", head=head, draft_length=DRAFT_LENGTH)
+        with closing(generator):
+            return {
+                name: measured(generator, prompts, temperature, self.progress).to_json()
+                for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
+            }
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Raise SpeqError where another process has entered this block with the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise SpeqError(
+                    f"another process trains a head in {folder}; wait for its end, or give "
+                    "another --out"
+                ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def vocabulary_of(generator: Generator) -> Vocabulary:
+    """In float32, where the head is trained."""
+    model = generator.runtime.model
+    words, bias = model.head_words()
+    table = model.embed([*range(generator.runtime.shape.vocab_size)])
+    # Inference tensors are of no use to training.
+    held = words.float().clone()
+    same = table.shape == words.shape and torch.equal(table.to(words.dtype), words)
+    return Vocabulary(
+        held if same else table.float().clone(),
+        held,
+        None if bias is None else bias.float().clone(),
+    )
+
+
+def means(losses: list[dict[str, float]]) -> dict[str, float]:
+    """Term by term."""
+    return {name: sum(each[name] for each in losses) / len(losses) for name in losses[0]}
+
+
+def header_in(path: Path) -> dict[str, Any]:
+    """The header of the journal there; empty where there is none, or none that is whole."""
+    if not os.path.exists(path):
+        return {}
+    header = Journal(path, {}, is_ours).header
+    if not header:
+        path.unlink()
+    return header
+
+
+def is_ours(name: str) -> bool:
+    return name in (JOURNAL, TOKENS, FEATURES, STATE)

@@ -1,0 +1,230 @@
+"""Trains a head on features, step by step. A step depends on its number and what came before it
+alone, so that a run that was interrupted ends with the same bits.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speq.errors import SpeqError
+from speq.files.atomic_file import replacing
+from speq.files.range_file import bytes_of
+from speq.files.safetensors_file import SafetensorsFile, header_of
+from speq.heads.head_file import sum_of
+from speq.heads.losses import Found, LossWeights, Wanted, terms, total
+from speq.heads.moe_head import HeadState, MoEHead, rotations
+from speq.training.features import FeatureFile
+from speq.training.settings import HeadSettings
+
+BETAS, WEIGHT_DECAY, GRADIENT_NORM = (0.9, 0.95), 0.01, 0.5
+# The rate rises over so many steps, which do not depend on how many there are in all.
+WARMUP_STEPS = 20
+FINAL_RATE_SHARE = 0.05
+# Of a feature's root mean square: uniform noise on what the head is given, for its own features,
+# which drafts go on from, are not quite the model's.
+NOISE = 0.1
+# Logits of a block of rows take about so many elements for each vocabulary.
+BLOCK_ELEMENTS, FEWEST_ROWS = 1 << 21, 16
+STATE = "state.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the model has of tokens: a table [V, H], and its head, words [V, H] and bias [V]."""
+
+    table: Tensor
+    words: Tensor
+    bias: Tensor | None
+
+    def logits(self, features: Tensor) -> Tensor:
+        return functional.linear(features, self.words, self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        parts = {id(part): part for part in (self.table, self.words, self.bias) if part is not None}
+        return sum(part.nbytes for part in parts.values())
+
+    @property
+    def block_rows(self) -> int:
+        return max(BLOCK_ELEMENTS // len(self.words), FEWEST_ROWS)
+
+
+class Trainer:
+    """A head in training.
+
+    taken  steps so far
+    """
+
+    def __init__(
+        self,
+        head: MoEHead,
+        features: FeatureFile,
+        vocabulary: Vocabulary,
+        settings: HeadSettings,
+        weights: LossWeights | None = None,
+    ) -> None:
+        self.head, self.taken = head, 0
+        self._features, self._vocabulary, self._settings = features, vocabulary, settings
+        self._weights = weights or LossWeights()
+        self._names = [name for name, _ in head.shape.tensors()]
+        self._parameters = [head.weight(name) for name in self._names]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=0.0, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+
+    def step(self, steps: int | None) -> dict[str, float]:
+        """Take one of so many steps in all, or one of the first; return the loss, term by term."""
+        at = self.taken
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._settings.learning_rate * rate_share(at, steps)
+        self._optimizer.zero_grad(set_to_none=True)
+        tokens, features = self._features.batch(self.windows_of(at))
+        found = self._learn(tokens, features, unrolled=at % 2 == 1)
+        torch.nn.utils.clip_grad_norm_(self._parameters, GRADIENT_NORM)
+        self._optimizer.step()
+        self.taken += 1
+        return found
+
+    def windows_of(self, step: int) -> list[int]:
+        """Of a step: all windows come once before any comes again, each time in another order."""
+        count, size = len(self._features), self._settings.batch_size
+        places = range(step * size, (step + 1) * size)
+        return [self._order(place // count)[place % count] for place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self._settings.seed + 7919 * epoch)
+        return torch.randperm(len(self._features), generator=generator).tolist()
+
+    def _learn(self, tokens: Tensor, features: Tensor, unrolled: bool) -> dict[str, float]:
+        """Add the gradients of a batch: of rows that go on from the model's features, and in every
+        other step of rows that go on from the head's own, as drafts do.
+        """
+        head, device = self.head, self._vocabulary.table.device
+        tokens, features = tokens.to(device), features.to(device)
+        wanted = features
+        rms = features.square().mean().sqrt()
+        generator = torch.Generator().manual_seed(self._settings.seed + 104729 * self.taken)
+        noise = torch.rand(features.shape, generator=generator).to(device) * 2 - 1
+        embedded = functional.embedding(tokens, self._vocabulary.table)
+        count = features.shape[1] - 3
+        attention = TrainedAttention(count, head.shape.window, device)
+        given = (features + NOISE * rms * noise)[:, :count]
+        rotation = rotations(torch.arange(count, device=device), head.shape.head_width)
+        state = head(embedded[:, 1 : count + 1], given, rotation, attention.first)
+        found = self._backward(state, wanted[:, 1:], keep=unrolled)
+        if not unrolled:
+            return found
+        # Row i + 1 takes what row i said in the place of the model's feature.
+        rotation = rotations(torch.arange(1, count + 1, device=device), head.shape.head_width)
+        drafted = state.feature.detach()
+        again = head(embedded[:, 2 : count + 2], drafted, rotation, attention.second)
+        self._backward(again, wanted[:, 2:], keep=False)
+        return found
+
+    def _backward(self, state: HeadState, wanted: Tensor, keep: bool) -> dict[str, float]:
+        """Gradients of rows [B, T, ...], in blocks of rows, whose logits live one block long.
+
+        wanted  [B, T + 1 or more, H]: of row i the next feature is at i, and the one after at i + 1
+        """
+        parts = [state.feature, state.mixing, state.branches]
+        parts += [] if state.after is None else [state.after]
+        ends = [part.detach().requires_grad_() for part in parts]
+        batch, count = state.feature.shape[:2]
+        sums: dict[str, float] = {}
+        for row in range(batch):
+            for start in range(0, count, self._vocabulary.block_rows):
+                end = min(start + self._vocabulary.block_rows, count)
+                block = [part[row, start:end] for part in ends]
+                loss = terms(self._found(*block), self._wanted(wanted[row, start : end + 1]))
+                share = (end - start) / (batch * count)
+                (total(loss, self._weights) * share).backward()
+                for name, value in loss.items():
+                    sums[name] = sums.get(name, 0.0) + float(value.detach()) * share
+        torch.autograd.backward(parts, [end.grad for end in ends], retain_graph=keep)
+        return sums
+
+    def _found(
+        self, feature: Tensor, mixing: Tensor, branches: Tensor, after: Tensor | None = None
+    ) -> Found:
+        say = self._vocabulary.logits
+        after_logits = None if after is None else say(after)
+        return Found(feature, mixing, say(feature), say(branches), after, after_logits)
+
+    def _wanted(self, features: Tensor) -> Wanted:
+        """features: [R + 1, H]"""
+        with torch.no_grad():
+            probs = self._vocabulary.logits(features).softmax(-1)
+        return Wanted(features[:-1], features[1:], probs[:-1], probs[1:])
+
+    def save(self, folder: Path) -> None:
+        """All that the next step depends on."""
+        tensors = {f"weight.{name}": w for name, w in self.head.weights().items()}
+        states = [self._optimizer.state.get(p, {}) for p in self._parameters]
+        for name, state in zip(self._names, states, strict=True):
+            tensors |= {f"{key}.{name}": state[key] for key in sorted(state) if key != "step"}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {"taken": str(self.taken), "sha256": sum_of(tensors)}
+        entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        with replacing(folder / STATE) as file:
+            file.write(header_of(entries, metadata))
+            for tensor in tensors.values():
+                file.write(bytes_of(tensor.view(-1).view(torch.uint8)))
+
+    def resume(self, folder: Path) -> bool:
+        """Go on from what was saved; whether there is anything that is whole."""
+        if not (folder / STATE).exists():
+            return False
+        try:
+            with SafetensorsFile(folder / STATE) as file:
+                tensors = {name: file.tensor(name) for name in file.tensors}
+                taken, digest = file.metadata["taken"], file.metadata["sha256"]
+        except (SpeqError, KeyError):
+            return False
+        if sum_of(tensors) != digest:
+            return False
+        self.taken = int(taken)
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            with torch.no_grad():
+                parameter.copy_(tensors[f"weight.{name}"])
+            if self.taken:
+                moments = {key: tensors[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq")}
+                state = {key: value.to(parameter.device) for key, value in moments.items()}
+                self._optimizer.state[parameter] = {"step": torch.tensor(float(taken)), **state}
+        return True
+
+
+class TrainedAttention:
+    """What rows of a window see, in both passes over them."""
+
+    def __init__(self, count: int, window: int, device: torch.device) -> None:
+        at = torch.arange(count, device=device)
+        back = at[:, None] - at[None]
+        self._mask = (back >= 0) & (back < window)
+        # The second pass lies one position further, sees the text's own entries before that, and
+        # its own row.
+        text = (back >= 0) & (back < window - 1)
+        self._second_mask = torch.cat((text, back == 0), dim=1)
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def first(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self._keys, self._values = keys, values
+        return functional.scaled_dot_product_attention(queries, keys, values, self._mask)
+
+    def second(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        assert self._keys is not None and self._values is not None
+        keys = torch.cat((self._keys, keys), dim=2)
+        values = torch.cat((self._values, values), dim=2)
+        return functional.scaled_dot_product_attention(queries, keys, values, self._second_mask)
+
+
+def rate_share(step: int, steps: int | None) -> float:
+    """Of the highest learning rate, at a step of so many. None: of more than the first."""
+    if step < WARMUP_STEPS or steps is None:
+        return min((step + 1) / WARMUP_STEPS, 1.0)
+    done = (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1)
+    return FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * done)) / 2
