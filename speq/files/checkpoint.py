@@ -196,12 +196,13 @@ class Checkpoint:
                 f"{file.path}: tensor {name} lacks its scales, {of_scales}; {OTHER_VERSION}"
             )
         holder, scales = self.tensors[of_scales]
+        dtypes: tuple[torch.dtype, ...] = SCALE_DTYPES
+        known = len(info.shape) == len(FP8_BLOCK)
+        wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
         if self.format == MXFP4:
+            dtypes = (MXFP4_DTYPE,)
             known = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
-            wanted, dtypes = list(info.shape[:-1]), (MXFP4_DTYPE,)
-        else:
-            known, dtypes = len(info.shape) == len(FP8_BLOCK), SCALE_DTYPES
-            wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
+            wanted = list(info.shape[:-1])
         if not known or list(scales.shape) != wanted or scales.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise SpeqError(
