@@ -105,6 +105,6 @@ CODECS = Registry(
 DRAFTERS = Registry(
     "drafter",
     int4=("speq.decode.drafters.int4:Int4Drafter", "the model itself with INT4 experts"),
-    head=("speq.decode.drafters.head:HeadDrafter", "a trained layer over the model's own states"),
     ngram=("speq.decode.drafters.ngram:NgramDrafter", "what followed the same words before"),
+    head=("speq.decode.drafters.head:HeadDrafter", "a trained layer over the model's own states"),
 )

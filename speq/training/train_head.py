@@ -105,7 +105,7 @@ class HeadRun:
     training: TrainingSettings
     texts: Texts
     progress: Progress
-    start_s: float = field(default_factory=monotonic)
+    start_s: float = field(default_factory=lambda: monotonic())
     journal: Journal = field(init=False)
 
     def folder(self) -> Path:
