@@ -23,9 +23,10 @@ WANTED = (
     "torch/include/torch/headeronly/",
 )
 BINDINGS = (
-    *("csrc/cpu/bindings.cpp", "csrc/cpu/compact_bindings.cpp"),
+    *("csrc/cpu/bindings.cpp", "csrc/cpu/compact_bindings.cpp", "csrc/cpu/scaled_bindings.cpp"),
     *("csrc/cpu/decoder_bindings.cpp", "csrc/cpu/dense_bindings.cpp"),
     *("csrc/cuda/bindings.cpp", "csrc/cuda/compact_bindings.cpp", "csrc/cuda/dense_bindings.cpp"),
+    "csrc/cuda/scaled_bindings.cpp",
 )
 # One range: members that are wanted lie side by side.
 READ_BYTES = 1 << 20
