@@ -22,11 +22,16 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         yield campaign
 
 
-@pytest.mark.wide
+# The first damages of each kind are of the wider checks, the others of the long ones.
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
-        pytest.param(name, range(first, min(first + ITEM, count)), id=f"{name}-{first}")
+        pytest.param(
+            name,
+            range(first, min(first + ITEM, count)),
+            id=f"{name}-{first}",
+            marks=pytest.mark.full if first else pytest.mark.wide,
+        )
         for name, count in shares(INPUTS).items()
         for first in range(0, count, ITEM)
     ],

@@ -178,26 +178,17 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families that are mostly built like another one here run in the wider checks, and those that
-# differ in next to nothing in the long ones. What is of the wider checks anyway runs both with the
-# long ones.
+# differ in next to nothing in the long ones.
 LIKE_OTHERS = (
-    *("qwen3_moe", "olmoe", "phimoe", "glm4_moe_lite", "deepseek_v3"),
+    *("qwen3_moe", "phimoe", "glm4_moe_lite"),
     *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
 )
-ALIKE = ("dots1", "solar_open")
-
-
-def by_family(alone: bool) -> list[Any]:
-    """Families as parameters of a test; alone: of one that is `wide` itself."""
-    marks: dict[str, Any] = dict.fromkeys(ALIKE, pytest.mark.full)
-    marks |= dict.fromkeys(LIKE_OTHERS, pytest.mark.full if alone else pytest.mark.wide)
-    return [
-        pytest.param(family, marks=[marks[family]] if family in marks else [])
-        for family in FAMILIES
-    ]
-
-
-BY_FAMILY, WIDE_BY_FAMILY = by_family(alone=False), by_family(alone=True)
+ALIKE = ("olmoe", "deepseek_v3", "dots1", "solar_open")
+MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
+MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
+BY_FAMILY = [
+    pytest.param(family, marks=[MARKS[family]] if family in MARKS else []) for family in FAMILIES
+]
 # Ends of names of what is published in float32, whatever the other weights are in.
 IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),

@@ -33,7 +33,6 @@ from tests.helpers.tiny_models import (
     BY_FAMILY,
     FAMILIES,
     VOCAB,
-    WIDE_BY_FAMILY,
     drawn_tokens,
     greedy_tokens,
     load_plain,
@@ -201,8 +200,8 @@ def test_heads_go_on_from_tokens_that_stand(trees: str, folders: Folders) -> Non
     generator.close()
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("family", WIDE_BY_FAMILY)
+@pytest.mark.full
+@pytest.mark.parametrize("family", BY_FAMILY)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_heads_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
     plain = load_plain(folders.float32(family), DTYPES[dtype])
@@ -212,8 +211,8 @@ def test_heads_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
             run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("family", WIDE_BY_FAMILY)
+@pytest.mark.full
+@pytest.mark.parametrize("family", BY_FAMILY)
 def test_greedy_tokens_in_every_cell(family: str, folders: Folders) -> None:
     check_family(family, pairwise_cells(), folders, "float32")
 

@@ -61,6 +61,7 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], order: int, **sa
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("family", "trees"), [("olmoe", "none"), ("deepseek_v2", "small")])
 def test_texts_side_by_side(family: str, trees: str, folders: Folders) -> None:
     """Each has the exact model's tokens, and a text by itself is still recorded."""
@@ -87,7 +88,10 @@ def test_texts_side_by_side(family: str, trees: str, folders: Folders) -> None:
 
 @pytest.mark.parametrize(
     "at",
-    [pytest.param(at, marks=[pytest.mark.wide] if at else []) for at in range(len(cells()))],
+    [
+        pytest.param(at, marks=[pytest.mark.full if at % 4 else pytest.mark.wide] if at else [])
+        for at in range(len(cells()))
+    ],
 )
 def test_greedy_tokens_are_the_exact_models(at: int, folders: Folders) -> None:
     cell, family = cells()[at], list(FAMILIES)[at % len(FAMILIES)]
