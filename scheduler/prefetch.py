@@ -198,7 +198,8 @@ class ThreePhase:
         missing = self._supply.missing(layer, experts)
         if not missing and not self._unsettled and self._supply.cache.policy.keeps_all:
             return  # all is there or on its way, and stays
-        self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
+        worth = self.allowance.worth(layer, experts)
+        self._new |= {key for key in missing if key.expert in worth}
         self._want(token, layer, experts, route.weights[0])
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)

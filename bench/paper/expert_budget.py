@@ -40,12 +40,14 @@ EXACT = "exact"
 # A token that is certain to stand, as a lead in logits: forced texts do.
 CERTAIN = 100.0
 
-COLUMNS: dict[str, Column] = {
+BUDGET_COLUMNS: dict[str, Column] = {
     "ranked by": ("ranking", "{}"),
     "policy": ("policy", "{}"),
     "residents": ("residents", "{}"),
     "experts": ("experts", "{}"),
     "floor": ("floor", "{}"),
+}
+COLUMNS: dict[str, Column] = BUDGET_COLUMNS | {
     "moved/token": ("moved", "{:.2f}"),
     "MB/token": ("moved_mb", "{:.2f}"),
     "distinct": ("distinct", "{:.2f}"),
@@ -56,12 +58,7 @@ COLUMNS: dict[str, Column] = {
     "same token": ("same_token", "{:.1%}"),
     "layers off": ("reconstruction_error", "{:.1%}"),
 }
-FREE_COLUMNS: dict[str, Column] = {
-    "ranked by": ("ranking", "{}"),
-    "policy": ("policy", "{}"),
-    "residents": ("residents", "{}"),
-    "experts": ("experts", "{}"),
-    "floor": ("floor", "{}"),
+FREE_COLUMNS: dict[str, Column] = BUDGET_COLUMNS | {
     "TPOT ms": ("tpot_ms", "{:.1f}"),
     "of exact": ("tpot_of_exact", "{:.3f}"),
     "MB/token": ("free_moved_mb", "{:.2f}"),

@@ -3,6 +3,9 @@
 `speq.kernels.reference_scaled` says what they compute.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,11 @@ from speq.kernels import library, reference_scaled
 from speq.kernels.checks import activation_code, check_rows, check_tensor
 from speq.kernels.ops import row_blocks
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+
+REFERENCES = {
+    "fp8": reference_scaled.moe_grouped_fp8_out,
+    "mxfp4": reference_scaled.moe_grouped_mxfp4_out,
+}
 
 
 def decode_fp8(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -39,15 +47,8 @@ def moe_grouped_fp8(
     out: Tensor,
 ) -> None:
     """`reference_scaled.moe_grouped_fp8_out`; blocks and errors as of `ops.moe_grouped`."""
-    check_rows(hidden_states, topk_ids, slot_table, out)
-    _check_records("slots", slots, 2, Fp8Layout(hidden_states.shape[1], expert_width))
-    held = slot_table, slots, expert_width
-    code = activation_code(activation)
-    if hidden_states.dtype == torch.float64:
-        reference_scaled.moe_grouped_fp8_out(hidden_states, topk_ids, *held, activation, out)
-        return
-    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_fp8", part, ids, *held, code, target)
+    held = Held(slot_table, slots, expert_width)
+    _moe_grouped("fp8", Fp8Layout, hidden_states, topk_ids, held, activation, out)
 
 
 def moe_grouped_mxfp4(
@@ -60,15 +61,37 @@ def moe_grouped_mxfp4(
     out: Tensor,
 ) -> None:
     """`reference_scaled.moe_grouped_mxfp4_out`; blocks and errors as of `ops.moe_grouped`."""
-    check_rows(hidden_states, topk_ids, slot_table, out)
-    _check_records("slots", slots, 2, mxfp4_layout(hidden_states.shape[1], expert_width))
-    held = slot_table, slots, expert_width
+    held = Held(slot_table, slots, expert_width)
+    _moe_grouped("mxfp4", mxfp4_layout, hidden_states, topk_ids, held, activation, out)
+
+
+class Held(NamedTuple):
+    """Where records lie, as the ops take it."""
+
+    slot_table: Tensor
+    slots: Tensor
+    expert_width: int
+
+
+def _moe_grouped(
+    form: str,
+    layout_of: Callable[[int, int], ScaledLayout],
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    held: Held,
+    activation: str,
+    out: Tensor,
+) -> None:
+    """Of the ops `moe_grouped_*`, that of a form."""
+    check_rows(hidden_states, topk_ids, held.slot_table, out)
+    layout = layout_of(hidden_states.shape[1], held.expert_width)
+    _check_records("slots", held.slots, 2, layout)
     code = activation_code(activation)
     if hidden_states.dtype == torch.float64:
-        reference_scaled.moe_grouped_mxfp4_out(hidden_states, topk_ids, *held, activation, out)
+        REFERENCES[form](hidden_states, topk_ids, *held, activation, out)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_mxfp4", part, ids, *held, code, target)
+        library.call(f"moe_grouped_{form}", part, ids, *held, code, target)
 
 
 def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:
