@@ -479,6 +479,34 @@ class GovernorSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSettings(Options):
+    """run: what all runs share."""
+
+    memory_budget: BudgetText
+    batches: Annotated[
+        tuple[int, ...], Option("Texts that run side by side.", numbers(Whole(1, 64), "1,4"))
+    ] = (1, 2, 4, 8)
+    draft_lengths: FixedLengths = (1, 2, 4, 6)
+    prompts: PromptKinds = ()
+    num_prompts: Annotated[
+        int, Option("How many of each kind, in whole batches of all.", Whole(1))
+    ] = 8
+    max_new_tokens: MaxNewTokens = 48
+    rounds: Rounds = 3
+    neighbours: Neighbours = 0
+    run: Annotated[
+        dict[str, Any],
+        Some(
+            RunConfig,
+            without=(
+                *("memory_budget", "draft_length", "draft_nodes", "draft", "profile", "max_batch"),
+                *("tpot_slo_ms", "latency_slo_ms"),
+            ),
+        ),
+    ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GovernorSimSettings(Options):
     """seed: the other settings' follow."""
 

@@ -158,6 +158,12 @@ BENCHES = (
         "Time per output token with fixed draft lengths and with auto, settings in rotation.",
     ),
     Bench(
+        "batch",
+        "paper.batches",
+        declared.BatchSettings,
+        "What drafts gain in steps of several texts: target efficiency, experts, tokens a second.",
+    ),
+    Bench(
         "governor-sim",
         "replay.governor_sim",
         declared.GovernorSimSettings,

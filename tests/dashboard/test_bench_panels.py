@@ -145,6 +145,19 @@ def ablation(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     yield "moved", "bytes moved per token, MB", without, moved
 
 
+def batch(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
+    length, texts, rows = row["draft_length"], row["texts"], row["rows_mean"]
+    yield "speed", length, texts, row["tokens_per_s"]
+    yield "target-efficiency", length, texts, row["target_efficiency"]
+    yield "experts", "asked for", rows, row["distinct"]
+    yield "experts", "independent tokens, N(t)", rows, row["independent"]
+    if row["modelled"] is not None:
+        place = f"{texts} by {length}"
+        told = {"yes": "fitted to", "no": "held out"}[row["fitted"]]
+        yield "algorithm-1", "measured", place, row["speedup_held"]
+        yield "algorithm-1", told, place, row["modelled"]
+
+
 def breakdown(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     where = f"{row['budget']}, {row['system']}"
     yield "shares", "waiting for experts", where, row["waiting"] * 100
@@ -232,6 +245,7 @@ def check(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
 
 ROWS: dict[str, Callable[[Row], Iterator[tuple[str, str, Any, Any]]]] = {
     "ablation": ablation,
+    "batch": batch,
     "breakdown": breakdown,
     "budget": budget,
     "check": check,

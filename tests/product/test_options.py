@@ -246,6 +246,7 @@ def test_a_word_means_the_same_in_every_command() -> None:
         # text
         *((f"bench {name}", "memory_budget") for name in ("step", "soak", "fidelity", "ablation")),
         *((f"bench {name}", "memory_budget") for name in ("hit-rate", "equal-memory", "budget")),
+        ("bench batch", "memory_budget"),
         ("bench coverage", "memory_budget"),
         ("bench profile-cost", "memory_budget"),
     }
@@ -274,7 +275,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 11 + 17  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 11 + 18  # all but doctor, and benches of machines, routes and many
 
 
 def test_json_and_trace_mean_one_thing() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from speq.dashboard.bench_panels import (
     ablation,
+    batch,
     breakdown,
     budget,
     check,
@@ -51,6 +52,7 @@ class Kind:
 
 KINDS = {
     "ablation": Kind(ablation.panels, ablation.notes),
+    "batch": Kind(batch.panels),
     "breakdown": Kind(breakdown.panels),
     "budget": Kind(budget.panels),
     "check": Kind(check.panels),
