@@ -72,6 +72,8 @@ def findings(made: "BudgetPlan") -> list[str]:
     """What the tables do not say."""
     assumed = made.assumptions
     lines = [f"best: {made.reason}"]
+    if made.budget.texts > 1:
+        lines.append(f"memory is for {made.budget.texts} texts, and times are of one by itself")
     lines += [f"left out: {name}, {reason}" for name, reason in made.left_out.items()]
     lines.append(
         f"were routes independent, the worst there can be: {made.worst.partition(' (')[0]}"

@@ -73,6 +73,7 @@ def plan_of(
     check_host_budget(settings.host_budget, on_cpu)
     context = settings.context_length or min(DEFAULT_CONTEXT, subject.shape.max_context)
     budget = Budget.of(settings.memory_budget, context, on_cpu, subject.shape)
+    budget = replace(budget, texts=settings.max_batch)
     if not on_cpu:
         # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that do
         # not say otherwise.

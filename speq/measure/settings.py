@@ -10,6 +10,7 @@ from speq.config import (
     Device,
     Dtype,
     HostBudget,
+    MaxBatch,
     MemoryBudget,
     Profile,
     RunConfig,
@@ -66,6 +67,7 @@ class PlanSettings(Options):
     dtype: Dtype = "auto"
     dense: Dense = "auto"
     context_length: ContextLength = None
+    max_batch: MaxBatch = 1
     preset: Annotated[
         str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))
     ] = None

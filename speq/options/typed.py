@@ -239,6 +239,8 @@ class PlanOptions(TypedDict, total=False):
     """
     context_length: int | None
     """Tokens that the KV cache holds; default: what each request needs."""
+    max_batch: int
+    """Texts that are run side by side, at most; each has a KV cache of the whole context."""
     preset: str | None
     """A card or machine by name; `?` lists them."""
     link: str | float | None

@@ -31,6 +31,7 @@ from speq.governor.profile import Profile, ProfileKey
 from speq.governor.roofline import Link
 from speq.governor.survey import Survey
 from speq.load import load
+from speq.measure.plan import plan as plan_call
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.planning.assumptions import Assumptions
@@ -191,6 +192,26 @@ def test_a_plan_and_a_run_report_the_same_bytes(
         made = plan(of, Budget.of(26 << 20, 512, True, of.shape), given)
         ways = [(c.codec, c.drafts) for c in made.candidates]
         assert made.memory[ways.index((codec, draft == "auto"))].items == runtime.plan.items
+    finally:
+        runtime.close()
+
+
+def test_texts_side_by_side_are_planned_as_they_are_run(bundled: Path) -> None:
+    config = RunConfig.of(
+        "40MiB", context_length=512, max_batch=4, draft="none", drafter="none", draft_length=0,
+        codec="raw", dense="raw", device="cpu",
+    )  # fmt: skip
+    runtime = Runtime(load(open_model(bundled), config))
+    try:
+        made = plan_call(
+            bundled, "40MiB", context_length=512, max_batch=4, preset="laptop-ddr5", dense="raw"
+        )
+        ways = [(each.codec, each.drafts) for each in made.candidates]
+        items = made.memory[ways.index(("raw", False))].items
+        assert items == runtime.plan.items
+        alone = plan_call(bundled, "40MiB", context_length=512, preset="laptop-ddr5", dense="raw")
+        (one,) = {each.items["kv_cache"] for each in alone.memory}
+        assert items["kv_cache"] == 4 * one
     finally:
         runtime.close()
 
@@ -555,7 +576,13 @@ def test_what_is_printed_says_what_it_rests_on() -> None:
     assert "bandwidths as given; independent routes, N(t) of MoESD; acceptance 0.80" in text
     assert "ways to hold the exact experts" in text
     assert re.search(r"best: \w+ with(out)? a draft, k=\d+: [\d.]+ ms a token expected", text)
+    assert "texts" not in text
     assert "break-even" in text and "in host memory" not in text.partition("break-even")[0]
+
+
+def test_a_plan_for_several_texts_says_whose_times_it_has() -> None:
+    given = (DEEPSEEK, "--memory-budget", "12GiB", "--preset", "rtx-4090", "--max-batch", "4")
+    assert "memory is for 4 texts, and times are of one by itself" in " ".join(run(*given).split())
 
 
 def test_what_the_hosts_memory_holds_is_said() -> None:
