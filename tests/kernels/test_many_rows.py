@@ -337,6 +337,11 @@ def test_a_bank_over_waves(device: torch.device, no_reference: None, rows: int) 
     routed = Routed.of(rows, 4, torch.float32)
     weights = torch.rand(rows, 4, generator=torch.Generator().manual_seed(8))
     told = []
+
+    def on_route(layer: int, route: Route) -> Route:
+        told.append(layer)
+        return route
+
     on = Processor() if device.type == "cpu" else device_named(device.type)
     table, routes = host_side(on, E)
     bank = ExactExperts(
@@ -346,7 +351,7 @@ def test_a_bank_over_waves(device: torch.device, no_reference: None, rows: int) 
         routes,
         "silu",
         Recorder().timed,
-        lambda layer, route: told.append(layer),
+        on_route,
     )
     hidden_states, topk_ids = routed.on(device)
     with poisoned_memory():
