@@ -22,6 +22,8 @@ from torch import Tensor
 
 from speq.bench.settings import WidenSettings as Settings
 from speq.bench.widen_draft import DraftFolder, Placed, group_size_for, rounding_error
+from speq.bench.widen_head import widen_head
+from speq.bench.widen_words import drawn_for, shared_out
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import writing
 from speq.files.checkpoint import Checkpoint, locate
@@ -29,8 +31,6 @@ from speq.models.families import FAMILIES
 from speq.units import Progress, format_bytes
 
 FAMILY = "qwen2_moe"
-# Passes that put what rounding took from a sum back into its finest copy.
-MENDING_PASSES = 3
 # What a draft has in codes: experts, shared experts, dense layers and attention.
 PACKED = re.compile(r"\.layers\..*\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 
@@ -70,9 +70,17 @@ def run(
             write_rest(checkpoint.path, config, settings, target)
             if draft is not None:
                 draft.finish(target)
+            hidden, _, _ = copies(checkpoint.config, settings)
+            family = FAMILIES[FAMILY]
+            has_head = widen_head(checkpoint, target, family, hidden, settings.noise, settings.seed)
     finally:
         checkpoint.close()
-    made = {"path": str(target), "bytes": total, "settings": settings.as_json()}
+    made = {
+        "path": str(target),
+        "bytes": total,
+        "settings": settings.as_json(),
+        "head": has_head,
+    }
     return made if draft is None else made | {"draft": draft.moves.as_json()}
 
 
@@ -147,29 +155,11 @@ def widen(name: str, weight: Tensor, copy: Copies, settings: Settings, head_dim:
         rows = weight.repeat_interleave(copy.outputs, 0)
     if copy.inputs == 1:
         return rows
-    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + stable_hash(name))
-    parts = shared_out(rows, copy.inputs, settings.noise, generator)
+    parts = shared_out(rows, copy.inputs, settings.noise, drawn_for(name, settings.seed))
     if name.endswith("o_proj.weight"):  # inputs are whole heads, too
         heads = parts.unflatten(1, (-1, head_dim))
         return heads.transpose(2, 3).flatten(1).contiguous()
     return parts.flatten(1)
-
-
-def shared_out(weight: Tensor, count: int, noise: float, generator: torch.Generator) -> Tensor:
-    """Each weight [N, K] as `count` copies [N, K, count] that sum to it, as nearly as words can."""
-    exact = weight.float()
-    parts = (exact / count).unsqueeze(2).expand(-1, -1, count)
-    if noise:
-        scale = noise * exact.square().mean().sqrt() / count
-        drawn = torch.randn(*exact.shape, count, generator=generator).mul_(scale)
-        parts = drawn.sub_(drawn.mean(dim=2, keepdim=True)).add_(parts)
-    words = parts.to(weight.dtype).contiguous()
-    for _ in range(MENDING_PASSES):
-        missing = exact - words.sum(dim=2, dtype=torch.float32)
-        finest = words.abs().argmin(dim=2, keepdim=True)
-        mended = words.gather(2, finest).float() + missing.unsqueeze(2)
-        words.scatter_(2, finest, mended.to(weight.dtype))
-    return words
 
 
 def inputs_of(config: dict[str, Any]) -> set[int]:
@@ -194,14 +184,6 @@ def placed(name: str, shape: torch.Size, copy: Copies, head_dim: int) -> Placed:
         heads = columns.view(-1, copy.inputs, head_dim)
         return Placed(rows, heads.transpose(1, 2).reshape(shape[1], copy.inputs))
     return Placed(rows, columns.view(shape[1], copy.inputs))
-
-
-def stable_hash(name: str) -> int:
-    """A number for a name that is the same in every process."""
-    number = 0
-    for character in name.encode():
-        number = (number * 131 + character) % 1_000_003
-    return number
 
 
 def groups(checkpoint: Checkpoint) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ of it is trusted before all three were compared.
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
             f"{path} is damaged: its weights are not those of its checksum; {TRAIN_AGAIN}"
         )
     return MoEHead(shape, weights).requires_grad_(False)
+
+
+def copy_head(source: Path, target: Path) -> bool:
+    """Copy the head beside a model to another folder of the same model; whether there is one."""
+    path = head_beside(source)
+    if not path.exists():
+        return False
+    out = head_beside(target)
+    with writing(out, ANOTHER_PLACE):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as file, path.open("rb") as content:
+            shutil.copyfileobj(content, file)
+    return True
 
 
 def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:

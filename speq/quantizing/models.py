@@ -14,6 +14,7 @@ from speq.experts.pack import pack as write_pack
 from speq.experts.packed_store import Manifest
 from speq.experts.record_writer import Packing
 from speq.files.published_format import WORDS
+from speq.heads.head_file import copy_head
 from speq.machine import available_bytes
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build, split
@@ -66,7 +67,9 @@ def packed(model: str | Path, settings: PackSettings, progress: Progress = no_pr
             )
         packing = packing_of(opened, settings.codec, settings.draft)
         try:
-            return write_pack(opened.checkpoint, store, settings.out, packing, progress)
+            manifest = write_pack(opened.checkpoint, store, settings.out, packing, progress)
+            copy_head(opened.checkpoint.path, settings.out)
+            return manifest
         finally:
             if packing.draft is not None:
                 packing.draft.close()

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from speq import Generator
-from speq.bench.widen import Settings, run, shared_out
+from speq.bench.widen import Settings, run
+from speq.bench.widen_words import shared_out
 from speq.errors import SpeqError
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from speq import Generator
-from speq.bench.widen import Settings, copies_of, placed, run, shared_out, widen
+from speq.bench.widen import Settings, copies_of, placed, run, widen
 from speq.bench.widen_draft import Moves, Placed, group_size_for, moved_codes, rounding_error
+from speq.bench.widen_words import shared_out
 from speq.drafts.draft_source import gptq_beside
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError

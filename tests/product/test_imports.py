@@ -92,7 +92,7 @@ TABLE = {
     "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
     "conversions": Layer(
         ("speq.quantizing.models",),
-        (*BELOW_MODELS, "models", "drafts", "quantizing", "text"),
+        (*BELOW_MODELS, "models", "heads", "drafts", "quantizing", "text"),
     ),
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
