@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from speq.decode.draft_pass import OnLayer
 from speq.decode.drafter import PlainDecoding
 from speq.decode.drafters.head import HeadDrafter
-from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.drafters.next_token import Chosen, NextToken, Run
+from speq.decode.drafters.twin import TwinDrafter
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Generator
@@ -99,10 +99,10 @@ def synthetic_acceptance(
     if isinstance(drafter, PlainDecoding):
         yield
         return
-    if not isinstance(drafter, Int4Drafter | HeadDrafter):
+    if not isinstance(drafter, TwinDrafter | HeadDrafter):
         raise SpeqError(
-            "a synthetic acceptance is set for drafts of the INT4 copy or of a head and another "
-            "drafter is asked for; leave drafter to be auto, or give head"
+            "a synthetic acceptance is set for the drafters int4, cached and head and another one "
+            "is asked for; leave drafter to be auto, or give one of these"
         )
     known = {}
     with generator.with_draft_length(0):  # the governor learns nothing of it

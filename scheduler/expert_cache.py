@@ -55,6 +55,10 @@ class ExpertCache:
         """The experts in slots, in no order; asking is no use of them."""
         return list(self._slots)
 
+    def slot_of(self, key: ExpertKey) -> int:
+        """The slot of an expert that lies in one; asking is no use of it."""
+        return self._slots[key]
+
     def lookup(self, key: ExpertKey) -> int | None:
         """The slot that holds `key`, which counts as a use, or None."""
         slot = self._slots.get(key)

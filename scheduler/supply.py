@@ -1,7 +1,7 @@
 """Keeps the cache of slots and the transfers into them in step."""
 
-from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 from speq.scheduler.expert_cache import ExpertCache
@@ -108,6 +108,30 @@ class ExpertSupply:
     def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Those of a layer's experts that are in slots or under way."""
         return [expert for expert in experts if self.has(ExpertKey(layer, expert))]
+
+    def residents(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of a layer's experts that lie in slots, the ones that have just arrived included.
+        Asking is no use of them.
+        """
+        if self._unsettled:
+            self.forget()
+        self.land()
+        return [expert for expert in experts if ExpertKey(layer, expert) in self.cache]
+
+    @contextmanager
+    def lend(self, layer: int, experts: Sequence[int]) -> Iterator[dict[int, int]]:
+        """{expert: slot} of experts that lie in slots. Inside the block they stay there, whatever
+        is fetched, and nothing overwrites them before kernels launched there have ended. It is no
+        use of them: who was brought for a verification still waits for it.
+        """
+        keys = [ExpertKey(layer, expert) for expert in experts]
+        slots = {key.expert: self.cache.slot_of(key) for key in keys}
+        self.cache.pin(keys)
+        try:
+            yield slots
+        finally:
+            self._transfer.launched(slots.values())
+            self.cache.unpin(keys)
 
     def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
         """The given experts of a layer that are neither in slots nor under way."""

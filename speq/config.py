@@ -32,6 +32,8 @@ MAX_DRAFT_NODES = 63
 # Share of the host's free memory that experts take where nothing is said: the rest is for programs
 # beside this one, and for what the process itself takes.
 HOST_SHARE = 0.8
+# With draft_nodes.
+TREE_DRAFTERS = ("auto", "int4", "cached", "head")
 # As many texts as native kernels run rows alike.
 MAX_BATCH = 64
 MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
@@ -103,9 +105,9 @@ DraftLength = Annotated[
 DraftNodes = Annotated[
     int | None,
     Option(
-        "Let the INT4 copy or the head draft trees of so many tokens at most, with as many passes "
-        "as tokens are drafted per step; with draft length auto the governor chooses between "
-        "these and chains. Default: chains.",
+        "Let int4, cached or head draft trees of so many tokens at most, with as many passes as "
+        "tokens are drafted per step; with draft length auto the governor chooses between these "
+        "and chains. Default: chains.",
         Whole(1, MAX_DRAFT_NODES),
     ),
 ]
@@ -324,10 +326,10 @@ class RunConfig(Options):
                 f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
                 "for one text at a time, so leave one of the two out"
             )
-        if self.draft_nodes is not None and self.drafter not in ("auto", "int4", "head"):
+        if self.draft_nodes is not None and self.drafter not in TREE_DRAFTERS:
             raise SpeqError(
                 f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "
-                "drafted by the INT4 copy and by the head, so leave one of the two out"
+                "drafted by int4, cached and head, so leave one of the two out"
             )
         if self.head != "auto" and self.drafter != "head":
             raise SpeqError(

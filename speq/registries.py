@@ -106,5 +106,6 @@ DRAFTERS = Registry(
     "drafter",
     int4=("speq.decode.drafters.int4:Int4Drafter", "the model itself with INT4 experts"),
     ngram=("speq.decode.drafters.ngram:NgramDrafter", "what followed the same words before"),
+    cached=("speq.decode.drafters.cached:CachedDrafter", "the model with the experts in slots"),
     head=("speq.decode.drafters.head:HeadDrafter", "a trained layer over the model's own states"),
 )

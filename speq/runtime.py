@@ -17,7 +17,14 @@ from speq.config import RunConfig
 from speq.decode.approximation import Approximation
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
-from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.decode.offload import (
+    MoeSizes,
+    Scheduling,
+    fetch_from,
+    moved_from,
+    offload_over,
+    residents_of,
+)
 from speq.decode.sampler import Sampler, sampler_on
 from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
@@ -30,6 +37,7 @@ from speq.governor.draft_length import FixedDraftLength
 from speq.governor.holding import Holding
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import LayerBudgets
+from speq.layers.resident_experts import ResidentExperts
 from speq.load import CONTEXT_STEP, Loaded, check_context
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -232,22 +240,17 @@ class Runtime:
             KVCache(shape.num_layers, kv_shapes, plan.context, self.dtype, self.device, number)
             for number in range(self.config.max_batch)
         ]
-        sampler = sampler_on(loaded.device)
-        drafters: list[Drafter] = [PlainDecoding() for _ in caches]
-        confidence = Confidence()
-        governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
-        if self.holding.drafts:
-            drafters = [self._drafter(cache, sampler, confidence) for cache in caches]
-            governors = loaded.governors
         transfer, timed = self._transfer(slots)
         budget = None
         if loaded.limits is not None:
             budget = LayerBudgets(loaded.limits, self.model.gates)
+        experts = loaded.opened.store.codec.experts(slots, loaded.arena)
+        sizes = MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation)
         offload = offload_over(
             slots,
-            loaded.opened.store.codec.experts(slots, loaded.arena),
+            experts,
             transfer,
-            MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
+            sizes,
             Scheduling(
                 self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows, budget
             ),
@@ -259,6 +262,16 @@ class Runtime:
         if offload.budget is not None:
             share = self.config.expert_audit
             approximation = Approximation(offload.budget, share, self.recorder.timed)
+        sampler = sampler_on(loaded.device)
+        drafters: list[Drafter] = [PlainDecoding() for _ in caches]
+        confidence = Confidence()
+        governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
+        if self.holding.drafts:
+            gates = self.model.gates
+            residents = residents_of(offload.supply, experts, gates, sizes, loaded.device)
+            bases = [self._draft_base(each, sampler, confidence, residents) for each in caches]
+            drafters = [DRAFTERS[self.holding.drafter](base) for base in bases]
+            governors = loaded.governors
         return Engine(
             model=self.model,
             caches=caches,
@@ -273,22 +286,27 @@ class Runtime:
             approximation=approximation,
         )
 
-    def _drafter(self, cache: KVCache, sampler: Sampler, confidence: Confidence) -> Drafter:
+    def _draft_base(
+        self,
+        cache: KVCache,
+        sampler: Sampler,
+        confidence: Confidence,
+        residents: ResidentExperts,
+    ) -> DraftBase:
         """Of the texts that a cache is for. Passes of the first one alone are recorded: batches are
         launched, and a text by itself has that cache.
         """
         loaded = self._loaded
         graphs_on = None if cache.number else loaded.graphs_on
-        return DRAFTERS[self.holding.drafter](
-            DraftBase(
-                self.model,
-                cache,
-                loaded.draft_bank,
-                sampler,
-                graphs_on,
-                confidence,
-                loaded.head,
-            )
+        return DraftBase(
+            self.model,
+            cache,
+            loaded.draft_bank,
+            sampler,
+            graphs_on,
+            confidence,
+            loaded.head,
+            residents,
         )
 
     def _transfer(self, slots: Tensor) -> tuple[TransferEngine, Timed]:

@@ -1,4 +1,4 @@
-"""A pass of one token over the INT4 experts: launched kernel by kernel, or recorded."""
+"""A pass of one token over the experts that draft: launched kernel by kernel, or recorded."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Cut
-from speq.layers.draft_experts import DraftExperts
+from speq.layers.draft_experts import DraftBank
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.recorded import RecordedPasses
@@ -31,7 +31,7 @@ class DraftPass(Protocol):
 
 
 def draft_pass_over(
-    model: MoEModel, cache: KVCache, bank: DraftExperts, graphs_on: Accelerator | None
+    model: MoEModel, cache: KVCache, bank: DraftBank, graphs_on: Accelerator | None
 ) -> DraftPass:
     """graphs_on: the device that passes are recorded on; None: they are launched."""
     if graphs_on is None:
@@ -42,7 +42,7 @@ def draft_pass_over(
 class EagerPass:
     """Launches kernel by kernel; routes are told as soon as their router has spoken."""
 
-    def __init__(self, model: MoEModel, cache: KVCache, bank: DraftExperts) -> None:
+    def __init__(self, model: MoEModel, cache: KVCache, bank: DraftBank) -> None:
         self._model, self._cache, self._bank = model, cache, bank
 
     def run(self, token_id: int, on_route: OnLayer, tree: Tree | None = None) -> Tensor:
@@ -54,7 +54,7 @@ class EagerPass:
 
 
 def run_together(
-    model: MoEModel, bank: DraftExperts, texts: list[TextTokens], on_route: OnLayer
+    model: MoEModel, bank: DraftBank, texts: list[TextTokens], on_route: OnLayer
 ) -> Tensor:
     """A token of each of several texts in one pass, launched kernel by kernel; logits [B, V].
 
@@ -74,7 +74,7 @@ class RecordedPass:
     """
 
     def __init__(
-        self, model: MoEModel, cache: KVCache, bank: DraftExperts, device: Accelerator
+        self, model: MoEModel, cache: KVCache, bank: DraftBank, device: Accelerator
     ) -> None:
         self._eager = EagerPass(model, cache, bank)
         self.passes = RecordedPasses("drafts", device, cache, DraftOutput(model, cache, bank))
@@ -94,7 +94,7 @@ class RecordedPass:
 class DraftOutput:
     """Computes logits [1, V] and the routes of all MoE layers: ids and weights [L, K]."""
 
-    def __init__(self, model: MoEModel, cache: KVCache, bank: DraftExperts) -> None:
+    def __init__(self, model: MoEModel, cache: KVCache, bank: DraftBank) -> None:
         self._model, self._cache, self._bank = model, cache, bank
 
     def __call__(

@@ -12,6 +12,7 @@ from speq.devices.device import Accelerator
 from speq.governor.confidence import Confidence
 from speq.heads.moe_head import MoEHead
 from speq.layers.draft_experts import DraftExperts, OnRoute
+from speq.layers.resident_experts import ResidentExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 
@@ -48,6 +49,7 @@ class DraftBase:
     graphs_on  the device that passes may be recorded on; None: they are not
     confidence  how likely drafted tokens are to stand
     head       drafts out of the exact model's hidden states, where one is held
+    residents  the exact experts that lie in slots
     """
 
     model: MoEModel
@@ -57,6 +59,7 @@ class DraftBase:
     graphs_on: Accelerator | None = None
     confidence: Confidence = field(default_factory=Confidence)
     head: MoEHead | None = None
+    residents: ResidentExperts | None = None
 
 
 class Drafter(Protocol):

@@ -1,6 +1,6 @@
 """Two banks of exact experts over one arena of slots, and what fills it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,9 @@ from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
+from speq.layers.gates import Gate
 from speq.layers.offloaded_experts import ExpertBank
+from speq.layers.resident_experts import ResidentExperts
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
 from speq.registries import CACHE_POLICIES, PREFETCHERS
@@ -125,6 +127,21 @@ def offload_over(
         rows=rows,
         budget=budget,
     )
+
+
+def residents_of(
+    supply: ExpertSupply,
+    experts: SlotExperts,
+    gates: Sequence[Gate],
+    sizes: MoeSizes,
+    device: Processor | Accelerator,
+) -> ResidentExperts:
+    """The bank of drafts that make do with what lies in slots.
+
+    gates  of the MoE layers, in order
+    """
+    table, routes = host_side(device, sizes.num_experts)
+    return ResidentExperts(supply, experts, table, routes, gates, sizes.activation)
 
 
 def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:

@@ -1,7 +1,7 @@
 """The INT4 experts, resident as a whole: the draft's bank."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,22 @@ from speq.routing import Route
 
 # Told (token of the draft, layer, route) when the host can know of it.
 OnRoute = Callable[[int, int, Route], None]
+
+
+class DraftBank(Protocol):
+    """Experts that a draft's passes run, and that report their routes.
+
+    drafts    as `ExpertBank` has it
+    on_route  told (layer, route) as soon as a router has spoken, in the midst of the pass
+    """
+
+    on_route: Callable[[int, Route], None] | None
+
+    @property
+    def drafts(self) -> bool: ...
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        """[T, H] in, the weighted sum of each row's experts [T, H] out."""
 
 
 class DraftExperts:

@@ -98,6 +98,8 @@ CELLS = (
     Cell(4, "all", "own", drafter="ngram"),
     Cell(4, "half", "own", drafter="head", prefetch="three-phase"),
     Cell(5, "two slots", "own", drafter="head", trees="small"),
+    Cell(3, "half", "own", drafter="cached", prefetch="three-phase", cache_policy="lookahead"),
+    Cell(4, "two slots", "own", drafter="cached", trees="small"),
 )
 CONTEXT = 96
 

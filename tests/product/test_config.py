@@ -169,7 +169,7 @@ def test_draft_lengths(given: Any, length: int | None) -> None:
         ({"draft_nodes": 64}, r"draft_nodes is 64; it must be from 1 to 63"),
         (
             {"draft_nodes": 8, "drafter": "ngram"},
-            r"draft_nodes is 8 and drafter is ngram; trees are drafted by the INT4 copy and by",
+            r"draft_nodes is 8 and drafter is ngram; trees are drafted by int4, cached and",
         ),
         ({"head": "x"}, r"head is x and drafter is auto; a head drafts with drafter head"),
         ({"prune_rows": "maybe"}, r"prune_rows is 'maybe'; it must be one of auto, on, off"),

@@ -181,6 +181,48 @@ def test_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     run_cell(cell, *folders.of(family, cell), "float32", prompt, expected, **options)
 
 
+# Drafts with what lies in slots, down to two for all layers together.
+CACHED = [
+    Cell(4, "half", "own", drafter="cached", prefetch="three-phase", cache_policy="lookahead"),
+    Cell(5, "two slots", "own", drafter="cached", prefetch="three-phase", trees="large"),
+    Cell(3, "half", "own", drafter="cached", trees="pruned"),
+    Cell(2, "two slots", "own", "packed", 4, "lfu", "primed", drafter="cached"),
+    Cell(3, "half", "own", codec="lossless", prefetch="three-phase", drafter="cached"),
+    Cell(3, "half", "gptq", "packed", codec="residual", drafter="cached"),
+    Cell(3, "all", "own", prefetch="three-phase", drafter="cached", trees="small"),
+]
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_experts_in_slots_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
+    """One cell greedily and another one drawn, with each family; each cell with some of them."""
+    at, prompt, count = list(FAMILIES).index(family), PROMPTS[0], len(CACHED)
+    cell = CACHED[at % count]
+    plain = load_plain(folders.published(family, cell))
+    expected = greedy_tokens(plain, prompt, 40)
+    run_cell(cell, *folders.of(family, cell), "float32", prompt, expected)
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    cell = CACHED[(at + 3) % count]
+    plain = load_plain(folders.published(family, cell))
+    expected = drawn_tokens(plain, prompt, 40, SamplingParams(**options))
+    run_cell(cell, *folders.of(family, cell), "float32", prompt, expected, **options)
+
+
+def test_experts_in_slots_draft_what_stands_and_what_does_not(folders: Folders) -> None:
+    check_family("qwen2_moe", CACHED[:3], folders, "float32", FEWER_TOKENS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_experts_in_slots_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
+    for cell in CACHED:
+        plain = load_plain(folders.published(family, cell), DTYPES[dtype])
+        for prompt in PROMPTS:
+            expected = greedy_tokens(plain, prompt, NEW_TOKENS)
+            run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
+
+
 @pytest.mark.parametrize("trees", ["none", "small"])
 def test_heads_go_on_from_tokens_that_stand(trees: str, folders: Folders) -> None:
     """A head that is told some of the tokens, so that it hears of accepted ones."""

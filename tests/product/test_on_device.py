@@ -130,6 +130,30 @@ def test_heads_leave_tokens_as_they_are(at: int, family: str, folders: Folders) 
     assert drawn.token_ids == expected
 
 
+CACHED = [
+    Cell(3, "half", "own", drafter="cached", prefetch="three-phase", cache_policy="lookahead"),
+    Cell(4, "two slots", "own", drafter="cached", prefetch="three-phase", trees="small"),
+    Cell(2, "half", "own", "packed", codec="lossless", drafter="cached", graphs="none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "family"),
+    [
+        pytest.param(at, family, marks=[pytest.mark.wide] if at else [])
+        for at, family in enumerate(FAMILIES)
+    ],
+)
+def test_experts_in_slots_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:
+    """Drafts read slots that are filled again as they go on."""
+    cell, prompt = CACHED[at % 3], PROMPTS[at % 2]
+    model, draft = folders.of(family, cell)
+    plain = load_plain(folders.published(family, cell))
+    result = run(cell, model, draft, prompt, order=at)
+    assert result.token_ids == greedy_tokens(plain, prompt, NEW_TOKENS)
+    assert result.stats["draft_length_mean"] > 0
+
+
 @pytest.mark.parametrize("missing", ["launched", "after"])
 def test_a_run_without_an_order_is_caught(
     missing: str, folders: Folders, monkeypatch: pytest.MonkeyPatch

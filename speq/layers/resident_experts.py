@@ -1,0 +1,96 @@
+"""The exact experts that lie in slots, and no others: the bank of a draft that costs no memory."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from speq.experts.slots import SlotExperts
+from speq.kernels import decoder_ops
+from speq.kernels.grouping import Grouping
+from speq.layers.gates import Gate
+from speq.layers.route_reader import RouteReader
+from speq.layers.slot_table import SlotTable
+from speq.routing import Route
+
+
+class Lender(Protocol):
+    """What this bank asks of `speq.scheduler.supply`."""
+
+    def residents(self, layer: int, experts: Sequence[int]) -> list[int]: ...
+
+    def lend(
+        self, layer: int, experts: Sequence[int]
+    ) -> AbstractContextManager[dict[int, int]]: ...
+
+
+class ResidentExperts:
+    """Runs what lies in slots: each row chooses again among those, by its router's own rule.
+
+    A layer with fewer residents than a row chooses runs the ones that there are, and with none it
+    adds nothing to what lies beside the experts. No byte is moved for it.
+
+    lender      knows what lies in slots, and keeps it there for a while
+    experts     those in the arena
+    slot_table  their slots
+    routes      brings routes to the host
+    gates       of the MoE layers, in order
+    on_route    told (layer, route) of what the routers chose among all experts, in the midst of the
+                pass. Whatever it has fetched goes to other slots than those that are read.
+    """
+
+    drafts: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        lender: Lender,
+        experts: SlotExperts,
+        slot_table: SlotTable,
+        routes: RouteReader,
+        gates: Sequence[Gate],
+        activation: str,
+    ) -> None:
+        self._lender = lender
+        self._experts = experts
+        self._slot_table = slot_table
+        self._routes = routes
+        self._gates = gates
+        self._activation = activation
+        self.on_route: Callable[[int, Route], None] | None = None
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        self._routes.read(route, foresee=False)
+        served = self._among_residents(layer, route)
+        wanted = [] if served is None else served.experts
+        with self._lender.lend(layer, wanted) as slots:
+            if self.on_route is not None:
+                self.on_route(layer, route)
+            if served is None:
+                return torch.zeros_like(hidden_states)
+            outputs = hidden_states.new_empty(*served.topk_ids.shape, hidden_states.shape[1])
+            self._experts.run(
+                layer,
+                hidden_states,
+                Grouping.of(served.topk_ids, served.host_ids),
+                slots,
+                self._slot_table.of(slots),
+                self._activation,
+                outputs,
+            )
+        return decoder_ops.combine(outputs, served.topk_weights, hidden_states.dtype)
+
+    def _among_residents(self, layer: int, route: Route) -> Route | None:
+        """The route with what lies in slots; None where nothing does."""
+        assert route.router_logits is not None, "a router's logits are its first output"
+        num_experts = route.router_logits.shape[1]
+        residents = self._lender.residents(layer, range(num_experts))
+        if not residents:
+            return None
+        if set(route.experts) <= set(residents):
+            return route
+        allowed = torch.zeros(num_experts, dtype=torch.bool)
+        allowed[residents] = True
+        top_k = min(route.topk_ids.shape[1], len(residents))
+        return route.instead(*self._gates[layer].choose(route.router_logits.cpu(), allowed, top_k))
