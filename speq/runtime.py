@@ -18,6 +18,7 @@ from speq.decode.approximation import Approximation
 from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import MoeSizes, Scheduling, fetch_from, moved_from, offload_over
+from speq.decode.prefixes import Prefixes
 from speq.decode.sampler import Sampler, sampler_on
 from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
@@ -103,6 +104,11 @@ class Runtime:
     def draft_bank(self) -> DraftExperts | None:
         """The INT4 copy of the experts, where one is held."""
         return self._loaded.draft_bank
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether passes of single texts are recorded and launched as a whole."""
+        return self._loaded.graphs_on is not None
 
     @property
     def demand(self) -> Demand:
@@ -271,6 +277,7 @@ class Runtime:
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
+            prefixes=Prefixes(caches, plan.chunk, self.config.prefix_reuse),
         )
 
     def _drafter(self, cache: KVCache, sampler: Sampler, confidence: Confidence) -> Drafter:

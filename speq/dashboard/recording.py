@@ -17,14 +17,14 @@ from typing import Any, Unpack
 import numpy as np
 
 from speq.config import RunConfig
-from speq.dashboard.run_record import Origin, Residency, RunRecord, StepRecord, TokenRecord
+from speq.dashboard.run_record import Residency, RunRecord, StepRecord, TokenRecord
 from speq.generator import Generator, Token
 from speq.machine import describe_machine
 from speq.measure.report import current_commit
 from speq.options.declared import REQUIRED, Options, declared
 from speq.options.typed import SamplingOptions
 from speq.scheduler.expert_key import ExpertKey
-from speq.stats import Event, LayerStats, RunStats, StepStats
+from speq.stats import Event, LayerStats, Origin, RunStats, StepStats
 from speq.text.prompts import Prompt
 from speq.units import Progress
 from speq.version import __version__
