@@ -111,6 +111,8 @@ class Batch:
     waiting  for a KV cache, first come, first served
     reading  whose prompt is being run
     running  that take their steps together
+
+    A chunk and a round take turns, so that a text's first token is told before its next round.
     """
 
     runtime: Runtime
@@ -119,6 +121,7 @@ class Batch:
     waiting: deque[Request] = field(default_factory=deque)
     reading: tuple[Request, Reading] | None = None
     running: list[Request] = field(default_factory=list)
+    _round_is_due: bool = False
 
     @property
     def idle(self) -> bool:
@@ -168,27 +171,24 @@ class Batch:
         draft_length: int | None = None,
         progress: Callable[[Request, int, int], None] | None = None,
     ) -> list[Emitted]:
-        """Run a chunk of the prompt of who joins, and one round of those under way; what came of
-        both, text by text. Texts that have ended have left.
+        """Run a chunk of the prompt of who joins, or one round of those under way, in turns where
+        there are both; what came of it, text by text. Texts that have ended have left.
 
         draft_length  of all texts; None: the governor's
         progress      told (whose prompt, tokens done, tokens) while a chunk is run
         """
         self._renew_record()
-        found: dict[Request, Emitted] = {}
         try:
-            for each in (*self._read(progress), *self._round(draft_length)):
-                before = found.get(each.request, Emitted(each.request, []))
-                found[each.request] = Emitted(
-                    each.request,
-                    before.token_ids + each.token_ids,
-                    before.origins + each.origins,
-                    each.error,
-                )
+            if not (self._round_is_due and self.running):
+                emitted = self._read(progress)
+                if emitted or self.reading is not None:
+                    self._round_is_due = True
+                    return emitted
+            self._round_is_due = False
+            return self._round(draft_length)
         except BaseException:
             self.clear()
             raise
-        return [*found.values()]
 
     def _renew_record(self) -> None:
         run = self.runtime.recorder.run

@@ -388,6 +388,11 @@ class Generator:
         return self._draft_length
 
     @property
+    def max_batch(self) -> int:
+        """Texts that may be run side by side."""
+        return self._runtime.config.max_batch
+
+    @property
     def max_context(self) -> int:
         """Tokens of prompt and answer a request may have."""
         return self._runtime.config.context_length or self._runtime.shape.max_context
