@@ -69,6 +69,16 @@ MaxBatch = Annotated[
         Whole(1, MAX_BATCH),
     ),
 ]
+PrefixReuse = Annotated[
+    str,
+    Option(
+        "What a text that begins as an earlier one takes over of its KV entries: chunks (whole "
+        "chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens, the "
+        "answer's too; other passes made their entries, so in 16 bits the last bits may differ) "
+        "or none. A head has to hear all tokens, so with drafter head nothing is taken over.",
+        Choice(("chunks", "tokens", "none")),
+    ),
+]
 Draft = Annotated[
     str,
     Option(
@@ -231,6 +241,7 @@ class RunConfig(Options):
     dtype: Dtype = "auto"
     context_length: ContextLength = None
     max_batch: MaxBatch = 1
+    prefix_reuse: PrefixReuse = "chunks"
     draft: Draft = "auto"
     draft_dense: DraftDense = "auto"
     draft_length: DraftLength = None
@@ -325,6 +336,11 @@ class RunConfig(Options):
             raise SpeqError(
                 f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
                 "for one text at a time, so leave one of the two out"
+            )
+        if self.approximates and self.prefix_reuse == "tokens":
+            raise SpeqError(
+                "prefix_reuse is tokens and an expert budget is given; entries of answers within a "
+                "budget are not exact, so give chunks or none"
             )
         if self.draft_nodes is not None and self.drafter not in TREE_DRAFTERS:
             raise SpeqError(

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Generator as Coroutine
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -222,20 +222,38 @@ class Generator:
             try:
                 start_s = time.perf_counter()
                 self._runtime.reserve(context)
-                stats = self._runtime.recorder.begin_run(self._runtime.begin_stats(start_s))
-                self.last_run = stats
-                with self._runtime.watched(stats):
-                    yield Batch(self._runtime)
+                with ExitStack() as record:
+
+                    def begin_record(start_s: float) -> None:
+                        record.close()
+                        record.enter_context(self._recorded(start_s))
+
+                    begin_record(start_s)
+                    yield Batch(self._runtime, begin_record)
             finally:
                 self._streaming_thread = None
 
+    @contextmanager
+    def _recorded(self, start_s: float) -> Iterator[RunStats]:
+        """Record the steps of the block as those of a run that began at `start_s`."""
+        stats = self._runtime.recorder.begin_run(self._runtime.begin_stats(start_s))
+        self.last_run = stats
+        with self._runtime.watched(stats):
+            yield stats
+
     def prepare(
-        self, prompt: Prompt, config: GenerationConfig | None, options: SamplingOptions
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None,
+        options: SamplingOptions,
+        top_logprobs: int | None = None,
     ) -> Sequence:
         """A request for a batch: its prompt, and the text that comes of it. Raises SpeqError for
         what is refused in any case.
+
+        top_logprobs  as of `stream`
         """
-        request = self._request(prompt, config, options)
+        request = self._request(prompt, config, options, top_logprobs)
         request.text = self._text_of(prompt, request)
         return request
 
@@ -252,7 +270,6 @@ class Generator:
         generation_config: GenerationConfig | None = None,
         progress: Progress | None = None,
         top_logprobs: int | None = None,
-        asked_s: float | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Coroutine[Token, None, None]:
         """Yield tokens as they come; nothing is done, or refused, before the first is asked for.
@@ -261,13 +278,10 @@ class Generator:
         generation_config  what is asked for where options do not say otherwise
         progress           told (what, done, total) while the prompt is run
         top_logprobs       give each token its odds, and those of so many likeliest tokens
-        asked_s            when it was asked for, by time.perf_counter; default: now
         options            see SamplingParams, or docs/options.md
         """
-        request = self._request(prompt, generation_config, options)
-        if top_logprobs is not None:
-            request.odds = Logprobs(checked_int("top_logprobs", top_logprobs, 0))
-        request, stats = yield from self._stream(prompt, request, progress, asked_s)
+        request = self._request(prompt, generation_config, options, top_logprobs)
+        request, stats = yield from self._stream(prompt, request, progress)
         if on_finish is not None:
             on_finish(request.finish_reason or "", stats.summary())
 
@@ -279,7 +293,11 @@ class Generator:
         return self._encoder.encode(prompt, tools)
 
     def _request(
-        self, prompt: Prompt, config: GenerationConfig | None, options: SamplingOptions
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None,
+        options: SamplingOptions,
+        top_logprobs: int | None = None,
     ) -> Sequence:
         ids = self.encode(prompt)
         eos_ids = self._runtime.model.eos_ids
@@ -293,16 +311,13 @@ class Generator:
             eos_ids = from_config.pop("eos_ids", eos_ids)
             given = from_config | given
         sampling = build(SamplingParams, given, ("generation_config", "progress", "top_logprobs"))
-        return Sequence(ids, sampling, eos_ids)
+        odds = None
+        if top_logprobs is not None:
+            odds = Logprobs(checked_int("top_logprobs", top_logprobs, 0))
+        return Sequence(ids, sampling, eos_ids, odds=odds)
 
-    def _stream(
-        self,
-        prompt: Prompt,
-        request: Sequence,
-        progress: Progress | None,
-        asked_s: float | None = None,
-    ) -> Run:
-        start_s = time.perf_counter() if asked_s is None else asked_s
+    def _stream(self, prompt: Prompt, request: Sequence, progress: Progress | None) -> Run:
+        start_s = time.perf_counter()
         with self._own_turn(), in_a_sentence():
             self._streaming_thread = threading.get_ident()
             try:
@@ -326,22 +341,26 @@ class Generator:
 
     def _run(self, request: Sequence, start_s: float, progress: Progress | None) -> Run:
         engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
-        stats = engine.recorder.begin_run(self._runtime.begin_stats(start_s))
-        self.last_run = stats
 
         def prompt_progress(done: int, total: int) -> None:
             if progress is not None:
                 progress("running the prompt", done, total)
 
-        with self._runtime.watched(stats):
-            emitted = engine.start(request, prompt_progress)
-            while True:
-                for token in tokens_of(request, emitted):
-                    yield token
-                    self._streaming_thread = threading.get_ident()  # it may have been handed on
-                if request.finish_reason is not None:
-                    break
-                emitted = engine.step(request, self._draft_length)
+        with self._recorded(start_s) as stats:
+            try:
+                emitted = engine.start(request, prompt_progress, reuse=True)
+                while True:
+                    for token in tokens_of(request, emitted):
+                        yield token
+                        self._streaming_thread = threading.get_ident()  # it may be handed on
+                    if request.finish_reason is not None:
+                        break
+                    emitted = engine.step(request, self._draft_length)
+            except SpeqError:
+                engine.cache.clear()  # what is there may be no numbers
+                raise
+            finally:
+                engine.end(request)
         return request, stats
 
     @contextmanager
@@ -369,6 +388,11 @@ class Generator:
         return self._draft_length
 
     @property
+    def max_batch(self) -> int:
+        """Texts that may be run side by side."""
+        return self._runtime.config.max_batch
+
+    @property
     def max_context(self) -> int:
         """Tokens of prompt and answer a request may have."""
         return self._runtime.config.context_length or self._runtime.shape.max_context
@@ -377,6 +401,14 @@ class Generator:
         """Lay out memory for a context now, rather than at the first request that needs it."""
         with self._own_turn(), in_a_sentence():
             self._runtime.reserve(context)
+
+    def forget(self) -> None:
+        """Have the next prompt run from its first token on, whatever was run before: measurements
+        of prompts want it so.
+        """
+        with self._own_turn():
+            for cache in self._runtime.engine.caches:
+                cache.clear()
 
     def close(self) -> None:
         """Release files and transfers; what is asked of the generator afterwards is refused."""

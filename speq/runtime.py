@@ -25,6 +25,7 @@ from speq.decode.offload import (
     offload_over,
     residents_of,
 )
+from speq.decode.prefixes import Prefixes
 from speq.decode.sampler import Sampler, sampler_on
 from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
@@ -111,6 +112,11 @@ class Runtime:
     def draft_bank(self) -> DraftExperts | None:
         """The INT4 copy of the experts, where one is held."""
         return self._loaded.draft_bank
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether passes of single texts are recorded and launched as a whole."""
+        return self._loaded.graphs_on is not None
 
     @property
     def demand(self) -> Demand:
@@ -284,6 +290,7 @@ class Runtime:
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
+            prefixes=Prefixes(caches, plan.chunk, self.config.prefix_reuse),
         )
 
     def _draft_base(

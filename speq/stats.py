@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ class StepStats:
     draft_length   tokens of the draft, on its longest path; branches: those beside that path
     passes         of what drafted; texts that draft in one pass share it
     given_up       tokens of the draft that were given up in its verification
+    cached_tokens  of a prompt: those that had entries, and were not run
     requests       distinct (layer, expert) pairs the exact model asked for
     hits           those that lay in a slot when asked for
     late           those that were under way when asked for
@@ -193,6 +194,7 @@ class StepStats:
     given_up: int = 0
     accepted: int = 0
     emitted: int = 0
+    cached_tokens: int = 0
     requests: int = 0
     hits: int = 0
     late: int = 0
@@ -275,6 +277,9 @@ def overlap_s(one: list[tuple[float, float]], other: list[tuple[float, float]]) 
 
 # Times the work of a block, of a kind and of a layer.
 Timed = Callable[[str, int], AbstractContextManager[None]]
+# Where a token is from. accepted: drafted, and kept by the exact model. exact: the exact model's
+# own. prompt: its first one, which follows the prompt.
+Origin = Literal["accepted", "exact", "prompt"]
 # Events kept, the last ones: about 160 bytes each, so that they stay a small part of a process.
 MAX_EVENTS = 50_000
 # Kinds of events whose durations add up in a field of the step's record.
@@ -426,6 +431,8 @@ FIGURES = {
     "prefill_read_bytes": "`read_bytes` of the prompt",
     "prefill_stall_s": "`stall_s` of the prompt",
     "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
+    "cached_tokens": "tokens of the prompt whose KV entries an earlier text had made; they were "
+    "not run",
     "select_s": "time in the choice of experts within an expert budget",
     "audit_s": "time in audits of it, part of `verify_s`",
     "budget": "what an expert budget cost, see below; null where the run was exact",
@@ -576,6 +583,7 @@ class RunStats:
             "prefill_read_bytes": total("read_bytes", "prefill"),
             "prefill_stall_s": float(total("stall_s", "prefill")),
             "prefill_hit_rate": ratio(total("hits", "prefill"), total("requests", "prefill")),
+            "cached_tokens": total("cached_tokens", "prefill"),
             "select_s": float(total("select_s")),
             "audit_s": float(total("audit_s")),
             "budget": self.budget(),

@@ -126,6 +126,7 @@ def prompt_of(generator: Generator, settings: Settings) -> list[int]:
 
 
 def first_token(generator: Generator, prompt: list[int]) -> dict[str, Any]:
+    generator.forget()  # it is the same prompt each time
     return generator.generate(prompt, max_new_tokens=1, ignore_eos=True).stats
 
 

@@ -353,6 +353,7 @@ class Bench:
         ]
         for token_ids, budget in tracked("going on with texts", turns, len(turns), progress):
             with self.within(budget):
+                self.generator.forget()
                 result = self.generator.generate(
                     token_ids, max_new_tokens=self.settings.max_new_tokens, ignore_eos=True
                 )

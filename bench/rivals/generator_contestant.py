@@ -22,6 +22,7 @@ class GeneratorContestant:
     details: dict[str, Any] = field(default_factory=dict)
 
     def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Coroutine[int, None, None]:
+        self.generator.forget()  # others keep nothing from one stream to the next
         with closing(
             self.generator.stream(prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True)
         ) as tokens:

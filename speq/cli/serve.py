@@ -28,18 +28,18 @@ def serve(
     """Serve chats and completions as OpenAI's API has them; Ctrl-C ends it.
 
     It prints the base URL for clients, then the address of the page that shows what is generated,
-    if there is one. Requests are answered one after the other.
+    if there is one. So many requests run side by side as --max-batch says; others wait.
     """
     from speq.dashboard.live.needed import check_serve
 
     check_serve()
     from speq.dashboard.live.metrics import Metrics
     from speq.dashboard.live.server import listening_on
+    from speq.server.batch_worker import BatchWorker
     from speq.server.defaults import sampling_defaults
     from speq.server.keys import Keys
     from speq.server.server import ApiServer
     from speq.server.service import Service
-    from speq.server.single_worker import Engine, SingleWorker
 
     name = settings.served_model_name or name_of(model)
     keys = None if settings.api_key_file is None else Keys.of(settings.api_key_file)
@@ -51,15 +51,16 @@ def serve(
         listening = stack.enter_context(closing(listening_on(settings.host, settings.port)))
         generator = stack.enter_context(closing(opt.load_generator(model, run, quiet=output.quiet)))
         stack.enter_context(metrics.listening(generator.runtime.recorder))
-        engine: Engine = generator
-        addresses = []
+        viewers, addresses = [], []
         if settings.dashboard:
             port = settings.dashboard_port
-            engine, address = stack.enter_context(page_of(generator, metrics, port))
+            watched, address = stack.enter_context(page_of(generator, metrics, port))
+            viewers.append(watched)
             addresses.append(address)
         folder = generator.runtime.opened.checkpoint.path
         service = Service(generator, name, settings.default_max_tokens, sampling_defaults(folder))
-        worker = stack.enter_context(closing(SingleWorker(engine, metrics, settings.max_waiting)))
+        worker = BatchWorker(generator, metrics, settings.max_waiting, viewers)
+        stack.enter_context(closing(worker))
         server = ApiServer(service, worker, metrics, settings, keys, listening)
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         print(server.url, *addresses, sep="\n", flush=True)
@@ -75,7 +76,7 @@ def name_of(model: str) -> str:
 def page_of(
     generator: "Generator", metrics: "Metrics", port: int
 ) -> "Iterator[tuple[Watched, str]]":
-    """The generator as a live page shows it, which is served meanwhile, and the page's address."""
+    """What a live page shows of a generator, and its address; it is served meanwhile."""
     from speq.dashboard.live.server import LiveServer, bound
     from speq.dashboard.recording import Recording
     from speq.dashboard.run_panels.run_page import panels_of

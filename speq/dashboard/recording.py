@@ -17,14 +17,14 @@ from typing import Any, Unpack
 import numpy as np
 
 from speq.config import RunConfig
-from speq.dashboard.run_record import Origin, Residency, RunRecord, StepRecord, TokenRecord
+from speq.dashboard.run_record import Residency, RunRecord, StepRecord, TokenRecord
 from speq.generator import Generator, Token
 from speq.machine import describe_machine
 from speq.measure.report import current_commit
 from speq.options.declared import REQUIRED, Options, declared
 from speq.options.typed import SamplingOptions
 from speq.scheduler.expert_key import ExpertKey
-from speq.stats import Event, LayerStats, RunStats, StepStats
+from speq.stats import Event, LayerStats, Origin, RunStats, StepStats
 from speq.text.prompts import Prompt
 from speq.units import Progress
 from speq.version import __version__
@@ -93,21 +93,29 @@ class Recording:
                 yield self.placed(token)
 
     def begin(self, prompt_tokens: int, sampling: dict[str, Any]) -> None:
-        """A run is about to begin: what a record says of it beside its steps."""
-        self._prompt_tokens, self._sampling = prompt_tokens, sampling
+        """A text is about to begin: what a record says of it beside the steps."""
+        with self._lock:
+            self._prompt_tokens, self._sampling, self._tokens = prompt_tokens, sampling, []
 
-    def placed(self, token: Token) -> TokenRecord:
+    def placed(self, token: Token, origin: Origin | None = None) -> TokenRecord:
         """Where a token is from that the generator has just given out. To be asked of each, once
         and in their order.
+
+        origin  where it is known; a step of several texts does not tell
         """
         noted = self._noted[-1]
-        same = bool(self._tokens) and self._tokens[-1].step == noted.number
-        self._of_step = self._of_step + 1 if same else 0
+        if origin is None:
+            same = bool(self._tokens) and self._tokens[-1].step == noted.number
+            self._of_step = self._of_step + 1 if same else 0
+            origin = origin_of(noted.step, self._of_step)
+        elif (origin == "prompt") != (noted.step.phase == "prefill"):
+            # A chunk of a prompt and a round of others are run between two looks.
+            noted = self._noted[-2] if len(self._noted) > 1 else noted
         found = TokenRecord(
             token.id,
             token.text,
             noted.number,
-            origin_of(noted.step, self._of_step),
+            origin,
             milliseconds(noted.step.stall_s),
         )
         self._tokens.append(found)

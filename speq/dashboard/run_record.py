@@ -8,11 +8,9 @@ from typing import Any, Literal
 from speq.errors import SpeqError
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
+from speq.stats import Origin
 
 FORMAT = "speq-run-1"
-# accepted: drafted, and kept by the exact model. exact: the exact model's own. prompt: its first
-# one, which follows the prompt.
-Origin = Literal["accepted", "exact", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from speq.decode.drafter import (
     SharedPasses,
 )
 from speq.decode.offload import Offload
+from speq.decode.prefixes import Prefixes
 from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.decode.turn import Turn, place, stakes_of
@@ -48,13 +49,18 @@ from speq.stats import DraftStats, Recorder, StepStats
 class Reading:
     """A prompt that is being run.
 
-    done  tokens of it that were
-    last  hidden state [1, H] of the last of these
+    cached  tokens whose entries were there
+    done    tokens that were run, those included
+    last    hidden state [1, H] of the last token that was
     """
 
     sequence: Sequence
-    done: int = 0
-    last: Tensor | None = None
+    cached: int = 0
+    done: int = field(init=False)
+    last: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.done = self.cached
 
     @property
     def left(self) -> int:
@@ -72,6 +78,7 @@ class Engine:
     approximation  runs verifications within an expert budget; None: they are exact. Only of single
              texts
     turns       of the last step, text by text
+    prefixes    what the caches know of earlier texts
     """
 
     model: MoEModel
@@ -86,14 +93,23 @@ class Engine:
     confidence: Confidence = field(default_factory=Confidence)
     prices: Prices = field(default_factory=Prices)
     approximation: Approximation | None = None
+    prefixes: Prefixes = field(default_factory=lambda: Prefixes([], 1))
     turns: list[Turn] = field(default_factory=list, init=False)
 
     def start(
-        self, sequence: Sequence, progress: Callable[[int, int], None] | None = None
+        self,
+        sequence: Sequence,
+        progress: Callable[[int, int], None] | None = None,
+        reuse: bool = False,
     ) -> list[int]:
-        """Run the prompt and return the first token. progress: told (tokens done, tokens)."""
+        """Run the prompt and return the first token.
+
+        progress  told (tokens done, tokens)
+        reuse     as of `begin`
+        """
         stats = self.recorder.begin("prefill")
-        reading = self.begin(sequence)
+        reading = self.begin(sequence, reuse)
+        stats.cached_tokens = reading.cached
         tokens = reading.left
         stream = self.offload.stream.prompt(tokens, self.chunk, progress)
         # An accelerator is through with a pass when its outcome is known, and no sooner.
@@ -107,27 +123,55 @@ class Engine:
         self._finish_prompt(stats, emitted)
         return emitted
 
-    def begin(self, sequence: Sequence) -> Reading:
-        """Forget what the sequence's cache and drafter hold: its prompt follows."""
-        self.caches[sequence.row].clear()
+    def begin(self, sequence: Sequence, reuse: bool = False) -> Reading:
+        """Forget what the sequence's cache and drafter hold: its prompt follows.
+
+        reuse  leave out tokens at its beginning whose entries are known. A drafter that listens has
+               to hear all of them, so none are left out where there is one
+        """
         drafter = self.drafters[sequence.row]
+        if reuse and not isinstance(drafter, Listener):
+            with self.mending():
+                return Reading(sequence, self.prefixes.begin(sequence.row, sequence.prompt_ids))
+        self.caches[sequence.row].clear()
         if isinstance(drafter, Listener):
             drafter.begin(sequence)
         return Reading(sequence)
 
-    def read(self, reading: Reading) -> list[int]:
+    def end(self, sequence: Sequence) -> None:
+        """A sequence is through, or given up: its entries stay as long as there is room."""
+        self.prefixes.ended(sequence.row, [*sequence.prompt_ids, *sequence.generated_ids])
+
+    def read(
+        self, reading: Reading, progress: Callable[[int, int], None] | None = None
+    ) -> list[int]:
         """Run the next chunk of a prompt; return the first token where that was the last chunk.
 
         Chunks are those of `start`, so that entries and tokens are the same.
+
+        progress  as of `start`
         """
         stats = self.recorder.begin("prefill")
         emitted: list[int] = []
-        stream = self.offload.stream.prompt(min(reading.left, self.chunk), self.chunk, None)
+        if reading.done == reading.cached:
+            stats.cached_tokens = reading.cached
+        done, tokens = reading.done - reading.cached, len(reading.sequence.prompt_ids)
+        tokens -= reading.cached
+
+        def told(now: int, _: int) -> None:
+            if progress is not None:
+                progress(done + now, tokens)
+
+        # What follows a chunk is read ahead where nobody else takes a step in between.
+        announced = reading.left if len(self.caches) == 1 else min(reading.left, self.chunk)
+        stream = self.offload.stream.prompt(announced, self.chunk, told)
         with self.recorder.timed("prefill"):
             with self.mending(), stream:
                 self._read_chunk(reading)
             if not reading.left:
                 emitted = self._first_token(reading)
+        if not reading.left and progress is not None:
+            progress(tokens, tokens)
         self._finish_prompt(stats, emitted)
         return emitted
 
@@ -138,6 +182,7 @@ class Engine:
         on_hidden = drafter.hear if isinstance(drafter, Listener) else None
         reading.last = self.model.read(self.offload.reader, cache, tokens, on_hidden)
         reading.done += len(tokens)
+        self.prefixes.read(sequence.row, tokens)
 
     def _first_token(self, reading: Reading) -> list[int]:
         assert reading.last is not None, "a prompt has tokens"

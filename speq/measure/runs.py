@@ -41,8 +41,9 @@ def texts_of(
     warm_up: int = 0,
     progress: Progress | None = None,
 ) -> Iterator[Generation]:
-    """Generate each text to its full length, all of them under one layout of memory. What was
-    measured of a text is `Generator.last_run` until the next one is asked for.
+    """Generate each text to its full length, all of them under one layout of memory, and each from
+    its first token on. What was measured of a text is `Generator.last_run` until the next one is
+    asked for.
 
     warm_up  so many tokens of the last text come first, to fill the slots, and do not count
     """
@@ -51,6 +52,7 @@ def texts_of(
     if warm_up:
         generator.generate(prompts[-1], max_new_tokens=min(warm_up, max_new_tokens))
     for prompt in tracked("running texts", prompts, len(prompts), progress):
+        generator.forget()
         yield generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
 
 

@@ -93,6 +93,7 @@ class KVCache(Cache):
 
     kv_shapes  (heads, width) of keys and of values
     number     among the caches of texts that run side by side
+    known      tokens that the first entries are of, where another text may begin with the same ones
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class KVCache(Cache):
         number: int = 0,
     ) -> None:
         self.capacity, self.number = capacity, number
+        self.known: list[int] = []
         self._length = Length()
 
         def storage(shape: tuple[int, int]) -> Tensor:
@@ -127,6 +129,7 @@ class KVCache(Cache):
     def length(self, count: int) -> None:
         assert 0 <= count <= self.capacity
         self._length.count = count
+        del self.known[count:]
 
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
@@ -150,6 +153,14 @@ class KVCache(Cache):
         self.clear()
         for tensor in self.tensors():
             tensor.zero_()
+
+    def take(self, other: "KVCache", count: int) -> None:
+        """Have the first `count` entries of another text, which are known, and no others."""
+        self.clear()
+        for layer, theirs in zip(self.layers, other.layers, strict=True):
+            for entries, found in zip(layer.row, theirs.row, strict=True):
+                entries[:, :count] = found[:, :count]
+        self.length, self.known = count, other.known[:count]
 
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written."""

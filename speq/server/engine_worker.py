@@ -1,4 +1,4 @@
-"""What the server asks of an engine. Behind it may stand one sequence at a time, or batches."""
+"""What the server asks of an engine, which runs several requests at a time."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """finish_reason: "eos", "length", "stop" or "stopped"; stats: as `RunStats.summary` has them,
+    """finish_reason: "eos", "length", "stop" or "stopped"; stats: as `Request.figures` has them,
     empty for what was stopped; queued_s: how long the request waited for its turn.
     """
 
@@ -68,6 +68,10 @@ class EngineWorker(Protocol):
     """Generates in threads or processes of its own. All but `close` is called in an event loop,
     and none of these waits.
     """
+
+    @property
+    def capacity(self) -> int:
+        """Requests that are under way or wait, at most."""
 
     @property
     def failure(self) -> str | None:

@@ -45,9 +45,11 @@ def usage_of(prompt_tokens: int, end: End) -> Chunk:
         "total_tokens": prompt_tokens + generated,
     }
     if stats:
+        usage["prompt_tokens_details"] = {"cached_tokens": stats["cached_tokens"]}
         usage["speq"] = {
             "accept_length": stats["accept_length_mean"],
             "draft_length": stats["draft_length_mean"],
+            "batch": stats["batch_mean"],
             "moved_bytes": stats["moved_bytes"] + stats["prefill_moved_bytes"],
             "waited_ms": (stats["stall_s"] + stats["prefill_stall_s"]) * 1e3,
             "queued_ms": end.queued_s * 1e3,

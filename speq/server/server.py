@@ -43,7 +43,7 @@ class ApiServer:
             authorities_of(self.host, self.port),
             keys,
             settings.max_body,
-            settings.max_waiting + BESIDE,
+            worker.capacity + BESIDE,
         )
         app = Gate(application(service, worker, metrics), access)
         self._server = Draining(app, worker, settings.shutdown_seconds)

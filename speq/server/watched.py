@@ -1,11 +1,9 @@
-"""A generator whose runs a live page shows, whoever asked for them."""
+"""What a live page shows of texts that clients of a server ask for."""
 
-import contextlib
 import time
 from collections.abc import Callable
-from collections.abc import Generator as Coroutine
 from dataclasses import asdict
-from typing import Any, Unpack
+from typing import Any
 
 from speq.dashboard.live.broadcast import Broadcast
 from speq.dashboard.live.session import STOPPED, Busy, Nothing, Pictures
@@ -14,16 +12,17 @@ from speq.dashboard.recording import Recording
 from speq.dashboard.run_record import RunRecord
 from speq.errors import SpeqError
 from speq.generator import Generator, Token
-from speq.options.typed import SamplingOptions
-from speq.text.prompts import Prompt
-from speq.units import Progress
+from speq.server.engine_worker import End
+from speq.server.token_stream import TokenStream
+from speq.stats import Origin
 
 # Of a prompt that is shown.
 SHOWN_CHARACTERS = 20_000
 
 
 class Watched:
-    """Generates as the generator does, for one thread, and tells `broadcast` of it.
+    """Sees texts come, in the engine's thread, and tells `broadcast` of one of them at a time: when
+    it has ended, the next that begins is shown. Pictures are of all texts under way.
 
     For the page it is a `Shown`, which asks for nothing itself.
     """
@@ -40,62 +39,47 @@ class Watched:
         self.broadcast = Broadcast()
         self._generator, self._recording = generator, recording
         self._pictures = Pictures(self.broadcast, panels_of, clock)
+        self._shown: TokenStream | None = None
 
     # --- for the engine's thread ---
 
-    def reserve(self, context: int) -> None:
-        self._generator.reserve(context)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        on_finish: Callable[[str, dict[str, Any]], None] | None = None,
-        progress: Progress | None = None,
-        top_logprobs: int | None = None,
-        asked_s: float | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Coroutine[Token, None, None]:
-        """As `Generator.stream`."""
-        ends: list[tuple[str, dict[str, Any]]] = []
-        ids = self._generator.encode(prompt)
-        self._recording.begin(len(ids), dict(options))
+    def begun(self, stream: TokenStream) -> None:
+        if self._shown is not None:
+            return
+        self._shown = stream
+        request = stream.request
+        prompt, ids, sampling = request.prompt, request.prompt_ids, asdict(request.sampling)
+        self._recording.begin(len(ids), sampling)
         shown = prompt if isinstance(prompt, str) else self._generator.tokenizer.decode(ids)
-        self.broadcast.begin({"prompt": shown[-SHOWN_CHARACTERS:], "sampling": dict(options)})
+        self.broadcast.begin({"prompt": shown[-SHOWN_CHARACTERS:], "sampling": sampling})
         self._pictures.begin()
 
-        def told(what: str, done: int, total: int) -> None:
-            self.broadcast.newest("prompt", {"what": what, "done": done, "total": total})
-            if progress is not None:
-                progress(what, done, total)
+    def reading(self, stream: TokenStream, done: int, total: int) -> None:
+        if stream is self._shown:
+            told = {"what": "running the prompt", "done": done, "total": total}
+            self.broadcast.newest("prompt", told)
 
-        stream = self._generator.stream(
-            prompt,
-            on_finish=lambda reason, stats: ends.append((reason, stats)),
-            progress=told,
-            top_logprobs=top_logprobs,
-            asked_s=asked_s,
-            **options,
-        )
-        kind: str = "finished"
-        data: dict[str, Any] = {"finish_reason": STOPPED, "stats": None}
-        try:
-            with contextlib.closing(stream):
-                for token in stream:
-                    self.broadcast.token(asdict(self._recording.placed(token)))
-                    yield token
-                    if self._pictures.due:
-                        self._pictures.draw(self.record())
-            reason, stats = ends[0]
+    def told(self, stream: TokenStream, tokens: list[Token], origins: list[Origin]) -> None:
+        if stream is not self._shown:
+            return
+        for token, origin in zip(tokens, origins, strict=True):
+            self.broadcast.token(asdict(self._recording.placed(token, origin)))
+        if self._pictures.due:
             self._pictures.draw(self.record())
-            data = {"finish_reason": reason, "stats": stats}
-            if on_finish is not None:
-                on_finish(reason, stats)
-        except SpeqError as error:
-            kind, data = "failed", {"error": str(error)}
-            raise
-        finally:
-            self.broadcast.end(kind, data)
+
+    def ended(self, stream: TokenStream, end: End | SpeqError) -> None:
+        if stream is not self._shown:
+            return
+        self._shown = None
+        if isinstance(end, SpeqError):
+            self.broadcast.end("failed", {"error": str(end)})
+            return
+        data: dict[str, Any] = {"finish_reason": end.finish_reason, "stats": None}
+        if end.finish_reason != STOPPED:
+            record = self.record()
+            self._pictures.draw(record)
+            data["stats"] = record.stats
+        self.broadcast.end("finished", data)
 
     # --- for the page ---
 

@@ -14,7 +14,7 @@ from speq.dashboard.live.session import Busy, Nothing, Session
 from speq.dashboard.panel import Panel
 from speq.dashboard.run_record import Origin, RunRecord, TokenRecord
 from tests.helpers.command import PATIENCE_S
-from tests.helpers.live_run import Scripted, panel_of_tokens
+from tests.helpers.live_run import STATS, Scripted, panel_of_tokens
 
 
 def token(at: int) -> TokenRecord:
@@ -31,8 +31,8 @@ class Counted:
     def begun(self) -> None:
         self.calls.append("begun")
 
-    def prompted(self, prompt_tokens: int) -> None:
-        self.calls.append(prompt_tokens)
+    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
+        self.calls.append((prompt_tokens, cached_tokens, ttft_s))
 
     def ended(self, reason: str) -> None:
         self.calls.append(reason)
@@ -75,8 +75,8 @@ def test_what_a_listener_hears() -> None:
     assert [kind for kind, _ in events[5:]] == ["prompt", "panels", "finished"]
     assert said["prompt"] == {"what": "running the prompt", "done": 2, "total": 2}
     assert said["panels"]["panels"][0]["table"]["rows"] == [[4]]
-    assert said["finished"] == {"finish_reason": "length", "stats": {"new_tokens": 4}}
-    assert observer.calls == ["begun", 3, "length"]
+    assert said["finished"] == {"finish_reason": "length", "stats": STATS | {"new_tokens": 4}}
+    assert observer.calls == ["begun", (3, 2, 0.25), "length"]
 
 
 def test_who_comes_late_hears_all() -> None:
@@ -181,7 +181,7 @@ def test_one_at_a_time() -> None:
     recording.before = lambda at: None
     assert session.start("again", {}) == 2
     session.wait()
-    assert observer.calls == ["begun", 3, "length"] * 2
+    assert observer.calls == ["begun", (3, 2, 0.25), "length"] * 2
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -202,10 +202,10 @@ def test_stop_ends_after_the_token_that_comes(at: int) -> None:
     assert tokens_in(events) == [100 + each for each in range(at + 1)]
     assert events[-1] == (
         "finished",
-        {"finish_reason": "stopped", "stats": {"new_tokens": at + 1}},
+        {"finish_reason": "stopped", "stats": STATS | {"new_tokens": at + 1}},
     )
     assert recording.closed == 1
-    assert observer.calls == ["begun", 3, "stopped"]
+    assert observer.calls == ["begun", (3, 2, 0.25), "stopped"]
     # What was stopped before does not stop what is asked for next.
     recording.before = lambda now: None
     run(session)
@@ -245,7 +245,7 @@ def test_a_run_that_is_refused_is_told_of() -> None:
         events = heard(session, listener)
     assert events[-1] == ("failed", {"error": "the context is full; ask for less"})
     assert tokens_in(events) == [100]
-    assert observer.calls == ["begun", 3, "failed"]
+    assert observer.calls == ["begun", (3, 2, 0.25), "failed"]
     assert not session.running
 
 
@@ -259,7 +259,7 @@ def test_a_fault_of_ours_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
         events = heard(session, listener)
     assert events[-1] == ("failed", {"error": "speq failed (KeyError); its log has more"})
     assert "no such figure" in caplog.text
-    assert observer.calls == ["begun", 3, "failed"]
+    assert observer.calls == ["begun", (3, 2, 0.25), "failed"]
     assert not session.running
 
 
@@ -314,7 +314,7 @@ def test_closing_stops_what_runs_and_sends_listeners_home() -> None:
         session.close()
         assert listener.closed
         assert tokens_in(heard(session, listener)) == [100, 101]
-    assert observer.calls == ["begun", 3, "stopped"]
+    assert observer.calls == ["begun", (3, 2, 0.25), "stopped"]
     assert not session.running
     with pytest.raises(SpeqError, match="the session was closed"):
         session.start("again", {})

@@ -4,18 +4,18 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from speq.dashboard.live.metrics import Metrics
 from speq.dashboard.live.server import listening_on
+from speq.server.batch_worker import BatchWorker, Engine, Viewer
 from speq.server.keys import Keys
 from speq.server.server import ApiServer
 from speq.server.service import Model, Service
 from speq.server.settings import ServeSettings
-from speq.server.single_worker import Engine, SingleWorker
 from tests.helpers.command import PATIENCE_S
 
 NAME = "tiny"
@@ -54,7 +54,7 @@ class Rig:
     """A server that runs, with what is behind it."""
 
     server: ApiServer
-    worker: SingleWorker
+    worker: BatchWorker
     metrics: Metrics
     thread: threading.Thread
 
@@ -117,6 +117,7 @@ def api_server(
     keys: Keys | None = None,
     metrics: Metrics | None = None,
     defaults: dict[str, Any] | None = None,
+    viewers: Sequence[Viewer] = (),
     **settings: Any,
 ) -> Iterator[Rig]:
     """A server on a free port for as long as the block lasts."""
@@ -124,7 +125,8 @@ def api_server(
     counted = metrics or Metrics(NAME)
     service = Service(model, NAME, chosen.default_max_tokens, defaults or {})
     with contextlib.ExitStack() as stack:
-        worker = stack.enter_context(closing(SingleWorker(engine, counted, chosen.max_waiting)))
+        worker = BatchWorker(engine, counted, chosen.max_waiting, viewers)
+        stack.enter_context(closing(worker))
         listening = listening_on(chosen.host, chosen.port)
         server = ApiServer(service, worker, counted, chosen, keys, listening)
         rig = Rig(server, worker, counted, threading.Thread(target=server.run))

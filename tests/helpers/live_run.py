@@ -48,6 +48,10 @@ def panel_of_tokens(record: RunRecord) -> list[Panel]:
     return [Panel("tokens", "Tokens", "Read the number.", [], {}, table)]
 
 
+# Of scripted runs, beside their tokens.
+STATS: dict[str, Any] = {"cached_tokens": 2, "ttft_ms": 250.0}
+
+
 @dataclass
 class Scripted:
     """A recording that yields these tokens. `before` is called with each one's place first, and
@@ -88,7 +92,7 @@ class Scripted:
     def record(self) -> RunRecord | None:
         if not self.begun:
             return None
-        stats = {"new_tokens": len(self.so_far)}
+        stats = STATS | {"new_tokens": len(self.so_far)}
         return record_of(list(self.so_far), stats, self.prompt_tokens)
 
 

@@ -1,20 +1,25 @@
 """An engine that generates what a script says, and the model that goes with it."""
 
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from speq.decode.logprobs import TokenOdds
+from speq.batching import Emitted, Request
+from speq.config import SamplingParams
+from speq.decode.logprobs import Logprobs, TokenOdds
+from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.prompts import Prompt, PromptEncoder, Tools
-from speq.units import Progress
+from speq.text.stream import TextStream
 from tests.helpers.paths import BUNDLED
 
-# What `RunStats.summary` has for a run of so little.
+# What `Request.figures` has for a text of so little.
 STATS: dict[str, Any] = {
     "accept_length_mean": 2.5,
     "draft_length_mean": 3.0,
@@ -22,6 +27,8 @@ STATS: dict[str, Any] = {
     "prefill_moved_bytes": 24,
     "stall_s": 0.25,
     "prefill_stall_s": 0.5,
+    "batch_mean": 1.5,
+    "cached_tokens": 2,
 }
 
 
@@ -55,55 +62,132 @@ def pieces(*texts: str) -> list[Token]:
     return [Token(400 + at, text, TokenOdds(-0.5 * (at + 1), ())) for at, text in enumerate(texts)]
 
 
+class ScriptedText(TextStream):
+    """Says what the script says."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens, self._fresh, self.stopped = deque(tokens), 0, False
+
+    def write(self, token_id: int, last: bool) -> bool:
+        self._fresh += 1
+        return False
+
+    def take(self) -> list[str]:
+        fresh, self._fresh = self._fresh, 0
+        return [self._tokens.popleft().text for _ in range(fresh)]
+
+
+class ScriptedOdds(Logprobs):
+    """Of the tokens of a script."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._odds = deque(token.odds for token in tokens)
+
+    def take(self, count: int) -> list[TokenOdds]:
+        taken = [self._odds.popleft() for _ in range(count)]
+        return [odds for odds in taken if odds is not None]
+
+
+class ScriptedRequest(Request):
+    @property
+    def figures(self) -> dict[str, Any]:
+        return STATS | {"new_tokens": len(self.sequence.generated_ids)}
+
+
 @dataclass
 class ScriptedEngine:
-    """Yields these tokens for every request, as many as it asks for at most.
+    """Yields these tokens for every request, as many as it asks for at most, one in each step.
 
     before         called by the engine's thread before each token, with its place
     before_prompt  called with 1 and 2 as the prompt is run
     fault          raised in place of the token at `fault_at`; -1: as the request is laid out
-    asked          (prompt, options) of each request; closed: how many streams were closed
+    asked          (prompt, options) of each request; closed: how many texts were left
     """
 
     tokens: list[Token]
-    reason: str = "eos"
     before: Callable[[int], None] = lambda at: None
     before_prompt: Callable[[int], None] = lambda done: None
     fault: BaseException | None = None
     fault_at: int = 0
+    max_batch: int = 1
+    fixed_draft_length: int | None = None
     asked: list[tuple[Prompt, dict[str, Any]]] = field(default_factory=list)
     closed: int = 0
 
-    def reserve(self, context: int) -> None:
-        if self.fault is not None and self.fault_at < 0:
-            raise self.fault
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        on_finish: Callable[[str, dict[str, Any]], None] | None = None,
-        progress: Progress | None = None,
-        top_logprobs: int | None = None,
-        asked_s: float | None = None,
-        **options: Any,
-    ) -> Generator[Token, None, None]:
-        assert on_finish is not None and progress is not None
+    def prepare(
+        self, prompt: Prompt, config: Any, options: Any, top_logprobs: int | None = None
+    ) -> Sequence:
         self.asked.append((prompt, options | {"top_logprobs": top_logprobs}))
-        tokens = self.tokens[: options["max_new_tokens"]]
+        return Sequence(
+            [1, 2, 3],
+            SamplingParams(**options | {"ignore_eos": False}),  # the script has an end
+            frozenset([self.tokens[-1].id]),
+            ScriptedText(self.tokens),
+            odds=None if top_logprobs is None else ScriptedOdds(self.tokens),
+        )
+
+    @contextmanager
+    def batch(self) -> Iterator["ScriptedBatch"]:
+        yield ScriptedBatch(self)
+
+
+@dataclass
+class ScriptedBatch:
+    """Does as `Batch` does, where prompts are run at once."""
+
+    engine: ScriptedEngine
+    running: list[Request] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running
+
+    def takes(self, context: int) -> bool:
+        return len(self.running) < self.engine.max_batch
+
+    def add(self, sequence: Sequence, given_s: float | None = None) -> Request:
+        if self.engine.fault is not None and self.engine.fault_at < 0:
+            raise self.engine.fault
+        request = ScriptedRequest(sequence, given_s or 0.0)
+        self.running.append(request)
+        return request
+
+    def drop(self, request: Request) -> None:
+        if request in self.running:
+            self.running.remove(request)
+            self.engine.closed += 1
+
+    def step(
+        self,
+        draft_length: int | None = None,
+        progress: Callable[[Request, int, int], None] | None = None,
+    ) -> list[Emitted]:
         try:
-            for done in (1, 2):
-                self.before_prompt(done)
-                progress("running the prompt", done, 2)
-            for at, token in enumerate(tokens):
-                self.before(at)
-                if self.fault is not None and at == self.fault_at:
-                    raise self.fault
-                yield token if top_logprobs is not None else Token(token.id, token.text)
-            reason = self.reason if len(tokens) == len(self.tokens) else "length"
-            on_finish(reason, STATS | {"new_tokens": len(tokens)})
-        finally:
-            self.closed += 1
+            return [self._token(request, progress) for request in [*self.running]]
+        except BaseException:
+            for request in [*self.running]:
+                self.drop(request)
+            raise
+
+    def _token(
+        self, request: Request, progress: Callable[[Request, int, int], None] | None
+    ) -> Emitted:
+        engine, sequence = self.engine, request.sequence
+        at = sequence.position
+        for done in (1, 2) if at == 0 else ():
+            engine.before_prompt(done)
+            if progress is not None:
+                progress(request, done, 2)
+        engine.before(at)
+        if at == engine.fault_at and isinstance(engine.fault, SpeqError):
+            self.drop(request)
+            return Emitted(request, [], error=engine.fault)
+        if at == engine.fault_at and engine.fault is not None:
+            raise engine.fault
+        token_ids = sequence.extend([engine.tokens[at].id])
+        if sequence.finish_reason is not None:
+            self.drop(request)
+        return Emitted(request, token_ids, ["exact" if at else "prompt"])
 
 
 def no_room() -> SpeqError:

@@ -77,8 +77,7 @@ def wait_until_idle(rig: Rig) -> None:
 
 def wait_until_cancelled(rig: Rig) -> None:
     for _ in range(10_000):
-        running = rig.worker._running
-        if running is not None and running.cancelled:
+        if any(taken.stream.cancelled for taken in rig.worker._taken):
             return
         rig.get("/health")
     raise AssertionError("the server does not notice that its client has left")

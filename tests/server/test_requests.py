@@ -63,6 +63,7 @@ def test_a_chat(rig: Rig, model: ScriptedModel, asked: list[Any]) -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
+            "prompt_tokens_details": {"cached_tokens": 2},
             "speq": answer["usage"]["speq"],
         },
     }
@@ -71,6 +72,7 @@ def test_a_chat(rig: Rig, model: ScriptedModel, asked: list[Any]) -> None:
     assert told == {
         "accept_length": 2.5,
         "draft_length": 3.0,
+        "batch": 1.5,
         "moved_bytes": 1024,
         "waited_ms": 750.0,
     }

@@ -72,6 +72,12 @@ class Metrics:
             return made.labels(model_name)
 
         self._prompt = of_model("vllm:prompt_tokens", "Tokens of prompts that were run.")
+        self._looked_up = of_model(
+            "vllm:prefix_cache_queries", "Tokens of prompts whose entries were looked for."
+        )
+        self._found = of_model(
+            "vllm:prefix_cache_hits", "Of these, those whose entries an earlier text had made."
+        )
         self._generated = of_model("vllm:generation_tokens", "Tokens generated.")
         self._success = counter(
             "vllm:request_success", "Requests that ended, by the reason.", REASON
@@ -120,8 +126,15 @@ class Metrics:
         self._running.inc()
         self._queued.observe(queued_s)
 
-    def prompted(self, prompt_tokens: int) -> None:
+    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
+        """The first token came, so long after it was asked for.
+
+        cached_tokens  of the prompt's, those that had entries already
+        """
         self._prompt.inc(prompt_tokens)
+        self._looked_up.inc(prompt_tokens)
+        self._found.inc(cached_tokens)
+        self._first_token.observe(ttft_s)
 
     def ended(self, reason: str) -> None:
         """reason: one of `REASONS`."""
@@ -132,17 +145,14 @@ class Metrics:
     def listening(self, recorder: Recorder) -> Iterator[None]:
         """Count the steps of a recorder as long as the block lasts."""
 
-        def count(step: StepStats) -> None:
-            self.count(step, None if recorder.run is None else recorder.run.start_s)
-
-        recorder.listeners.append(count)
+        recorder.listeners.append(self.count)
         try:
             yield
         finally:
-            recorder.listeners.remove(count)
+            recorder.listeners.remove(self.count)
 
-    def count(self, step: StepStats, asked_s: float | None) -> None:
-        """Count a finished step of a run that was asked for at `asked_s`, by the same clock.
+    def count(self, step: StepStats) -> None:
+        """Count a finished step.
 
         Steps of measurements, which are neither of a prompt nor of decoding, do not count.
         """
@@ -155,8 +165,6 @@ class Metrics:
             self._count_draft(step)
             for _ in range(step.emitted):
                 self._token.observe(step.duration_s * step.sequences / step.emitted)
-        elif asked_s is not None:
-            self._first_token.observe(step.end_s - asked_s)
 
     def _count_draft(self, step: StepStats) -> None:
         for draft in step.each_draft:

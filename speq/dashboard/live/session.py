@@ -47,7 +47,7 @@ class Observer(Protocol):
     """Counts generations."""
 
     def begun(self) -> None: ...
-    def prompted(self, prompt_tokens: int) -> None: ...
+    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None: ...
     def ended(self, reason: str) -> None:
         """reason: "eos", "length", "stop", "stopped" or "failed"."""
 
@@ -228,7 +228,9 @@ class Session:
             for at, token in enumerate(stream):
                 self.broadcast.token(asdict(token))
                 if at == 0:
-                    self._observer.prompted(self.record().prompt_tokens)
+                    record = self.record()
+                    cached, ttft_ms = record.stats["cached_tokens"], record.stats["ttft_ms"]
+                    self._observer.prompted(record.prompt_tokens, cached, ttft_ms / 1e3)
                 if self._stop.is_set():
                     break
                 if self._pictures.due:

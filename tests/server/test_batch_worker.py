@@ -12,8 +12,8 @@ import pytest
 from speq import SpeqError
 from speq.config import SamplingParams
 from speq.server.answer import with_heartbeats
+from speq.server.batch_worker import BatchWorker
 from speq.server.engine_worker import EngineFailed, EngineRequest, QueueFull, Unavailable
-from speq.server.single_worker import SingleWorker
 from speq.server.token_stream import TokenStream
 from tests.helpers.command import PATIENCE_S
 from tests.helpers.scripted_engine import ScriptedEngine, pieces
@@ -36,7 +36,7 @@ class Counted:
     def begun(self, queued_s: float) -> None:
         self.queued.append(queued_s)
 
-    def prompted(self, prompt_tokens: int) -> None:
+    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
         self.prompts.append(prompt_tokens)
 
     def ended(self, reason: str) -> None:
@@ -49,14 +49,14 @@ def request_of(prompt: str = "x", max_new_tokens: int = 9) -> EngineRequest:
 
 def run(
     engine: ScriptedEngine,
-    asker: Callable[[SingleWorker], Awaitable[None]],
+    asker: Callable[[BatchWorker], Awaitable[None]],
     max_waiting: int = 8,
 ) -> Counted:
     """What was counted while an asker had a worker."""
     counted = Counted()
 
     async def asked() -> None:
-        worker = SingleWorker(engine, counted, max_waiting)
+        worker = BatchWorker(engine, counted, max_waiting)
         try:
             await asyncio.wait_for(asker(worker), PATIENCE_S)
         finally:
@@ -75,7 +75,7 @@ async def texts_of(stream: TokenStream) -> list[str]:
 def test_requests_take_turns() -> None:
     engine = ScriptedEngine(pieces(*TEXTS))
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         first = worker.submit(request_of("first"))
         second = worker.submit(request_of("second", max_new_tokens=2))
         assert await texts_of(second) == ["a", "b"]
@@ -101,7 +101,7 @@ def test_a_full_queue_refuses() -> None:
     go = threading.Event()
     engine = ScriptedEngine(pieces("a"), before=lambda at: hold(go))
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         streams = [worker.submit(request_of()) for _ in range(3)]
         with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
             worker.submit(request_of())
@@ -123,7 +123,7 @@ def hold(go: threading.Event) -> None:
 
 
 def test_a_worker_without_a_queue_takes_one() -> None:
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         assert await texts_of(worker.submit(request_of())) == ["a"]
         # It is free as soon as the end was told, or a moment later.
         while worker.stats().running:
@@ -139,7 +139,7 @@ def test_cancelled_between_two_tokens(at: int) -> None:
     reached: list[int] = []
     engine = ScriptedEngine(pieces(*TEXTS))
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         streams: list[TokenStream] = []
         ready = threading.Event()
 
@@ -168,7 +168,7 @@ def test_cancelled_between_two_tokens(at: int) -> None:
 def test_cancelled_within_a_prompt() -> None:
     engine = ScriptedEngine(pieces(*TEXTS))
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         ready = threading.Event()
         done: list[int] = []
 
@@ -191,7 +191,7 @@ def test_cancelled_within_a_prompt() -> None:
 def test_faults_of_a_request_and_of_the_engine() -> None:
     engine = ScriptedEngine(pieces(*TEXTS), fault=SpeqError("too long"), fault_at=-1)
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         with pytest.raises(SpeqError, match="too long") as refused:
             await texts_of(worker.submit(request_of()))
         assert not isinstance(refused.value, EngineFailed | Unavailable)
@@ -220,7 +220,7 @@ def test_a_lost_device_is_the_end() -> None:
     lost.__cause__ = RuntimeError("CUDA error: unspecified launch failure")
     engine = ScriptedEngine(pieces(*TEXTS), fault=lost)
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         with pytest.raises(EngineFailed, match="the GPU failed"):
             await texts_of(worker.submit(request_of()))
         with pytest.raises(Unavailable, match="the GPU failed"):
@@ -239,7 +239,7 @@ def test_draining_lets_the_one_under_way_finish() -> None:
 
     engine = ScriptedEngine(pieces(*TEXTS), before=before)
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         running, waiting = worker.submit(request_of()), worker.submit(request_of())
         assert await asyncio.to_thread(reached.wait, PATIENCE_S)
         worker.drain()
@@ -264,7 +264,7 @@ def test_aborting_ends_the_one_under_way() -> None:
 
     engine = ScriptedEngine(pieces(*TEXTS), before=before)
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         stream = worker.submit(request_of())
         assert await asyncio.to_thread(reached.wait, PATIENCE_S)
         worker.abort()
@@ -281,7 +281,7 @@ def test_silence_is_told() -> None:
     """A line goes out where no token came for so long, and no token is lost by that."""
     told: list[str | None] = []
 
-    async def ask(worker: SingleWorker) -> None:
+    async def ask(worker: BatchWorker) -> None:
         stream = worker.submit(request_of())
         async for token in with_heartbeats(stream, 0.001):
             told.append(None if token is None else token.text)

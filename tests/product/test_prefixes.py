@@ -1,0 +1,308 @@
+"""What texts begin with is run once: tokens are those of plain transformers, and entries those of a
+run that reuses nothing.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq import Generator
+from speq.batching import Batch, Request
+from speq.config import RunConfig, SamplingParams
+from speq.decode.prefixes import Prefixes, common_prefix
+from speq.decode.sequence import Sequence
+from speq.errors import SpeqError
+from speq.models.kv_cache import KVCache
+from tests.helpers.heads import write_random_head
+from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+
+CHUNK, CONTEXT = 16, 160
+SAMPLING = SamplingParams(max_new_tokens=10, ignore_eos=True)
+FIRST = [*range(20, 70)]
+
+
+def made(folder: Path, kind: str, max_batch: int = 1, **options: Any) -> Generator:
+    """Of chunks that are shorter than prompts are."""
+    options = {"dtype": "float32", "draft_length": 2} | options
+    generator = Generator.from_pretrained(
+        folder,
+        "64MiB",
+        prefix_reuse=kind,
+        max_batch=max_batch,
+        context_length=CONTEXT,
+        **options,
+    )
+    engine = generator.runtime.engine
+    engine.chunk = engine.prefixes.chunk = CHUNK
+    return generator
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generator], list[int]]:
+    """Have a generator write down the tokens of each pass over a prompt."""
+
+    def of(generator: Generator) -> list[int]:
+        counts: list[int] = []
+        model = generator.runtime.model
+        own = model.read
+
+        def counted(bank: Any, cache: Any, token_ids: list[int], *others: Any) -> Any:
+            counts.append(len(token_ids))
+            return own(bank, cache, token_ids, *others)
+
+        monkeypatch.setattr(model, "read", counted)
+        return counts
+
+    return of
+
+
+def entries(generator: Generator, row: int, count: int) -> list[Tensor]:
+    cache = generator.runtime.engine.caches[row]
+    return [tensor[:, :, :count].clone() for tensor in cache.tensors()]
+
+
+def alike(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2"])
+def test_turns_of_a_chat(
+    family: str, tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
+) -> None:
+    """Whole chunks are reused, and all that came of them is bit for bit as without."""
+    plain = load_plain(tiny(family))
+    generator, anew = made(tiny(family), "chunks"), made(tiny(family), "none")
+    counts, counts_anew = reads(generator), reads(anew)
+    try:
+        prompt, cached = FIRST, [0, 48, 48]
+        for turn in range(3):
+            answer = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+            assert answer.token_ids == greedy_tokens(plain, prompt, 10)
+            assert answer.stats["cached_tokens"] == cached[turn]
+            other = anew.generate(prompt, max_new_tokens=10, ignore_eos=True)
+            assert other.token_ids == answer.token_ids
+            assert other.stats["cached_tokens"] == 0
+            count = len(prompt)
+            assert alike(entries(generator, 0, count), entries(anew, 0, count))
+            prompt = [*prompt, *answer.token_ids, 7, 8, 9]
+        assert counts == [16, 16, 16, 2, 15, 16, 12]
+        assert counts_anew == [*[16, 16, 16, 2], *[16, 16, 16, 15], *[16, 16, 16, 16, 12]]
+        # As measurements want it.
+        generator.forget()
+        assert generator.generate(prompt, max_new_tokens=1).stats["cached_tokens"] == 0
+    finally:
+        generator.close()
+        anew.close()
+
+
+def test_all_tokens_of_a_chat(
+    tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
+) -> None:
+    """The answer's too, but the last one, which nobody asked what comes behind."""
+    plain = load_plain(tiny("olmoe"))
+    generator = made(tiny("olmoe"), "tokens")
+    counts = reads(generator)
+    try:
+
+        def asked(prompt: list[int]) -> tuple[list[int], int]:
+            told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+            assert told.token_ids == greedy_tokens(plain, prompt, 10)
+            return told.token_ids, told.stats["cached_tokens"]
+
+        answer, cached = asked(FIRST)
+        assert cached == 0
+        turn = [*FIRST, *answer, 7, 8, 9]
+        assert asked(turn)[1] == 50 + 9
+        assert asked(turn)[1] == 62  # the last one is scored again
+        assert asked([1, 2, 3])[1] == 0
+        assert asked(FIRST[:12])[1] == 0
+        assert asked([*FIRST[:12], 1])[1] == 12
+        assert counts == [16, 16, 16, 2, 4, 1, 3, 12, 1]
+        # A stream that is given up leaves what it has made.
+        stream = generator.stream(FIRST, max_new_tokens=30, ignore_eos=True)
+        answer = [next(stream).id for _ in range(8)]
+        stream.close()
+        assert asked([*FIRST, *answer[:6]])[1] == 55
+    finally:
+        generator.close()
+
+
+def run_to_end(batch: Batch, prompt: list[int]) -> Request:
+    request = batch.add(Sequence(prompt, SAMPLING))
+    while request.sequence.finish_reason is None:
+        batch.step()
+    return request
+
+
+def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
+    """What one text has is copied to others that begin so, also while it is under way."""
+    plain = load_plain(tiny("olmoe"))
+    generator, anew = made(tiny("olmoe"), "chunks", 3), made(tiny("olmoe"), "none", 3)
+    try:
+        with generator.batch() as batch, anew.batch() as other:
+            prompts = [FIRST, [*FIRST[:40], 1, 2], [*FIRST, 3, 4]]
+            requests = [batch.add(Sequence(prompt, SAMPLING)) for prompt in prompts]
+            while not batch.idle:
+                batch.step()
+            assert [each.figures["cached_tokens"] for each in requests] == [0, 32, 48]
+            assert sorted(each.sequence.row for each in requests) == [0, 1, 2]
+            for request, prompt in zip(requests, prompts, strict=True):
+                assert request.sequence.generated_ids == greedy_tokens(plain, prompt, 10)
+                row = run_to_end(other, prompt).sequence.row
+                count = len(prompt)
+                assert alike(
+                    entries(generator, request.sequence.row, count), entries(anew, row, count)
+                )
+            # Where it stands already, and where least is lost.
+            again = run_to_end(batch, [*FIRST, 3, 4, 5])
+            assert (again.cached, again.sequence.row) == (48, requests[0].sequence.row)
+            strange = run_to_end(batch, [200] * 40)
+            assert (strange.cached, strange.sequence.row) == (0, requests[1].sequence.row)
+            # A prompt that is given up leaves the chunks that were run.
+            given_up = batch.add(Sequence([9] * 60, SAMPLING))
+            batch.step()
+            batch.step()
+            batch.drop(given_up)
+            after = run_to_end(batch, [9] * 61)
+            assert after.cached == 32
+            assert after.sequence.generated_ids == greedy_tokens(plain, [9] * 61, 10)
+        run = generator.last_run
+        assert run is not None
+        assert run.summary()["cached_tokens"] == 32 + 48 + 48 + 32
+    finally:
+        generator.close()
+        anew.close()
+
+
+@pytest.mark.parametrize("kind", ["chunks", "tokens"])
+def test_texts_at_random(kind: str, tiny: Callable[[str], Path]) -> None:
+    """Conversations that go on, begin alike, are given up and come back, under drawn tokens too."""
+    dice = random.Random(3)
+    plain = load_plain(tiny("qwen2_moe"))
+    generator = made(tiny("qwen2_moe"), kind, 2)
+    try:
+        told = [[5] * 20, [5] * 40, FIRST]
+        with generator.batch() as batch:
+            for _ in range(14):
+                prompts = [
+                    [*dice.choice(told)[: dice.randrange(8, 90)], dice.randrange(250)]
+                    for _ in range(dice.randint(1, 3))
+                ]
+                requests = [batch.add(Sequence(prompt, SAMPLING)) for prompt in prompts]
+                dropped = requests[0] if dice.random() < 0.3 else None
+                for _ in range(dice.randrange(5)):
+                    batch.step()
+                if dropped is not None:
+                    batch.drop(dropped)
+                while not batch.idle:
+                    batch.step()
+                for request, prompt in zip(requests, prompts, strict=True):
+                    wanted = greedy_tokens(plain, prompt, 10)
+                    got = request.sequence.generated_ids
+                    assert got == wanted[: len(got)]
+                    assert len(got) == 10 or request is dropped
+                    told.append([*prompt, *got])
+        assert generator.last_run is not None
+        assert generator.last_run.summary()["cached_tokens"] > 100
+    finally:
+        generator.close()
+
+
+def test_what_failed_is_forgotten(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load_plain(tiny("olmoe"))
+    generator = made(tiny("olmoe"), "tokens")
+    engine = generator.runtime.engine
+    try:
+        stream = generator.stream(FIRST, max_new_tokens=30, ignore_eos=True)
+        next(stream)
+        engine.cache.layers[0].values[:, :, :1] = float("nan")
+        with pytest.raises(SpeqError, match="not numbers"):
+            list(stream)
+        told = generator.generate(FIRST, max_new_tokens=10, ignore_eos=True)
+        assert told.token_ids == greedy_tokens(plain, FIRST, 10)
+        assert told.stats["cached_tokens"] == 0
+
+        def interrupt(*args: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.verification, "score", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generator.generate(FIRST, max_new_tokens=10)
+        assert generator.generate(FIRST, max_new_tokens=2).stats["cached_tokens"] == 0
+    finally:
+        generator.close()
+
+
+@pytest.fixture
+def headed(tmp_path: Path) -> Iterator[Path]:
+    folder = write_model(tmp_path / "headed", "olmoe")
+    write_random_head(folder)
+    yield folder
+
+
+def test_a_head_hears_all_of_a_text(headed: Path) -> None:
+    generator = made(headed, "tokens", drafter="head", draft_length=3)
+    plain = load_plain(headed)
+    try:
+        for _ in range(2):
+            told = generator.generate(FIRST, max_new_tokens=10, ignore_eos=True)
+            assert told.token_ids == greedy_tokens(plain, FIRST, 10)
+            assert told.stats["cached_tokens"] == 0
+    finally:
+        generator.close()
+
+
+def cache(number: int, known: list[int]) -> KVCache:
+    made = KVCache(1, ((1, 2), (1, 2)), 64, torch.float32, torch.device("cpu"), number)
+    for layer in made.layers:
+        for tensor in layer.row:
+            tensor += torch.arange(64.0)[:, None] + 100 * number
+    made.advance(len(known))
+    made.known = [*known]
+    return made
+
+
+def test_rows_by_hand() -> None:
+    caches = [cache(0, [1, 2, 3, 4, 5, 6]), cache(1, []), cache(2, [1, 2, 3, 9])]
+    prefixes = Prefixes(caches, 2, "chunks")
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    assert [prefixes.common(row, prompt) for row in range(3)] == [6, 0, 2]
+    # The last token is asked about, so a chunk that it is in is run.
+    assert prefixes.common(0, prompt[:6]) == 4
+    assert prefixes.row_for(prompt, [0, 1, 2]) == 0
+    assert prefixes.row_for(prompt, [1, 2]) == 1  # where nothing is lost
+    assert prefixes.row_for([1, 2, 8], [0, 2]) == 2  # two tokens lost, and not four
+    assert prefixes.begin(1, prompt) == 6
+    assert (caches[1].length, caches[1].known) == (6, prompt[:6])
+    assert caches[1].layers[0].row[0][0, :, 0].tolist()[:7] == [0, 1, 2, 3, 4, 5, 106]
+    prefixes.read(1, [7])
+    assert caches[1].known == prompt[:6]  # no whole chunk
+    caches[1].advance(2)
+    prefixes.read(1, [7, 8])
+    assert caches[1].known == [*prompt, 8]
+    caches[1].rewind(3)
+    assert caches[1].known == prompt[:5]
+    caches[1].erase()
+    assert caches[1].known == []
+    nothing = Prefixes(caches, 2)
+    assert nothing.begin(0, prompt) == 0
+    assert (caches[0].length, caches[0].known) == (0, [])
+
+
+def test_common_prefix() -> None:
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == common_prefix([1, 2, 4], [1, 2]) == 2
+    assert common_prefix([], [1]) == common_prefix([3], [1]) == 0
+
+
+def test_answers_within_a_budget_are_no_prefixes() -> None:
+    with pytest.raises(SpeqError, match="prefix_reuse is tokens and an expert budget is given"):
+        RunConfig.of("1GiB", prefix_reuse="tokens", expert_budget=8)
