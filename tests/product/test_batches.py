@@ -98,6 +98,7 @@ CELLS = (
     Cell(4, "all", "own", drafter="ngram"),
     Cell(4, "half", "own", drafter="head", prefetch="three-phase"),
     Cell(5, "two slots", "own", drafter="head", trees="small"),
+    Cell(3, "half", "own", drafter="head", trees="small", head="eagle"),
 )
 CONTEXT = 96
 
