@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,9 +34,8 @@ from speq.governor.batches import Governors
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.heads.head_file import NAME as HEAD_NAME
-from speq.heads.head_file import head_beside, model_digest, read_head
-from speq.heads.moe_head import MoEHead
+from speq.heads.draft_head import DraftHead
+from speq.heads.named import head_named
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
@@ -98,7 +96,7 @@ class Loaded:
     governors: Governors
     copy: PackedCopy | None = None
     limits: BudgetRules | None = None
-    head: MoEHead | None = None
+    head: DraftHead | None = None
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
@@ -193,6 +191,7 @@ def load(
         governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()
     if head is not None:
+        model.tap(head.shape.tapped)
         head = head.held(subject.dtype, device.torch)
     heap.give_back()
     loaded = Loaded(
@@ -309,18 +308,12 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     return source
 
 
-def head_of(opened: Opened, config: RunConfig) -> MoEHead | None:
+def head_of(opened: Opened, config: RunConfig) -> DraftHead | None:
     """The head that is to draft, in host memory; None where another drafter does.
 
     Raises SpeqError where it is missing, damaged or another model's.
     """
-    if drafter_of(config) != "head":
-        return None
-    checkpoint = opened.checkpoint
-    path = head_beside(checkpoint.path) if config.head == "auto" else Path(config.head)
-    path = path / HEAD_NAME if path.is_dir() else path
-    digest = model_digest(checkpoint, opened.family.names)
-    return read_head(path, digest, opened.shape.hidden_size)
+    return head_named(config.head, opened) if drafter_of(config) == "head" else None
 
 
 def trial_of(

@@ -10,7 +10,7 @@ from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Accelerator
 from speq.governor.confidence import Confidence
-from speq.heads.moe_head import MoEHead
+from speq.heads.draft_head import DraftHead
 from speq.layers.draft_experts import DraftExperts, OnRoute
 from speq.layers.resident_experts import ResidentExperts
 from speq.models.kv_cache import KVCache
@@ -58,7 +58,7 @@ class DraftBase:
     sampler: Sampler
     graphs_on: Accelerator | None = None
     confidence: Confidence = field(default_factory=Confidence)
-    head: MoEHead | None = None
+    head: DraftHead | None = None
     residents: ResidentExperts | None = None
 
 
@@ -105,10 +105,11 @@ class Listener(Protocol):
     def begin(self, sequence: Sequence) -> None:
         """Another text, whose prompt is about to be run."""
 
-    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
-        """The next tokens of the text for certain, and the exact model's last hidden states [T, H]
-        of them, which its next pass may overwrite: chunks of the prompt, then after each round the
-        token that was pending and those that were accepted.
+    def hear(self, token_ids: list[int], features: Tensor) -> None:
+        """The next tokens of the text for certain, and of them what drafters go by [T, F], which
+        the exact model's next pass may overwrite: last hidden states, or what `MoEModel.tap` was
+        asked for. Chunks of the prompt come first, then after each round the token that was pending
+        and those that were accepted.
         """
 
 

@@ -341,7 +341,7 @@ class Engine:
         for turn, each in zip(turns, scored, strict=True):
             drafter = self.drafters[turn.sequence.row]
             if isinstance(drafter, Listener) and turn.error is None:
-                rows = [each.hidden_states[node : node + 1] for node in turn.outcome.path]
+                rows = [each.features[node : node + 1] for node in turn.outcome.path]
                 drafter.hear(turn.accepted_ids, torch.cat(rows))
 
     def commit(self, turns: list[Turn], stats: StepStats) -> list[list[int]]:

@@ -67,7 +67,7 @@ class CutBank:
 
 
 class Scoring:
-    """Computes logits [T, V] and last hidden states [T, H]."""
+    """Computes logits [T, V] and what drafters go by [T, F]."""
 
     def __init__(self, model: MoEModel, cache: KVCache, bank: ExpertBank) -> None:
         self._model, self._cache, self._bank = model, cache, bank
@@ -77,7 +77,7 @@ class Scoring:
     ) -> tuple[Tensor, Tensor]:
         bank = CutBank(self._bank, cut)
         hidden = self._model.forward_at(bank, self._cache, token_ids, positions, seen)[0]
-        return self._model.logits(hidden), hidden
+        return self._model.logits(hidden), self._model.features(hidden)
 
 
 class RecordedVerification:

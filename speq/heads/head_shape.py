@@ -70,6 +70,11 @@ class HeadShape:
         return self.hidden_size // self.head_width
 
     @property
+    def tapped(self) -> tuple[int, ...]:
+        """None: it reads the model's last hidden states."""
+        return ()
+
+    @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(heads, width) of keys and of values."""
         return ((self.num_heads, self.head_width),) * 2
@@ -114,3 +119,7 @@ class HeadShape:
         activations = rows * (10 * d + 3 * self.width * j) + 4 * seen * d
         scores = 2 * rows * seen * self.num_heads
         return (activations + scores) * max(dtype.itemsize, 4) + 16 * (j + 2) * vocab_size
+
+    def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """None: a pass has its last hidden states anyway."""
+        return 0

@@ -4,11 +4,12 @@ Entry i needs the exact model's hidden state of token i, and token i + 1. So wha
 waits for the token that follows. Entries behind the root are a draft's, and are forgotten again.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from speq.heads.moe_head import HeadState, MoEHead, mixed, rotations
+from speq.heads.draft_head import DraftHead, HeadState, Seen
 from speq.models.kv_cache import KVCache, causal_mask
 from speq.models.moe_model import MoEModel
 from speq.models.tree import Tree
@@ -25,7 +26,7 @@ class HeadText:
     capacity  entries there is room for
     """
 
-    def __init__(self, model: MoEModel, head: MoEHead, capacity: int) -> None:
+    def __init__(self, model: MoEModel, head: DraftHead, capacity: int) -> None:
         self._model, self._head = model, head
         kv_shapes = head.shape.kv_shapes
         self.cache = KVCache(1, kv_shapes, capacity, model.dtype, model.device)
@@ -43,13 +44,14 @@ class HeadText:
         self._tokens, self._features = [], []
 
     @torch.inference_mode()
-    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
-        """The next tokens of the text, and the exact model's last hidden states [T, H] of them."""
+    def hear(self, token_ids: list[int], features: Tensor) -> None:
+        """The next tokens of the text, and what the exact model hands over of them [T, F]."""
         for start in range(0, len(token_ids), WAITING):
             tokens = token_ids[start : start + WAITING]
             self._tokens += tokens
+            kept = self._head.kept(features[start : start + WAITING])
             # Rows of their own: the model's next pass may overwrite what it gave.
-            self._features.append(hidden_states[start : start + WAITING].clone())
+            self._features.append(kept.clone())
             if len(self._tokens) > WAITING:
                 self._write(self._tokens[1:])
 
@@ -84,44 +86,34 @@ class HeadText:
         self.cache.rewind(self.cache.length - root)
 
     @torch.inference_mode()
-    def log_probs(self, state: HeadState) -> Tensor:
-        """[1, V] of the next token, by a state of one row."""
-        return mixed(state.mixing, self._model.logits(state.branches))
+    def next_scores(self, state: HeadState) -> Tensor:
+        """Logits [1, V] of the next token, by a state of one row."""
+        return self._head.next_scores(state, self._model)
 
     @torch.inference_mode()
-    def after_logits(self, state: HeadState) -> Tensor:
-        """[1, V] of the token after the next, by a state of one row of a head with contrast."""
-        assert state.after is not None
-        return self._model.logits(state.after)
+    def after_scores(self, state: HeadState) -> Tensor:
+        """Those of the token after the next, of a head that says it."""
+        return self._head.after_scores(state, self._model)
 
     def _pass(
         self, token_ids: list[int], features: Tensor, start: int, tree: Tree | None
     ) -> HeadState:
         """Rows whose entries lie from `start` on, behind one another or the last node of a tree."""
         head, count = self._head, len(token_ids)
-        window = head.shape.window
+        window = head.shape.window or self.cache.capacity
         position = start
         if tree is not None:
             position = start - (tree.nodes - 1) + tree.depths()[-1]
-        embedded = self._model.embed(token_ids)[None]
         places = torch.arange(position, position + count, device=self._model.device)
-        rotation = rotations(places, head.shape.head_width, self._model.dtype)
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = self.cache.layers[0].update(keys, values)
-            if count > 1:
-                mask = causal_mask(places[None], start + count, window)
-                return functional.scaled_dot_product_attention(queries, keys, values, mask)
-            seen = [slice(max(position + 1 - window, 0), start + 1)]
-            if tree is not None:
-                seen = path_slices(tree, start, window)
-            parts = ([each[:, :, s] for s in seen] for each in (keys, values))
-            keys, values = (p[0] if len(p) == 1 else torch.cat(p, dim=2) for p in parts)
-            return functional.scaled_dot_product_attention(queries, keys, values)
-
-        state = head(embedded, features[None], rotation, attend)
-        after = None if state.after is None else state.after[0]
-        return HeadState(state.branches[0], state.mixing[0], state.feature[0], after)
+        layer: Any = self.cache.layers[0]
+        if count > 1:
+            seen = Seen(layer, mask=causal_mask(places[None], start + count, window))
+        elif tree is not None:
+            seen = Seen(layer, slices=path_slices(tree, start, window))
+        else:
+            seen = Seen(layer, slices=[slice(max(position + 1 - window, 0), start + 1)])
+        state: HeadState = head.run(head.embedded(token_ids, self._model), features, places, seen)
+        return state
 
 
 def path_slices(tree: Tree, end: int, window: int) -> list[slice]:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speq.heads.draft_head import Seen
 from speq.heads.head_shape import ROPE_BASE, HeadShape
 from speq.kernels import ops
+from speq.models.moe_model import MoEModel
 
 EPSILON = 1e-6
 # The shares of the two branches in the contrast before training, and what they sum to: 1.2 and 0.3.
@@ -97,6 +99,10 @@ class MoEHead(nn.Module):
         return MoEHead(self.shape, weights).requires_grad_(False)
 
     @property
+    def beyond(self) -> bool:
+        return self.shape.contrast
+
+    @property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights().values())
 
@@ -140,6 +146,27 @@ class MoEHead(nn.Module):
         """[B, T, H] of both, at T positions."""
         x = self.enter(embedded, features)
         return self.leave(x, attend(*self.queries_keys_values(x, rotation)))
+
+    def kept(self, features: Tensor) -> Tensor:
+        return features
+
+    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+        return model.embed(token_ids)
+
+    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> HeadState:
+        """As `DraftHead.run`."""
+        rotation = rotations(places, self.shape.head_width, embedded.dtype)
+        state: HeadState = self(embedded[None], features[None], rotation, seen.attend)
+        after = None if state.after is None else state.after[0]
+        return HeadState(state.branches[0], state.mixing[0], state.feature[0], after)
+
+    def next_scores(self, state: HeadState, model: MoEModel) -> Tensor:
+        """Log probabilities of the mixture."""
+        return mixed(state.mixing, model.logits(state.branches))
+
+    def after_scores(self, state: HeadState, model: MoEModel) -> Tensor:
+        assert state.after is not None
+        return model.logits(state.after)
 
     def _mlp(self, branch: int, normed: Tensor) -> Tensor:
         both = product(normed, self.weight(f"gate_up.{branch}"))

@@ -24,6 +24,7 @@ from speq.layers.chain import (
     own_forward,
 )
 from speq.models.families import Family
+from speq.models.taps import Taps
 from speq.models.texts import Span
 from speq.models.tree import Tree
 
@@ -105,9 +106,11 @@ class ChainDecoder:
 
     kinds  of its layers
     ahead  whether turns of positions may be computed before a text gets there
+    taps   shown what goes into each layer; None: nobody reads that
     """
 
     def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
+        self.taps: Taps | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
         self._table = partial(RotaryTable, body.rotary_emb, ahead)
@@ -131,7 +134,9 @@ class ChainDecoder:
         texts = [self._text(span, hidden) for span in windows.spans]
         chains = {kind: Chain(texts, window) for kind, window in windows.of.items()}
         normed = self._first_norm(hidden)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            if self.taps is not None:
+                self.taps.see(index, hidden)
             update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
             hidden, normed = added(hidden, update, layer.norm)
             update = layer.feed_forward(normed[None])[0]

@@ -28,6 +28,7 @@ from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.resident import MappedWeights, make_resident
+from speq.models.taps import Taps
 from speq.models.texts import Span, TextTokens, branching, cache_of, mask_of, spans_of
 from speq.models.tree import Tree
 from speq.units import Progress, no_progress
@@ -37,16 +38,20 @@ EXPERTS = "routed experts"
 WHOLE = "between modules"
 # Layers of a model that has one mask for all.
 ANY_KIND = "any"
-# Told tokens, and the model's last hidden states [T, H] of them.
+# Told tokens, and what drafters go by of them [T, F], as `MoEModel.tap` has it.
 OnHidden = Callable[[list[int], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a pass found: logits [N, V] and last hidden states [N, H] of the nodes asked for."""
+    """What a pass found of the nodes asked for.
+
+    logits    [N, V]
+    features  [N, F], what drafters go by: last hidden states, or as `MoEModel.tap` has it
+    """
 
     logits: Tensor
-    hidden_states: Tensor
+    features: Tensor
 
 
 class MoEModel:
@@ -75,6 +80,7 @@ class MoEModel:
         self.gates = [block.gate for block in blocks]
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
+        self._taps: Taps | None = None
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
             count = len(hf_model.model.layers)
             kinds = self._config.layer_types[:count] if family.typed_masks else [ANY_KIND] * count
@@ -122,6 +128,21 @@ class MoEModel:
     def body(self) -> nn.Module:
         """All of the model but its head."""
         return self._hf_model.model
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Have drafters go by what goes into these layers, side by side, in place of last hidden
+        states. Once of a model; none: they go by last hidden states, and nothing is kept.
+        """
+        if not layers:
+            return
+        body = self._hf_model.model
+        self._taps = Taps(body, layers)
+        if isinstance(body.forward, ChainDecoder):
+            body.forward.taps = self._taps
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """What drafters go by [T, F] of the pass that ran last, given its last hidden states."""
+        return hidden_states if self._taps is None else self._taps.take()
 
     @contextmanager
     def using(self, bank: ExpertBank) -> Iterator[None]:
@@ -256,7 +277,11 @@ class MoEModel:
     @torch.inference_mode()
     def embed(self, token_ids: list[int]) -> Tensor:
         """What the first layer is given of T tokens: [T, H]."""
-        return self._hf_model.get_input_embeddings()(self._send(torch.tensor(token_ids)))
+        return self._hf_model.get_input_embeddings()(self.tokens(token_ids))
+
+    def tokens(self, token_ids: list[int]) -> Tensor:
+        """T tokens where the model computes, [T] int64."""
+        return self._send(torch.tensor(token_ids))
 
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor, bank: ExpertBank | None = None) -> Tensor:
@@ -279,14 +304,15 @@ class MoEModel:
     ) -> Scored:
         """One text's tokens in one pass, logits for all of them."""
         hidden = self.forward(bank, cache, torch.tensor([token_ids]), tree)[0]
-        return Scored(self.logits(hidden, bank), hidden)
+        return Scored(self.logits(hidden, bank), self.features(hidden))
 
     def score_texts(self, bank: ExpertBank, texts: Sequence[TextTokens]) -> list[Scored]:
         """Tokens of several texts in one pass, logits for all of them, text by text."""
         hidden = self.forward_texts(bank, texts)[0]
         counts = [len(text.token_ids) for text in texts]
-        found = zip(self.logits(hidden, bank).split(counts), hidden.split(counts), strict=True)
-        return [Scored(*each) for each in found]
+        found = self.logits(hidden, bank), self.features(hidden)
+        by_text = zip(*(rows.split(counts) for rows in found), strict=True)
+        return [Scored(*each) for each in by_text]
 
     def read(
         self,
@@ -297,12 +323,12 @@ class MoEModel:
     ) -> Tensor:
         """Run some tokens of a prompt, keeping their entries; the last hidden state [1, H].
 
-        on_hidden  told the tokens and their last hidden states
+        on_hidden  told the tokens and what drafters go by of them
         """
         hidden = self.forward(bank, cache, torch.tensor([token_ids]))[0]
         cache.advance(len(token_ids))
         if on_hidden is not None:
-            on_hidden(token_ids, hidden)
+            on_hidden(token_ids, self.features(hidden))
         return hidden[-1:]
 
     def score_last(self, last: Tensor) -> Scored:

@@ -102,6 +102,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
             taken = max(taken, pass_bytes(scored, texts * context))
         if head is None:
             return taken
+        taken += head.features_bytes(max(rows, scored), dtype)
         # The head's passes come after the model's.
         return max(taken, head.workspace_bytes(HEAD_ROWS, shape.vocab_size, context, dtype))
 
@@ -115,7 +116,9 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         return shape.activation_bytes(rows, scored, context, dtype) + kernels + decoded
 
     def graphs(context: int) -> int:
-        return graph_bytes(shape, alone, holding.drafter == "int4", context, dtype)
+        taken = graph_bytes(shape, alone, holding.drafter == "int4", context, dtype)
+        kept = MAX_GRAPHS * head.features_bytes(alone, dtype) if head else 0
+        return taken + kept
 
     return Demand(
         non_expert_bytes=subject.non_expert_bytes,

@@ -16,7 +16,7 @@ from speq.files.json_file import read_json
 from speq.files.published_format import WORDS, format_of
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
-from speq.heads.head_shape import HeadShape
+from speq.heads.draft_head import HeadSizes
 from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
@@ -57,7 +57,7 @@ class Subject:
     dense: DenseForm
     copying_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
-    head: HeadShape | None = None
+    head: HeadSizes | None = None
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":

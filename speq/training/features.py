@@ -38,8 +38,8 @@ class Ear:
     def begin(self, sequence: Sequence) -> None:
         self._heard = []
 
-    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
-        self._heard.append(hidden_states.cpu())
+    def hear(self, token_ids: list[int], features: Tensor) -> None:
+        self._heard.append(features.cpu())
 
     def propose(
         self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn

@@ -12,6 +12,7 @@ from speq.heads.head_file import head_beside
 from speq.models.opened import open_model
 from speq.quantizing.models import packing_of
 from speq.stats import StepStats
+from tests.helpers.eagle_files import write_random_eagle
 from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.heads import write_random_head
 from tests.helpers.random_rows import RandomRows
@@ -35,6 +36,7 @@ class Cell:
     graphs: str = "auto"
     dense: str = "raw"
     trees: str = "none"
+    head: str = "auto"
 
     @property
     def draft_nodes(self) -> int | None:
@@ -72,7 +74,7 @@ class Folders:
         where the cell drafts with one.
         """
         model, draft = self.published(family, cell), self.draft(family, cell)
-        if cell.drafter == "head" and not head_beside(model).exists():
+        if cell.drafter == "head" and cell.head == "auto" and not head_beside(model).exists():
             write_random_head(model)
         if cell.store == "plain":
             return model, draft
@@ -87,6 +89,19 @@ class Folders:
                 packing.draft.close()
             opened.close()
         return path, "auto" if tied else draft
+
+
+def head_of(model: Path, cell: Cell) -> str:
+    """The head option: a published head that knows nothing, where the cell drafts with one."""
+    if cell.head != "eagle":
+        return cell.head
+    path = model / ".speq" / "eagle"
+    if not path.exists():
+        opened = open_model(model)
+        shape = opened.shape
+        opened.close()
+        write_random_eagle(path, shape.hidden_size, shape.vocab_size, shape.vocab_size // 2)
+    return str(path)
 
 
 def outcomes(steps: list[StepStats]) -> set[str]:
@@ -112,6 +127,7 @@ def loaded(
 
     options  of the run, beside those of the cell
     """
+    head = head_of(model, cell)
     smallest, demand = two_slot_budget(
         model,
         context,
@@ -126,6 +142,7 @@ def loaded(
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
         max_batch=options.get("max_batch", 1),
+        head=head,
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -146,6 +163,7 @@ def loaded(
         graphs=cell.graphs,
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
+        head=head,
         **options,
     )
     if cell.trees == "pruned":

@@ -27,6 +27,7 @@ def two_slot_budget(
     dense: str = "raw",
     draft_nodes: int | None = None,
     max_batch: int = 1,
+    head: str = "auto",
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -43,6 +44,7 @@ def two_slot_budget(
         dense=dense,
         draft_nodes=draft_nodes,
         max_batch=max_batch,
+        head=head,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

@@ -100,6 +100,7 @@ CELLS = (
     Cell(5, "two slots", "own", drafter="head", trees="small"),
     Cell(3, "half", "own", drafter="cached", prefetch="three-phase", cache_policy="lookahead"),
     Cell(4, "two slots", "own", drafter="cached", trees="small"),
+    Cell(3, "half", "own", drafter="head", trees="small", head="eagle"),
 )
 CONTEXT = 96
 

@@ -165,6 +165,11 @@ HEADS = [
     Cell(3, "half", "own", drafter="head", prefetch="three-phase", trees="pruned"),
     Cell(1, "half", "own", drafter="head"),
 ]
+PUBLISHED = [
+    Cell(4, "half", "own", drafter="head", prefetch="three-phase", head="eagle"),
+    Cell(5, "two slots", "own", drafter="head", trees="large", head="eagle"),
+    Cell(3, "half", "own", drafter="head", trees="pruned", head="eagle"),
+]
 
 
 @pytest.mark.parametrize("family", BY_FAMILY)
@@ -223,10 +228,25 @@ def test_experts_in_slots_in_every_cell(family: str, dtype: str, folders: Folder
             run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
 
 
-@pytest.mark.parametrize("trees", ["none", "small"])
-def test_heads_go_on_from_tokens_that_stand(trees: str, folders: Folders) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", *wide("phimoe", "glm4_moe")])
+def test_published_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
+    plain = load_plain(folders.float32(family))
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
+    drawn = drawn_tokens(plain, PROMPTS[1], 40, SamplingParams(**options))
+    greedily = greedy_tokens(plain, PROMPTS[1], 40)
+    for cell in PUBLISHED:
+        model, draft = folders.of(family, cell)
+        seen = run_cell(cell, model, draft, "float32", PROMPTS[1], greedily)
+        assert "rejected" in seen
+        run_cell(cell, model, draft, "float32", PROMPTS[1], drawn, **options)
+
+
+@pytest.mark.parametrize(
+    ("trees", "head"), [("none", "auto"), ("small", "auto"), ("none", "eagle"), ("small", "eagle")]
+)
+def test_heads_go_on_from_tokens_that_stand(trees: str, head: str, folders: Folders) -> None:
     """A head that is told some of the tokens, so that it hears of accepted ones."""
-    cell = Cell(3, "half", "own", drafter="head", prefetch="three-phase", trees=trees)
+    cell = Cell(3, "half", "own", drafter="head", prefetch="three-phase", trees=trees, head=head)
     prompt = PROMPTS[0]
     expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), prompt, NEW_TOKENS)
     generator, _ = loaded(cell, *folders.of("qwen2_moe", cell), "float32", len(prompt) + NEW_TOKENS)

@@ -106,6 +106,7 @@ HEADS = [
     Cell(4, "half", "own", drafter="head", prefetch="three-phase", trees="small"),
     Cell(3, "half", "own", drafter="head", prefetch="three-phase"),
     Cell(4, "two slots", "own", drafter="head", trees="pruned", graphs="none"),
+    Cell(3, "half", "own", drafter="head", head="eagle"),
 ]
 
 
@@ -118,7 +119,7 @@ HEADS = [
 )
 def test_heads_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:
     """Of a head that knows nothing, greedy and drawn."""
-    cell, prompt = HEADS[at % 3], PROMPTS[at % 2]
+    cell, prompt = HEADS[at % 4], PROMPTS[at % 2]
     model, draft = folders.of(family, cell)
     plain = load_plain(folders.published(family, cell))
     result = run(cell, model, draft, prompt, order=at)

@@ -245,7 +245,7 @@ def test_verifications_are_recorded_between_their_experts(
             scores = eager.score(TEXT[length % 12], draft)
             got = recorded.score(TEXT[length % 12], draft)
             torch.testing.assert_close(got.logits, scores.logits, **CLOSE)
-            torch.testing.assert_close(got.hidden_states, scores.hidden_states, **CLOSE)
+            torch.testing.assert_close(got.features, scores.features, **CLOSE)
             assert told.routes == wanted.routes
             for cache in (made.plain, made.recorded):
                 cache.advance(kept)

@@ -124,6 +124,6 @@ def test_rows_in_16_bits_are_the_same_bits(tmp_path: Path) -> None:
         for text, each in zip(texts, scored, strict=True):
             by_itself = model.score(SomeExperts(), text.cache, text.token_ids, text.tree)
             assert torch.equal(each.logits, by_itself.logits)
-            assert torch.equal(each.hidden_states, by_itself.hidden_states)
+            assert torch.equal(each.features, by_itself.features)
         for text in texts:  # which grow, each by its own count
             text.cache.advance(rng.randint(0, len(text.token_ids)))

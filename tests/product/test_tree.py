@@ -46,7 +46,7 @@ def test_every_path_scores_as_if_alone(family: str, tiny: Callable[[str], Path])
             scored.logits[node], expected.logits[0, -1], rtol=1e-4, atol=1e-4
         )
         torch.testing.assert_close(
-            scored.hidden_states[node], expected.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4
+            scored.features[node], expected.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-4
         )
 
 

@@ -1,9 +1,10 @@
-"""Jakiro's head as draft: one layer over the exact model's last hidden states, with entries of its
-own, in place of a second copy of the experts.
+"""A head as draft: one layer over the exact model's hidden states, with entries of its own, in
+place of a second copy of the experts.
 
-Tokens are ranked by the mixture of the head's branches under the noise that the exact model draws
-with, so that any tree is lossless as it stands. The last token of a path comes from the same pass
-as the one before it, by the contrast of the branches (CEPD).
+Tokens are ranked by what the head says under the noise that the exact model draws with, so that any
+tree is lossless as it stands. Where a head says the token after the next as well, as Jakiro's does
+by the contrast of its branches (CEPD), the last token of a path comes from the same pass as the one
+before it.
 """
 
 from typing import ClassVar
@@ -14,8 +15,8 @@ from speq.decode.drafter import DraftBase, DraftBounds, GoOn
 from speq.decode.drafters.best_first import BestFirst
 from speq.decode.drafters.next_token import Chosen, next_token_on
 from speq.decode.sequence import Draft, Sequence
+from speq.heads.draft_head import HeadState
 from speq.heads.head_text import HeadText
-from speq.heads.moe_head import HeadState
 from speq.layers.draft_experts import OnRoute
 
 # Tokens that may follow a node besides the likeliest: a head is less certain than an INT4 copy.
@@ -35,7 +36,7 @@ class HeadDrafter:
     def __init__(self, base: DraftBase) -> None:
         assert base.head is not None, "read before the weights"
         self._text = HeadText(base.model, base.head, base.cache.capacity)
-        self._contrast = base.head.shape.contrast
+        self._says_after = base.head.beyond
         self._confidence = base.confidence
         self._confidence.assume(LEAD_SCALE)
         self.next_token = next_token_on(base.sampler, OTHERS)
@@ -43,8 +44,8 @@ class HeadDrafter:
     def begin(self, sequence: Sequence) -> None:
         self._text.begin()
 
-    def hear(self, token_ids: list[int], hidden_states: Tensor) -> None:
-        self._text.hear(token_ids, hidden_states)
+    def hear(self, token_ids: list[int], features: Tensor) -> None:
+        self._text.hear(token_ids, features)
 
     def propose(
         self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
@@ -78,7 +79,7 @@ class HeadDrafter:
                 break
             if not go_on(passes, leads[-1]):
                 break
-            if self._contrast and len(tokens) == length - 1:
+            if self._says_after and len(tokens) == length - 1:
                 tokens += self._beyond(state, sequence, tokens)
                 leads += [None] * (len(tokens) - len(leads))
                 break
@@ -91,8 +92,8 @@ class HeadDrafter:
         """Nodes that are run are the first of the tree, in the order in which they are run."""
         growing = BestFirst(self._confidence.probability)
         draft, node, states = growing.draft, 0, {0: state}
-        contrast = self._contrast and length > 1
-        passes = min(length - contrast, nodes)
+        says_after = self._says_after and length > 1
+        passes = min(length - says_after, nodes)
         while True:
             above = draft.above(node)
             chosen = self._after(states[node], sequence, above)
@@ -100,7 +101,7 @@ class HeadDrafter:
             if chosen is None:
                 break
             ahead = [*above, chosen.token_id]
-            beyond = self._beyond(states[node], sequence, ahead) if contrast else []
+            beyond = self._beyond(states[node], sequence, ahead) if says_after else []
             growing.found(node, chosen, *beyond)
             best = growing.best(sequence.ends)
             if best is None or draft.passes >= passes:
@@ -113,17 +114,17 @@ class HeadDrafter:
 
     def _after(self, state: HeadState, sequence: Sequence, ahead: list[int]) -> Chosen | None:
         """What follows the sequence and `ahead`, drafted tokens; None where it is not finite."""
-        log_probs = self._text.log_probs(state)
-        return self.next_token(lambda on_layer: log_probs, sequence, ahead, nobody)
+        scores = self._text.next_scores(state)
+        return self.next_token(lambda on_layer: scores, sequence, ahead, nobody)
 
     def _beyond(self, state: HeadState, sequence: Sequence, ahead: list[int]) -> list[int]:
         """The token after the next, by the state that the last of `ahead` was chosen by; none where
         the head tells none.
         """
-        if not self._contrast:
+        if not self._says_after:
             return []
-        logits = self._text.after_logits(state)
-        chosen = self.next_token(lambda on_layer: logits, sequence, ahead, nobody)
+        scores = self._text.after_scores(state)
+        chosen = self.next_token(lambda on_layer: scores, sequence, ahead, nobody)
         return [] if chosen is None else [chosen.token_id]
 
 

@@ -1,0 +1,173 @@
+"""A published EAGLE-3 head on disk: a folder with config.json and safetensors.
+
+Names are those of SGLang and SafeAILab (`midlayer.`), or of vLLM's speculators (`layers.0.`), with
+or without `model.` in front.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speq.errors import SpeqError
+from speq.files.json_file import read_json
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+from speq.files.shards import INDEX, SINGLE, Shards
+from speq.heads.eagle_head import EagleHead
+from speq.heads.eagle_shape import OTHER_HEAD, EagleShape, eagle_shape
+from speq.models.shape import ModelShape
+
+CONFIG = "config.json"
+# Tensors on disk that each that is held is made of, one above the other.
+PARTS = {
+    "fc": ("fc.weight",),
+    "embedding_norm": ("layers.0.input_layernorm.weight",),
+    "feature_norm": ("layers.0.hidden_norm.weight",),
+    "qkv": tuple(f"layers.0.self_attn.{each}_proj.weight" for each in "qkv"),
+    "output": ("layers.0.self_attn.o_proj.weight",),
+    "mlp_norm": ("layers.0.post_attention_layernorm.weight",),
+    "gate_up": ("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),
+    "down": ("layers.0.mlp.down_proj.weight",),
+    "norm": ("norm.weight",),
+    "embedding": ("embed_tokens.weight",),
+    "head": ("lm_head.weight",),
+}
+# The exact model's number of each of the head's tokens, less its own; and whether the head says
+# each of the exact model's.
+TARGETS, SAID = "d2t", "t2d"
+# What some checkpoints hold that is computed here.
+COMPUTED = "rotary_emb.inv_freq"
+
+
+def is_published(path: Path) -> bool:
+    """Whether a folder may be a published head, and none of our own."""
+    return os.path.isfile(path / CONFIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tensors by the names of `PARTS`, and what each is called on disk."""
+
+    path: Path
+    tensors: dict[str, tuple[SafetensorsFile, TensorInfo]]
+    called: dict[str, str]
+
+    @classmethod
+    def of(cls, shards: Shards) -> "Found":
+        tensors, called = {}, {}
+        for name, entry in shards.tensors.items():
+            usual = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+            if not usual.endswith(COMPUTED):
+                tensors[usual], called[usual] = entry, name
+        return cls(shards.path, tensors, called)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name][0].tensor(self.called[name])
+
+
+def read_eagle(path: Path, model: ModelShape) -> EagleHead:
+    """The head in a folder, in host memory, in the dtype that it is stored in.
+
+    Raises SpeqError where it is damaged, no EAGLE-3 head, or one of another model.
+    """
+    content = read_json(path / CONFIG, instead="give the folder of a whole head")
+    check_safetensors(path)
+    with contextlib.closing(Shards(path)) as shards:
+        found = Found.of(shards)
+        own = "embed_tokens.weight" in found.tensors, "lm_head.weight" in found.tensors
+        shape = eagle_shape(content, path / CONFIG, model, own)
+        check_tensors(found, shape)
+        weights = {
+            name: torch.cat([found.read(part) for part in PARTS[name]])
+            for name, _ in shape.tensors()
+        }
+        said = None
+        if shape.maps or TARGETS in found.tensors:
+            said = said_tokens(found, shape)
+        return EagleHead(shape, weights, said if shape.maps else None)
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise SpeqError for a folder that has its weights only as pickles, which can run code."""
+    if any(os.path.exists(path / name) for name in (SINGLE, INDEX)):
+        return
+    pickles = sorted(each.name for each in path.iterdir() if each.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        raise SpeqError(
+            f"head {path} has its weights in {pickles[0]}, a pickle, which may run code and is not "
+            f"read; give a {SINGLE} in its place: others have published one, or make it with "
+            "torch.load(weights_only=True) and safetensors.torch.save_file"
+        )
+
+
+def wanted_parts(shape: EagleShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of what is on disk."""
+    kv = shape.num_kv_heads * shape.head_width
+    rows = {
+        "qkv": (shape.num_heads * shape.head_width, kv, kv),
+        "gate_up": (shape.width, shape.width),
+    }
+    for name, (first, *others) in shape.tensors():
+        for part, count in zip(PARTS[name], rows.get(name, (first,)), strict=True):
+            yield part, (count, *others)
+
+
+def check_tensors(found: Found, shape: EagleShape) -> None:
+    """Raise SpeqError unless a folder holds a head's tensors and no others."""
+    wanted = dict(wanted_parts(shape))
+    for name, size in wanted.items():
+        if name not in found.tensors:
+            raise SpeqError(
+                f"head {found.path} lacks tensor {name}; an EAGLE-3 head of one layer has it: "
+                "download the head again, or give another one"
+            )
+        info = found.tensors[name][1]
+        if info.shape != size or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+            raise SpeqError(
+                f"head {found.path}: tensor {found.called[name]} is {info.dtype} "
+                f"{list(info.shape)}; by its config.json it must be {list(size)}, of words of 16 "
+                "bits or more: download the head again, or give another one"
+            )
+    other = sorted(found.tensors.keys() - wanted.keys() - {TARGETS, SAID})
+    if other:
+        raise SpeqError(
+            f"head {found.path} has a tensor {found.called[other[0]]}, which an EAGLE-3 head of "
+            "one layer has not; give another head"
+        )
+
+
+def said_tokens(found: Found, shape: EagleShape) -> Tensor:
+    """The exact model's numbers [draft_vocab_size] of the tokens that a head says. Raises SpeqError
+    for a map that is none.
+    """
+    if TARGETS not in found.tensors:
+        raise SpeqError(
+            f"head {found.path} says {shape.draft_vocab_size} of {shape.vocab_size} tokens and "
+            f"lacks tensor {TARGETS}, which tells which; download the head again"
+        )
+    own = torch.arange(shape.draft_vocab_size)
+    offsets = found.read(TARGETS)
+    whole = not offsets.dtype.is_floating_point and offsets.shape == own.shape
+    said = own + offsets.long() if whole else own[:0]
+    inside = bool(len(said)) and 0 <= int(said.min()) <= int(said.max()) < shape.vocab_size
+    if not shape.maps:  # it says all, each by its own number
+        inside = torch.equal(said, own)
+    if not inside or len(said.unique()) != len(said):
+        raise SpeqError(
+            f"head {found.path}: tensor {TARGETS} does not map its {shape.draft_vocab_size} tokens "
+            f"to different ones of the model's {shape.vocab_size}; {OTHER_HEAD}"
+        )
+    if SAID in found.tensors:
+        flags = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        flags[said] = True
+        given = found.read(SAID)
+        if given.shape != flags.shape or not torch.equal(given.bool(), flags):
+            raise SpeqError(
+                f"head {found.path}: tensors {TARGETS} and {SAID} do not name the same tokens; "
+                "download the head again"
+            )
+    return said

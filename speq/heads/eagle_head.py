@@ -1,0 +1,113 @@
+"""A published EAGLE-3 head: one layer of Llama over what goes into three layers of the exact model.
+
+Entry i takes those features f_i and the embedding of token i + 1, and says token i + 2
+(Li et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
+
+    g = fc f_i                                 or, behind a drafted token, the head's own h
+    h = g + attention([norm(e(t[i+1])) ; norm(g)])
+    h = h + MLP(norm(h))
+    tokens   softmax(head norm(h)), of a vocabulary of the head's own
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speq.heads.draft_head import Seen
+from speq.heads.eagle_shape import EagleShape
+from speq.heads.moe_head import product, turned
+from speq.models.moe_model import MoEModel
+
+# What tokens get that the head cannot say: a number, so that a damaged head is told from this, and
+# no chance, whatever it is divided by.
+FAR = -1e9
+
+
+@dataclass(frozen=True, slots=True)
+class EagleState:
+    """feature  [T, H], before the norm in front of the head: the next entry's g."""
+
+    feature: Tensor
+
+    def row(self, at: int) -> "EagleState":
+        """One row, as [1, H]."""
+        return EagleState(self.feature[at:][:1])
+
+
+@dataclass(frozen=True, slots=True)
+class EagleHead:
+    """Words by the names of `EagleShape.tensors`.
+
+    said  [draft_vocab_size] int64, the exact model's number of each token that the head says; None:
+          it says all
+    """
+
+    shape: EagleShape
+    weights: Mapping[str, Tensor]
+    said: Tensor | None
+
+    @property
+    def beyond(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        said = 0 if self.said is None else self.said.nbytes
+        return said + sum(weight.nbytes for weight in self.weights.values())
+
+    def held(self, dtype: torch.dtype, device: torch.device) -> "EagleHead":
+        weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
+        return EagleHead(self.shape, weights, None if self.said is None else self.said.to(device))
+
+    def kept(self, features: Tensor) -> Tensor:
+        return product(features.to(self.weights["fc"].dtype), self.weights["fc"])
+
+    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+        if self.shape.own_embedding:
+            return functional.embedding(model.tokens(token_ids), self.weights["embedding"])
+        return model.embed(token_ids)
+
+    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> EagleState:
+        """As `DraftHead.run`."""
+        normed = self._normed("feature_norm", features)
+        pair = torch.cat((self._normed("embedding_norm", embedded), normed), -1)
+        queries, keys, values = self._queries_keys_values(pair, places)
+        attended = seen.attend(queries, keys, values)[0].transpose(0, 1).flatten(1)
+        around = normed if self.shape.norm_first else features
+        hidden = around + product(attended, self.weights["output"])
+        both = product(self._normed("mlp_norm", hidden), self.weights["gate_up"])
+        gate, up = both.chunk(2, -1)
+        return EagleState(hidden + product(functional.silu(gate) * up, self.weights["down"]))
+
+    def _queries_keys_values(self, pair: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, 2H] to three of [1, heads, T, width]."""
+        shape, count = self.shape, len(pair)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        parts = product(pair, self.weights["qkv"]).view(1, count, sum(heads), shape.head_width)
+        queries, keys, values = parts.transpose(1, 2).split(heads, 1)
+        kind = torch.promote_types(pair.dtype, torch.float32)
+        frequencies = shape.frequencies.to(places.device, kind)
+        angles = places.to(kind)[:, None] * frequencies
+        rotation = angles.cos() * shape.turn_scale, angles.sin() * shape.turn_scale
+        return turned(queries, rotation), turned(keys, rotation), values
+
+    def next_scores(self, state: EagleState, model: MoEModel) -> Tensor:
+        normed = self._normed("norm", state.feature)
+        if not self.shape.own_head:
+            return model.logits(normed)
+        scores = product(normed, self.weights["head"])
+        if self.said is None:
+            return scores
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        every = scores.new_full((len(scores), self.shape.vocab_size), FAR)
+        return every.index_copy_(1, self.said, scores)
+
+    def after_scores(self, state: EagleState, model: MoEModel) -> Tensor:
+        raise NotImplementedError("it says one token")
+
+    def _normed(self, name: str, rows: Tensor) -> Tensor:
+        weight = self.weights[name]
+        return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, self.shape.epsilon)

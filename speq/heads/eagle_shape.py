@@ -1,0 +1,281 @@
+"""The sizes of a published EAGLE-3 head, out of its config.json.
+
+Its features are what goes into layers 2, L // 2 and L - 3 of L, side by side: so EAGLE's own code
+has it (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py), and vLLM
+(`get_eagle3_aux_hidden_state_layers`) and SGLang (`set_eagle3_layers_to_capture`) where a config
+names no layers. One that does says in `eagle_aux_hidden_state_layer_ids` into which layers they go,
+as vLLM reads it, and below `eagle_config` out of which ones they come, as SGLang reads it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from speq.errors import SpeqError
+from speq.models.shape import ModelShape
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+# Of a config, what rotary positions depend on.
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+# Their frequencies depend on the length of the text.
+MOVING_ROPES = ("dynamic", "longrope")
+OTHER_HEAD = "give a head that was made for this model"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleShape:
+    """What the tensors of an EAGLE-3 head follow from.
+
+    tapped         layers of the exact model that its features go into
+    target_size    hidden size of that model; hidden_size: of the head
+    num_heads      of queries; num_kv_heads: of keys and values; head_width: of each
+    width          of its MLP
+    vocab_size     of the exact model; draft_vocab_size: tokens that it can say
+    epsilon        of its norms
+    norm_first     whether what goes around attention is normed (`norm_before_residual`)
+    frequencies    of its rotary positions [head_width / 2]; turn_scale: of cosines and sines
+    own_embedding, own_head  whether it has an embedding and a head, or uses the exact model's
+    """
+
+    tapped: tuple[int, ...]
+    target_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    width: int
+    vocab_size: int
+    draft_vocab_size: int
+    epsilon: float
+    norm_first: bool
+    frequencies: Tensor
+    turn_scale: float
+    own_embedding: bool
+    own_head: bool
+
+    @property
+    def window(self) -> None:
+        """It looks all the way back."""
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, width) of keys and of values."""
+        return ((self.num_kv_heads, self.head_width),) * 2
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_width
+
+    @property
+    def maps(self) -> bool:
+        """Whether it says only some of the exact model's tokens."""
+        return self.own_head and self.draft_vocab_size != self.vocab_size
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the words that are held."""
+        d, w, n = self.hidden_size, self.width, self.num_heads * self.head_width
+        yield "fc", (d, len(self.tapped) * self.target_size)
+        yield "embedding_norm", (d,)
+        yield "feature_norm", (d,)
+        yield "qkv", (n + self.kv_elements_per_token, 2 * d)
+        yield "output", (d, n)
+        yield "mlp_norm", (d,)
+        yield "gate_up", (2 * w, d)
+        yield "down", (d, w)
+        yield "norm", (d,)
+        if self.own_embedding:
+            yield "embedding", (self.vocab_size, d)
+        if self.own_head:
+            yield "head", (self.draft_vocab_size, d)
+
+    def sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each of them, and of the tokens that it can say."""
+        words = [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
+        return words + [self.draft_vocab_size * torch.int64.itemsize] * self.maps
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return sum(self.sizes(dtype))
+
+    def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
+        """As `HeadSizes.workspace_bytes`."""
+        d, n = self.hidden_size, self.num_heads * self.head_width
+        activations = rows * (10 * d + 6 * n + 3 * self.width) + 4 * context * n
+        scores = 2 * rows * context * self.num_heads
+        said = 48 * vocab_size + 12 * self.draft_vocab_size
+        return (activations + scores) * max(dtype.itemsize, 4) + said
+
+    def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """What went into layers, once by itself and once side by side."""
+        return 2 * rows * len(self.tapped) * self.target_size * dtype.itemsize
+
+
+def eagle_shape(
+    content: dict[str, Any], where: Path, model: ModelShape, own: tuple[bool, bool]
+) -> EagleShape:
+    """The sizes in a config.json, those of speculators included.
+
+    own  whether the checkpoint has an embedding and a head
+
+    Raises SpeqError where they are none, not supported, or of a head of another model.
+    """
+    layer = content.get("transformer_layer_config")  # so speculators nests a Llama's
+    config = {**layer, **content} if isinstance(layer, dict) else content
+    check_kind(config, where)
+    hidden_size = whole(config, "hidden_size", where)
+    heads = whole(config, "num_attention_heads", where)
+    head_width = whole(config, "head_dim", where, default=hidden_size // heads)
+    vocab_size = whole(config, "vocab_size", where)
+    target_size = whole(config, "target_hidden_size", where, default=hidden_size)
+    own_embedding, own_head = own
+    for name, given, wanted in (
+        ("hidden_size", target_size, model.hidden_size),
+        ("vocab_size", vocab_size, model.vocab_size),
+    ):
+        if given != wanted:
+            raise SpeqError(
+                f"{where} is of a head for a model of {name} {given} and this model's is {wanted}; "
+                f"{OTHER_HEAD}"
+            )
+    frequencies, turn_scale = rotary(config, heads, head_width, where)
+    shape = EagleShape(
+        tapped=tapped_layers(config, model.num_layers, where),
+        target_size=target_size,
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=whole(config, "num_key_value_heads", where, default=heads),
+        head_width=head_width,
+        width=whole(config, "intermediate_size", where),
+        vocab_size=vocab_size,
+        draft_vocab_size=whole(config, "draft_vocab_size", where, default=vocab_size),
+        epsilon=number(config, "rms_norm_eps", where, default=1e-6),
+        norm_first=bool(config.get("norm_before_residual", False)),
+        frequencies=frequencies,
+        turn_scale=turn_scale,
+        own_embedding=own_embedding,
+        own_head=own_head,
+    )
+    check_whole(shape, where)
+    return shape
+
+
+def check_kind(config: dict[str, Any], where: Path) -> None:
+    """Refuse configs of other heads, and of what is not supported of these."""
+    kind = str(config.get("speculators_model_type") or "")
+    names = [kind] if kind else config.get("architectures") or []
+    known = isinstance(names, list) and any(
+        "eagle3" in str(name).lower() or str(name) == "LlamaForCausalLM" for name in names
+    )
+    if not known:
+        raise SpeqError(
+            f"{where} names architectures {names!r:.80}; speq reads heads of EAGLE-3 with a "
+            "layer of Llama: give the folder of one"
+        )
+    nested = config.get("eagle_config")
+    features = nested.get("use_aux_hidden_state", True) if isinstance(nested, dict) else True
+    wanted = {
+        "num_hidden_layers": (config.get("num_hidden_layers", 1), 1),
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "logit_scale": (config.get("logit_scale", 1), 1),
+        "use_aux_hidden_state": (features, True),
+    }
+    for name, (given, only) in wanted.items():
+        if given != only:
+            raise SpeqError(
+                f"{where} has {name} {given!r:.40}; speq reads heads of EAGLE-3 where it is "
+                f"{only!r}: give another head"
+            )
+
+
+def check_whole(shape: EagleShape, where: Path) -> None:
+    """Refuse sizes that do not go together."""
+    if shape.num_heads % shape.num_kv_heads or shape.head_width % 2:
+        raise SpeqError(
+            f"{where} has {shape.num_heads} heads of {shape.head_width} over "
+            f"{shape.num_kv_heads} of keys; heads of keys must divide those of queries, and a "
+            "head's width must be even: download it again"
+        )
+    if shape.draft_vocab_size > shape.vocab_size:
+        raise SpeqError(
+            f"{where} has draft_vocab_size {shape.draft_vocab_size} and vocab_size "
+            f"{shape.vocab_size}; a head says no more tokens than there are: download it again"
+        )
+    if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
+        raise SpeqError(
+            f"{where} has draft_vocab_size {shape.draft_vocab_size}, and no tensor lm_head.weight "
+            "beside it says so many tokens; download the head again"
+        )
+    if shape.hidden_size != shape.target_size and not (shape.own_embedding and shape.own_head):
+        raise SpeqError(
+            f"{where} has hidden_size {shape.hidden_size} for a model of {shape.target_size}; such "
+            "a head needs embed_tokens.weight and lm_head.weight of its own: download it again"
+        )
+
+
+def tapped_layers(config: dict[str, Any], num_layers: int, where: Path) -> tuple[int, ...]:
+    """The layers of the exact model that a head's features go into."""
+    given: Any = config.get(LAYERS)
+    nested = config.get("eagle_config")
+    if given is None and isinstance(nested, dict) and nested.get(LAYERS) is not None:
+        given = nested[LAYERS]
+        if isinstance(given, list):
+            given = [at + 1 if type(at) is int else at for at in given]
+    if given is None:
+        given = [2, num_layers // 2, num_layers - 3]
+    numbers = isinstance(given, list) and all(type(at) is int for at in given)
+    if not numbers or given != sorted(set(given)) or not 0 <= given[0] <= given[-1] < num_layers:
+        raise SpeqError(
+            f"{where} asks for what goes into layers {given!r:.60}; of a model of {num_layers} "
+            f"layers these must be different ones in rising order: {OTHER_HEAD}"
+        )
+    return tuple(given)
+
+
+def rotary(
+    config: dict[str, Any], heads: int, head_width: int, where: Path
+) -> tuple[Tensor, float]:
+    """Frequencies [head_width / 2] of rotary positions, and what scales cosines and sines."""
+    given = {name: config[name] for name in ROPE if config.get(name) is not None}
+    try:
+        llama = LlamaConfig(
+            num_attention_heads=heads,
+            hidden_size=heads * head_width,
+            head_dim=head_width,
+            **given,
+        )
+        rope = LlamaRotaryEmbedding(llama)
+        if rope.rope_type in MOVING_ROPES:
+            raise ValueError(f"rotary embeddings of type {rope.rope_type}")
+    except Exception as error:  # transformers raises many kinds for a bad config
+        raise SpeqError(
+            f"{where} asks for positions that speq has not: {' '.join(str(error).split())[:200]}; "
+            "give another head, or correct that value"
+        ) from error
+    return rope.inv_freq, float(rope.attention_scaling)
+
+
+def whole(config: dict[str, Any], name: str, where: Path, default: int | None = None) -> int:
+    """A size. Raises SpeqError for what is none."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise SpeqError(
+            f"{where} has {name} {value!r:.40}; it must be a whole number of at least 1: download "
+            "it again"
+        )
+    return value
+
+
+def number(config: dict[str, Any], name: str, where: Path, default: float) -> float:
+    """A small positive number. Raises SpeqError for what is none."""
+    value = config.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < 1:
+        raise SpeqError(
+            f"{where} has {name} {value!r:.40}; it must be above 0 and below 1: download it again"
+        )
+    return float(value)
