@@ -247,7 +247,12 @@ class Runtime:
             slots,
             loaded.opened.store.codec.experts(slots, loaded.arena),
             transfer,
-            MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation),
+            MoeSizes(
+                self.model.num_moe_layers,
+                shape.experts.num_experts,
+                shape.activation,
+                self.model.biases,
+            ),
             Scheduling(
                 self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows, budget
             ),

@@ -1,6 +1,6 @@
 """Two banks of exact experts over one arena of slots, and what fills it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from speq.devices.device import Accelerator, Processor
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
+from speq.kernels.ops import ExpertBiases
 from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.offloaded_experts import ExpertBank
@@ -64,11 +65,16 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class MoeSizes:
-    """num_layers: MoE layers; num_experts: of each."""
+    """Of MoE layers.
+
+    num_experts  of each
+    biases       of its experts, layer by layer; empty where they have none
+    """
 
     num_layers: int
     num_experts: int
     activation: str
+    biases: Sequence[ExpertBiases] = ()
 
 
 def offload_over(
@@ -113,7 +119,8 @@ def offload_over(
 
     def bank(server: ExpertServer, on_route: Callable[[int, Route], Route]) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
-        return ExactExperts(server, experts, table, routes, sizes.activation, timed, on_route)
+        activation, biases = sizes.activation, sizes.biases
+        return ExactExperts(server, experts, table, routes, activation, timed, on_route, biases)
 
     return Offload(
         target=bank(prefetcher, verified),
