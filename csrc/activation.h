@@ -9,8 +9,11 @@
 namespace speq {
 
 // In the order of ACTIVATIONS in speq/kernels/reference.py.
-enum class Activation : std::int64_t { silu, swish, gelu, gelu_pytorch_tanh, relu };
-constexpr std::int64_t kActivations = 5;
+enum class Activation : std::int64_t { silu, swish, gelu, gelu_pytorch_tanh, relu, clamped };
+constexpr std::int64_t kActivations = 6;
+
+// Of the clamped activation: where gate and up end, and how steep the sigmoid is.
+constexpr float kClampLimit = 7.0f, kClampAlpha = 1.702f;
 
 SPEQ_INLINE float activate(Activation activation, float x) {
   switch (activation) {
@@ -23,6 +26,20 @@ SPEQ_INLINE float activate(Activation activation, float x) {
   default:
     return x / (1.0f + expf(-x));
   }
+}
+
+// What comes between an expert's projections. `round` rounds each step as transformers does it; the
+// last one is the caller's.
+template <typename Round>
+SPEQ_INLINE float activate(Activation activation, float gate, float up, const Round &round) {
+  if (activation != Activation::clamped) {
+    return round(activate(activation, gate)) * up;
+  }
+  // NaN stays NaN.
+  gate = gate > kClampLimit ? kClampLimit : gate;
+  up = up > kClampLimit ? kClampLimit : up < -kClampLimit ? -kClampLimit : up;
+  const float share = round(1.0f / (1.0f + expf(-round(gate * kClampAlpha))));
+  return round(up + 1.0f) * round(gate * share);
 }
 
 } // namespace speq

@@ -186,7 +186,7 @@ def load(
             encoding.measure(base, budget.readers, labelled(progress, ENCODING))
         if encoding is not None:
             settled = measured(encoding, subject, settled, budget)
-        bank = None if arena is None else DraftExperts(arena, opened.shape.activation)
+        bank = None if arena is None else DraftExperts(arena, opened.shape.activation, model.biases)
         graphs_on = recording_device(config.graphs, device, model)
         governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()

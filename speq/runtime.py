@@ -251,7 +251,12 @@ class Runtime:
         if loaded.limits is not None:
             budget = LayerBudgets(loaded.limits, self.model.gates)
         experts = loaded.opened.store.codec.experts(slots, loaded.arena)
-        sizes = MoeSizes(self.model.num_moe_layers, shape.experts.num_experts, shape.activation)
+        sizes = MoeSizes(
+            self.model.num_moe_layers,
+            shape.experts.num_experts,
+            shape.activation,
+            self.model.biases,
+        )
         offload = offload_over(
             slots,
             experts,

@@ -198,7 +198,7 @@ def torch_experts(
     for expert in mask.sum(dim=(1, 2)).nonzero().flatten().tolist():
         ranks, rows = torch.where(mask[expert])
         gate, up = F.linear(inputs[rows], gate_up_proj[expert]).chunk(2, dim=-1)
-        outputs = F.linear(ACTIVATIONS[ACTIVATION](gate) * up, down_proj[expert])
+        outputs = F.linear(ACTIVATIONS[ACTIVATION](gate, up), down_proj[expert])
         outputs = outputs * topk_weights[rows, ranks, None]
         out.index_add_(0, rows, outputs.to(out.dtype))
     return out.to(hidden_states.dtype)

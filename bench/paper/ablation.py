@@ -39,6 +39,7 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
+from speq.kernels.ops import ExpertBiases
 from speq.layers.exact_experts import ExactExperts
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import texts_of
@@ -88,10 +89,19 @@ def row_by_row(op: Callable[..., None]) -> Callable[..., None]:
     """A kernel of `SlotExperts` that is called for each row by itself."""
 
     def run(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, *more: Any) -> None:
-        *held, activation, out = more
+        biases = [each for each in more[-1:] if isinstance(each, ExpertBiases)]
+        *held, activation, out = more[: len(more) - len(biases)]
         for row in range(len(hidden_states)):
             only = slice(row, row + 1)
-            op(hidden_states[only], topk_ids[only], slot_table, *held, activation, out[only])
+            op(
+                hidden_states[only],
+                topk_ids[only],
+                slot_table,
+                *held,
+                activation,
+                out[only],
+                *biases,
+            )
 
     return run
 

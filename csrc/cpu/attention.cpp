@@ -62,7 +62,7 @@ Attention::Attention(const AttentionProblem &problem)
 template <typename Type> void Attention::prepare() {
   const auto &[rows, heads, kv_heads, width, rotary, capacity, start, window, nodes, parents, word,
                queries, keys, values, cos, sin, query_weight, key_weight, query_norm, key_norm, eps,
-               scale, cached_keys, cached_values, out] = problem_;
+               scale, cached_keys, cached_values, out, sinks] = problem_;
   std::vector<Type> turned(std::max(heads, kv_heads) * width);
   for (std::int64_t row = 0; row < rows; ++row) {
     const auto turn = [&](const void *words, std::int64_t count, const void *weight,
@@ -119,7 +119,11 @@ template <typename Type> void Attention::attend(std::int64_t kv_head) const {
   std::vector<SoftmaxSum> totals(count, {-std::numeric_limits<float>::infinity(), 0.0f});
   std::int64_t seen_first = std::numeric_limits<std::int64_t>::max(), end = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    queries[i] = queries_.row(i / group * problem_.heads + kv_head * group + i % group);
+    const std::int64_t head = kv_head * group + i % group;
+    queries[i] = queries_.row(i / group * problem_.heads + head);
+    if (problem_.sinks != nullptr) {
+      totals[i] = {to_float(static_cast<const Type *>(problem_.sinks)[head]), 1.0f};
+    }
     score_rows[i] = &scores[i * kEntries];
     node_score_rows[i] = &node_scores[i * nodes];
     const std::int64_t own = behind(i / group);

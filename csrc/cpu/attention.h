@@ -25,6 +25,7 @@ struct AttentionProblem {
   float eps, scale;
   void *cached_keys, *cached_values; // [kv_heads, capacity, width]
   void *out;                         // [rows, heads, width]
+  const void *sinks; // [heads], or null: a score of no entry, which takes its share of the weights
 };
 
 class Attention {

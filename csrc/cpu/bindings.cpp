@@ -92,7 +92,7 @@ void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional
 void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots,
                   Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight,
                   Tensor down_scales, std::optional<Tensor> input_perm, std::int64_t activation,
-                  Tensor out) {
+                  Tensor out, std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && out.dim() == 2 &&
                       out.size(0) == hidden_states.size(0) &&
                       out.size(1) == hidden_states.size(1) && gate_up_qweight.dim() == 3 &&
@@ -106,10 +106,22 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
   STD_TORCH_CHECK(topk_ids.size(0) == rows && topk_weights.size(0) == rows &&
                       topk_weights.size(1) == topk_ids.size(1),
                   "topk_ids and topk_weights must have a row for each of hidden_states");
+  const std::int64_t width = down_qweight.size(2) * 2, num_slots = gate_up_qweight.size(0);
+  STD_TORCH_CHECK(
+      gate_up_bias.has_value() == down_bias.has_value() &&
+          (!gate_up_bias.has_value() || gate_up_bias->scalar_type() == down_bias->scalar_type()),
+      "gate_up_bias and down_bias must both be there, of one dtype, or neither");
+  const std::int64_t experts = base_slots.size(0);
+  Int4Biases biases;
+  if (gate_up_bias.has_value()) {
+    const ScalarType type = gate_up_bias->scalar_type();
+    biases = {bias_of(gate_up_bias, "gate_up_bias", experts, 2 * width, type),
+              bias_of(down_bias, "down_bias", experts, hidden_size, type),
+              word_of(*gate_up_bias, "gate_up_bias")};
+  }
   if (out.numel() == 0) {
     return;
   }
-  const std::int64_t width = down_qweight.size(2) * 2, num_slots = gate_up_qweight.size(0);
   const Buffer<float> values = to_floats(hidden_states, "hidden_states");
   const MoeInt4Problem problem{
       rows,
@@ -123,6 +135,7 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
       int4_slots(down_qweight, down_scales, hidden_size, width, "down"),
       perm_of(input_perm, num_slots, hidden_size),
       activation_of(activation),
+      biases,
   };
   MoeInt4 moe(problem);
   Buffer<float> results(rows * hidden_size);
@@ -144,7 +157,8 @@ RawWeights::Slots raw_slots(const Tensor &tensor, const char *name) {
 }
 
 void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj,
-                     Tensor down_proj, std::int64_t activation, Tensor out) {
+                     Tensor down_proj, std::int64_t activation, Tensor out,
+                     std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   const RawWeights::Slots gate_up = raw_slots(gate_up_proj, "gate_up_proj");
   const RawWeights::Slots down = raw_slots(down_proj, "down_proj");
   const std::int64_t hidden_size = gate_up_proj.size(2), width = down_proj.size(2);
@@ -152,7 +166,7 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
                       gate_up_proj.scalar_type() == down_proj.scalar_type() &&
                       gate_up_proj.size(0) == down_proj.size(0),
                   "gate_up_proj must be [S, 2F, H] and down_proj [S, H, F], of one dtype");
-  run_grouped({hidden_states, topk_ids, slot_table, out},
+  run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
               RawWeights(hidden_size, width, gate_up_proj.size(0),
                          word_of(gate_up_proj, "gate_up_proj"), gate_up, down),
               activation);

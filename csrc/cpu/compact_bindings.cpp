@@ -81,28 +81,29 @@ void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_s
 
 void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, std::int64_t expert_width, std::int64_t activation,
-                              Tensor out) {
+                              Tensor out, std::optional<Tensor> gate_up_bias,
+                              std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
   const std::int64_t hidden_size = hidden_states.size(1);
   const RecordSlots records =
       record_slots(slots, LosslessWeights::fixed_bytes(hidden_size, expert_width));
-  run_grouped({hidden_states, topk_ids, slot_table, out},
+  run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
               LosslessWeights(hidden_size, expert_width, records), activation);
 }
 
 void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, Tensor base_slots, Tensor gate_up_qweight,
                               Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales,
-                              std::optional<Tensor> input_perm, std::int64_t activation,
-                              Tensor out) {
+                              std::optional<Tensor> input_perm, std::int64_t activation, Tensor out,
+                              std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   const BaseExperts base = base_experts(base_slots, gate_up_qweight, gate_up_scales, down_qweight,
                                         down_scales, input_perm);
   STD_TORCH_CHECK(base_slots.numel() == slot_table.numel(),
                   "base_slots and slot_table must have an entry for each expert");
   const std::int64_t hidden_size = down_qweight.size(1), width = down_qweight.size(2) * 2;
   const RecordSlots records = record_slots(slots, ResidualWeights::fixed_bytes(hidden_size, width));
-  run_grouped({hidden_states, topk_ids, slot_table, out},
+  run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
               ResidualWeights(hidden_size, width, records, base), activation);
 }
 

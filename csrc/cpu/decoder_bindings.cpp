@@ -87,7 +87,8 @@ const std::int64_t *parents_of(const std::optional<Tensor> &parents) {
 void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> query_norm,
                    std::optional<Tensor> key_norm, double eps, Tensor cos, Tensor sin,
                    Tensor cached_keys, Tensor cached_values, std::int64_t start,
-                   std::int64_t window, double scale, std::optional<Tensor> parents, Tensor out) {
+                   std::int64_t window, double scale, std::optional<Tensor> parents, Tensor out,
+                   std::optional<Tensor> sinks) {
   const ScalarType type = queries.scalar_type();
   for (const Tensor *tensor : {&queries, &keys, &values, &cos, &sin, &out}) {
     check(*tensor, "queries, keys, values, cos, sin and out", 2, type);
@@ -110,6 +111,10 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
                   "cos and sin must have a row for each of queries, no wider than a head");
   const std::int64_t query_columns = norm_columns(query_norm, queries.size(1), type);
   const std::int64_t key_columns = norm_columns(key_norm, keys.size(1), type);
+  if (sinks.has_value()) {
+    check(*sinks, "sinks", 1, type);
+    STD_TORCH_CHECK(sinks->size(0) * width == queries.size(1), "sinks must be one for each head");
+  }
   const std::int64_t nodes = parents.has_value() ? parents->size(0) : rows;
   STD_TORCH_CHECK(nodes >= rows && start >= nodes - rows,
                   "rows must be the last nodes of their tree, whose entries lie before theirs");
@@ -143,6 +148,7 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
       cached_keys.mutable_data_ptr(),
       cached_values.mutable_data_ptr(),
       out.mutable_data_ptr(),
+      sinks.has_value() ? sinks->const_data_ptr() : nullptr,
   });
   const std::int64_t seen = std::min(window, start) + nodes;
   parallel_for(0, kv_heads, grain(2 * seen * width * bytes_of(word)),

@@ -1,6 +1,8 @@
 // What the ops over exact experts in slots have alike, whatever code those are in.
 #pragma once
 
+#include <optional>
+
 #include "cpu/moe_grouped.h"
 #include "cpu/tensors.h"
 
@@ -10,11 +12,12 @@ namespace speq::cpu {
 struct Grouped {
   const Tensor &hidden_states, &topk_ids, &slot_table;
   Tensor &out;
+  const std::optional<Tensor> &gate_up_bias, &down_bias;
 };
 
 inline void run_grouped(const Grouped &tensors, const ExpertWeights &weights,
                         std::int64_t activation) {
-  const auto &[hidden_states, topk_ids, slot_table, out] = tensors;
+  const auto &[hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias] = tensors;
   STD_TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous() && out.dim() == 3 &&
                       out.is_contiguous() && out.scalar_type() == hidden_states.scalar_type(),
                   "hidden_states [T, H] and out [T, K, H] must be contiguous and of one dtype");
@@ -25,6 +28,11 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &weights,
                       out.size(0) == rows && out.size(1) == topk_ids.size(1) &&
                       out.size(2) == hidden_size,
                   "topk_ids must be [T, K] and out [T, K, H] of hidden_states [T, H]");
+  const std::int64_t experts = slot_table.size(0);
+  const ScalarType type = hidden_states.scalar_type();
+  const ExpertBiases biases{
+      bias_of(gate_up_bias, "gate_up_bias", experts, 2 * weights.expert_width, type),
+      bias_of(down_bias, "down_bias", experts, hidden_size, type)};
   if (out.numel() == 0) {
     return;
   }
@@ -38,6 +46,7 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &weights,
       weights,
       activation_of(activation),
       out.mutable_data_ptr(),
+      biases,
   });
   const std::int64_t word_bytes = bytes_of(weights.word);
   parallel_for(0, moe.inner_tiles(), grain(2 * moe.width_tile() * hidden_size * word_bytes),

@@ -12,6 +12,12 @@ std::int64_t tile_of(const ExpertWeights &weights, Projection projection) {
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
 
+// An expert's row of biases [E, size]; null where there are none.
+template <typename Type>
+const Type *bias(const void *biases, std::int64_t size, std::int64_t expert) {
+  return biases == nullptr ? nullptr : static_cast<const Type *>(biases) + expert * size;
+}
+
 } // namespace
 
 MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
@@ -77,11 +83,22 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
     problem_.weights.dot(Projection::up, group.expert, group.slot, first, rows, multiplied,
                          up_rows.data());
     with_type(problem_.dtype, [&](auto type) {
-      const auto round = [](float value) { return rounded_to<decltype(type)>(value); };
+      using Type = decltype(type);
+      const auto round = [](float value) { return rounded_to<Type>(value); };
+      const Type *biases = bias<Type>(problem_.biases.gate_up, 2 * width, group.expert);
       for (std::int64_t r = 0; r < count; ++r) {
+        float *gate = gate_rows[r], *up = up_rows[r];
         for (std::int64_t i = 0; i < rows; ++i) {
-          const float gate = round(activate(problem_.activation, round(gate_rows[r][i])));
-          gate_rows[r][i] = round(gate * round(up_rows[r][i]));
+          gate[i] = round(gate[i]), up[i] = round(up[i]);
+        }
+        if (biases != nullptr) {
+          for (std::int64_t i = 0; i < rows; ++i) {
+            gate[i] = round(gate[i] + to_float(biases[first + i]));
+            up[i] = round(up[i] + to_float(biases[width + first + i]));
+          }
+        }
+        for (std::int64_t i = 0; i < rows; ++i) {
+          gate[i] = round(activate(problem_.activation, gate[i], up[i], round));
         }
         inner_.fill(group.places[r], first, rows, gate_rows[r]);
       }
@@ -108,10 +125,16 @@ void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
     problem_.weights.dot(Projection::down, group.expert, group.slot, first, rows,
                          {inputs.data(), count, inner_.stored()}, value_rows.data());
     with_type(problem_.dtype, [&](auto type) {
-      auto *out = static_cast<decltype(type) *>(problem_.out);
+      using Type = decltype(type);
+      auto *out = static_cast<Type *>(problem_.out);
+      const Type *biases = bias<Type>(problem_.biases.down, hidden_size, group.expert);
       for (std::int64_t r = 0; r < count; ++r) {
         for (std::int64_t i = 0; i < rows; ++i) {
-          store(value_rows[r][i], out[group.places[r] * hidden_size + first + i]);
+          float value = value_rows[r][i];
+          if (biases != nullptr) {
+            value = rounded_to<Type>(value) + to_float(biases[first + i]);
+          }
+          store(value, out[group.places[r] * hidden_size + first + i]);
         }
       }
     });

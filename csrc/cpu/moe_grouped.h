@@ -11,6 +11,12 @@
 
 namespace speq::cpu {
 
+// Of experts that have biases: gate_up [E, 2 * expert_width], gate before up, and down [E,
+// hidden_size]. Null where there are none.
+struct ExpertBiases {
+  const void *gate_up = nullptr, *down = nullptr;
+};
+
 struct MoeGroupedProblem {
   std::int64_t rows, top_k;
   const void *hidden_states; // [rows, hidden_size] of `dtype`, which `out` has as well
@@ -19,7 +25,8 @@ struct MoeGroupedProblem {
   std::span<const std::int64_t> slots; // [E], negative where an expert is in none
   const ExpertWeights &weights;
   Activation activation;
-  void *out; // [rows, top_k, hidden_size]
+  void *out;           // [rows, top_k, hidden_size]
+  ExpertBiases biases; // of `dtype`
 };
 
 class MoeGrouped {

@@ -1,6 +1,23 @@
 #include "cpu/moe_int4.h"
 
 namespace speq::cpu {
+namespace {
+
+// Adds columns [first, first + count) of an expert's bias, of [E, size], to as many values.
+void add_bias(const void *biases, Word word, std::int64_t size, std::int64_t expert,
+              std::int64_t first, std::int64_t count, float *values) {
+  if (biases == nullptr) {
+    return;
+  }
+  with_type(word, [&](auto type) {
+    const auto *bias = static_cast<const decltype(type) *>(biases) + expert * size + first;
+    for (std::int64_t i = 0; i < count; ++i) {
+      values[i] += to_float(bias[i]);
+    }
+  });
+}
+
+} // namespace
 
 // With a perm of its own, every expert sees inputs that are rounded for it.
 MoeInt4::MoeInt4(const MoeInt4Problem &problem)
@@ -46,9 +63,14 @@ void MoeInt4::gate_up(std::int64_t begin, std::int64_t end) {
     const DotInt4 dot = dot_int4_for(matrix);
     dot(matrix, first, last, inputs.data(), count, gate_rows.data());
     dot(matrix, width + first, width + last, inputs.data(), count, up_rows.data());
+    const auto &[biases, of_down, word] = problem_.biases;
+    const auto as_is = [](float value) { return value; };
     for (std::int64_t r = 0; r < count; ++r) {
+      float *gate = gate_rows[r], *up = up_rows[r];
+      add_bias(biases, word, 2 * width, group.expert, first, last - first, gate);
+      add_bias(biases, word, 2 * width, group.expert, width + first, last - first, up);
       for (std::int64_t i = 0; i < last - first; ++i) {
-        gate_rows[r][i] = activate(problem_.activation, gate_rows[r][i]) * up_rows[r][i];
+        gate[i] = activate(problem_.activation, gate[i], up[i], as_is);
       }
       inner_rows_.round(group.places[r], first, last - first, gate_rows[r]);
     }
@@ -71,8 +93,12 @@ void MoeInt4::down(std::int64_t begin, std::int64_t end, float *out) {
         inputs.push_back(inner_rows_.row(place));
         rows.push_back(&parts[place * columns + tile - first]);
       }
-      dot(matrix, tile, std::min(tile + kTile, last), inputs.data(), std::int64_t(inputs.size()),
-          rows.data());
+      const std::int64_t end = std::min(tile + kTile, last);
+      dot(matrix, tile, end, inputs.data(), std::int64_t(inputs.size()), rows.data());
+      for (float *row : rows) {
+        add_bias(problem_.biases.down, problem_.biases.word, hidden_size, group.expert, tile,
+                 end - tile, row);
+      }
     }
   }
   // In the order of the route, whatever the order of experts was.

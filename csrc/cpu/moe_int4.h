@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "cpu/exact_rows.h"
 #include "cpu/int8_rows.h"
 #include "cpu/routing.h"
 
@@ -23,6 +24,13 @@ struct Int4Slots {
   }
 };
 
+// Of experts that have biases: gate_up [E, 2 * expert_width], gate before up, and down [E,
+// hidden_size], of `word`. Null where there are none.
+struct Int4Biases {
+  const void *gate_up = nullptr, *down = nullptr;
+  Word word = Word::float32;
+};
+
 struct MoeInt4Problem {
   std::int64_t rows, top_k;
   const float *hidden_states;          // [rows, hidden_size]
@@ -33,6 +41,7 @@ struct MoeInt4Problem {
   Int4Slots gate_up, down;
   const std::int32_t *input_perm; // [N, hidden_size] or null
   Activation activation;
+  Int4Biases biases;
 
   std::int64_t hidden_size() const { return gate_up.columns; }
   std::int64_t expert_width() const { return down.columns; }

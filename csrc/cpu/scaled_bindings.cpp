@@ -26,13 +26,14 @@ void decode_fp8_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 }
 
 void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                         std::int64_t expert_width, std::int64_t activation, Tensor out) {
+                         std::int64_t expert_width, std::int64_t activation, Tensor out,
+                         std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
   const std::int64_t hidden_size = hidden_states.size(1);
   const RecordSlots records =
       record_slots(slots, Fp8Weights::fixed_bytes(hidden_size, expert_width));
-  run_grouped({hidden_states, topk_ids, slot_table, out},
+  run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
               Fp8Weights(hidden_size, expert_width, records), activation);
 }
 
@@ -47,14 +48,15 @@ void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 }
 
 void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                           std::int64_t expert_width, std::int64_t activation, Tensor out) {
+                           std::int64_t expert_width, std::int64_t activation, Tensor out,
+                           std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
   const std::int64_t hidden_size = hidden_states.size(1);
   check_blocks(hidden_size, expert_width);
   const RecordSlots records =
       record_slots(slots, Mxfp4Weights::fixed_bytes(hidden_size, expert_width));
-  run_grouped({hidden_states, topk_ids, slot_table, out},
+  run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
               Mxfp4Weights(hidden_size, expert_width, records), activation);
 }
 

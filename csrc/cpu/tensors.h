@@ -68,6 +68,18 @@ inline const std::int32_t *perm_of(const std::optional<Tensor> &perm, std::int64
   return static_cast<const std::int32_t *>(perm->const_data_ptr());
 }
 
+// Biases [experts, size] of experts; null where there are none.
+inline const void *bias_of(const std::optional<Tensor> &bias, const char *name,
+                           std::int64_t experts, std::int64_t size, ScalarType type) {
+  if (!bias.has_value()) {
+    return nullptr;
+  }
+  check(*bias, name, 2, type);
+  STD_TORCH_CHECK(bias->size(0) == experts && bias->size(1) == size, name, " must be [", experts,
+                  ", ", size, "]");
+  return bias->const_data_ptr();
+}
+
 inline Word word_of(const Tensor &tensor, const char *name) {
   switch (tensor.scalar_type()) {
   case ScalarType::Float:

@@ -37,7 +37,7 @@ void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional
 void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots,
                   Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight,
                   Tensor down_scales, std::optional<Tensor> input_perm, std::int64_t activation,
-                  Tensor out) {
+                  Tensor out, std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_int4";
   const auto route = route_of(op, hidden_states, topk_ids, base_slots);
   const auto gate_up = int4_values(op, gate_up_qweight, gate_up_scales, 3);
@@ -59,6 +59,8 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
                        input_perm->size(0) == gate_up.slots && input_perm->size(1) == hidden_size &&
                        same_device({&hidden_states, &*input_perm})),
                   op, ": input_perm must be contiguous int32, one for each slot and column");
+  const ExpertBiases biases =
+      biases_of(op, gate_up_bias, down_bias, hidden_states, route.experts, width);
   if (route.num_rows == 0) {
     return;
   }
@@ -66,8 +68,8 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
   Tensor memory = workspace(hidden_states, moe_int4_workspace(route, width));
   check(op, moe_int4(values(op, hidden_states), route, data<float>(topk_weights), gate_up, down,
                      input_perm ? data<std::int32_t>(*input_perm) : nullptr,
-                     activation_of(op, activation), values(op, out), memory.mutable_data_ptr(),
-                     call.stream()));
+                     activation_of(op, activation), biases, values(op, out),
+                     memory.mutable_data_ptr(), call.stream()));
 }
 
 // Slots of matrices, of which each is contiguous.
@@ -82,7 +84,8 @@ SlotValues slot_values(const char *op, const Tensor &tensor) {
 }
 
 void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj,
-                     Tensor down_proj, std::int64_t activation, Tensor out) {
+                     Tensor down_proj, std::int64_t activation, Tensor out,
+                     std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped";
   const auto route = route_of(op, hidden_states, topk_ids, slot_table);
   const auto gate_up = slot_values(op, gate_up_proj), down = slot_values(op, down_proj);
@@ -99,13 +102,15 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
   STD_TORCH_CHECK(
       same_device({&hidden_states, &topk_ids, &slot_table, &gate_up_proj, &down_proj, &out}), op,
       ": arguments are on different devices");
+  const ExpertBiases biases =
+      same_biases_of(op, gate_up_bias, down_bias, hidden_states, route.experts, down.columns);
   if (route.num_rows * route.top_k == 0 || hidden_states.size(1) == 0) {
     return;
   }
   const Call call(hidden_states);
   Tensor memory =
       workspace(hidden_states, moe_grouped_workspace(route, down.columns, hidden.dtype));
-  check(op, moe_grouped(hidden, route, gate_up, down, activation_of(op, activation),
+  check(op, moe_grouped(hidden, route, gate_up, down, activation_of(op, activation), biases,
                         out.mutable_data_ptr(), memory.mutable_data_ptr(), call.stream()));
 }
 

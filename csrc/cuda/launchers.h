@@ -1,6 +1,7 @@
 // Host functions that launch the kernels, with plain pointers. Bindings check shapes before.
 // What arguments mean is said in speq/kernels/reference.py. Workspaces are device memory of the
-// size that the function beside says; each returns what went wrong, or null.
+// size that the function beside says; each returns what went wrong, or null. Biases are of the
+// dtype of the rows, but for moe_int4.
 #pragma once
 
 #include <cstddef>
@@ -38,11 +39,19 @@ struct Route {
   std::int64_t experts;
 };
 
+// Of experts that have biases: gate_up [experts, 2 * expert_width], gate before up, and down
+// [experts, hidden_size]. Null where there are none.
+struct ExpertBiases {
+  const void *gate_up = nullptr, *down = nullptr;
+  Dtype dtype = Dtype::float32;
+};
+
 std::size_t moe_int4_workspace(const Route &route, std::int64_t width);
 
 const char *moe_int4(Values hidden_states, Route route, const float *topk_weights,
                      Int4Values gate_up, Int4Values down, const std::int32_t *input_perm,
-                     Activation activation, Values out, void *workspace, void *stream);
+                     Activation activation, ExpertBiases biases, Values out, void *workspace,
+                     void *stream);
 
 // Matrices of experts; slots may be further apart than they are large.
 struct SlotValues {
@@ -54,7 +63,8 @@ struct SlotValues {
 std::size_t moe_grouped_workspace(const Route &route, std::int64_t width, Dtype dtype);
 
 const char *moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotValues down,
-                        Activation activation, void *out, void *workspace, void *stream);
+                        Activation activation, ExpertBiases biases, void *out, void *workspace,
+                        void *stream);
 
 // An expert's matrices are gate and up [expert_width, hidden_size], down [hidden_size,
 // expert_width].
@@ -81,18 +91,21 @@ struct BaseExperts {
 std::size_t moe_compact_workspace(const Route &route, ExpertShape shape);
 
 const char *moe_grouped_lossless(Values hidden_states, Route route, Records slots,
-                                 ExpertShape shape, Activation activation, void *out,
-                                 void *workspace, void *stream);
+                                 ExpertShape shape, Activation activation, ExpertBiases biases,
+                                 void *out, void *workspace, void *stream);
 
 const char *moe_grouped_residual(Values hidden_states, Route route, Records slots, BaseExperts base,
-                                 Activation activation, void *out, void *workspace, void *stream);
+                                 Activation activation, ExpertBiases biases, void *out,
+                                 void *workspace, void *stream);
 
 // Records of codes with scales (scaled.h), which are aligned to four bytes.
 const char *moe_grouped_fp8(Values hidden_states, Route route, Records slots, ExpertShape shape,
-                            Activation activation, void *out, void *workspace, void *stream);
+                            Activation activation, ExpertBiases biases, void *out, void *workspace,
+                            void *stream);
 
 const char *moe_grouped_mxfp4(Values hidden_states, Route route, Records slots, ExpertShape shape,
-                              Activation activation, void *out, void *workspace, void *stream);
+                              Activation activation, ExpertBiases biases, void *out,
+                              void *workspace, void *stream);
 
 const char *decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream);
 

@@ -17,6 +17,7 @@ template <typename Slots> struct CompactProjection {
   Route route;
   int positions;
   Slots weights;
+  const void *bias; // [experts, rows of weights] of `dtype`, or null
   bool gated;
   Activation activation;
   Dtype dtype; // what values are rounded to
@@ -81,17 +82,24 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
     } else {
       take(Constant<1>(), Constant<0>());
     }
+    const Lane lane;
+    const int output = found_again(quad) * kRows + lane.row(), r = int(lane.id) / sum_lanes;
+    // Rounded where transformers rounds.
+    const auto round = [&](float value) { return rounded(value, p.dtype); };
+    if (p.bias != nullptr && works && output < p.outputs) {
+      const int rows_of_weights = p.gated ? 2 * p.outputs : p.outputs;
+      const std::int64_t row = m == 1 ? p.outputs + output : output;
+      const std::int64_t at = std::int64_t(found_again(expert)) * rows_of_weights + row;
+      sum = round(sum) + load_value(p.bias, p.dtype, at);
+    }
     if (p.gated) {
-      // Rounded where transformers rounds.
-      sum = rounded(sum, p.dtype);
+      sum = round(sum);
       const int thread = found_again(int(threadIdx.x));
       shared.up[thread] = sum;
       __syncthreads();
-      sum = rounded(activate(p.activation, sum), p.dtype) * shared.up[(thread + kLanes) % kThreads];
+      sum = activate(p.activation, sum, shared.up[(thread + kLanes) % kThreads], round);
       __syncthreads();
     }
-    const Lane lane;
-    const int output = found_again(quad) * kRows + lane.row(), r = int(lane.id) / sum_lanes;
     const bool first_with_it = int(lane.id) % sum_lanes < kBlockLanes && !lane.ends_run();
     if (m != 1 && output < p.outputs && r < rows && first_with_it) {
       const int column = p.out_in_places ? float_place(output) : output;
@@ -134,8 +142,8 @@ template <typename Slots> Error launch_projection(const CompactProjection<Slots>
 // hidden_states [num_rows, hidden_size] to out [positions, hidden_size].
 template <typename Slots>
 Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots &weights,
-                          const InputOrder &order, Activation activation, void *out,
-                          void *workspace, void *stream) {
+                          const InputOrder &order, Activation activation, ExpertBiases biases,
+                          void *out, void *workspace, void *stream) {
   const int positions = int(route.num_rows * route.top_k);
   const std::int64_t hidden_size = weights.layout.columns[0], width = weights.layout.rows[0];
   auto *const inputs = static_cast<float *>(workspace);
@@ -151,6 +159,7 @@ Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots 
                                        route,
                                        positions,
                                        weights,
+                                       biases.gate_up,
                                        true,
                                        activation,
                                        dtype,
@@ -162,9 +171,8 @@ Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots 
     return error;
   }
   const CompactProjection<Slots> second{
-      inner, inner_stride, 1,     route,        positions,        weights,
-      false, activation,   dtype, {out, dtype}, int(hidden_size), int(hidden_size),
-      false};
+      inner, inner_stride, 1,     route,        positions,        weights,          biases.down,
+      false, activation,   dtype, {out, dtype}, int(hidden_size), int(hidden_size), false};
   return launch_projection(second, stream);
 }
 

@@ -12,9 +12,10 @@ Fp8Slots fp8_slots(const Records &records, const ExpertShape &shape) {
 } // namespace
 
 Error moe_grouped_fp8(Values hidden_states, Route route, Records slots, ExpertShape shape,
-                      Activation activation, void *out, void *workspace, void *stream) {
-  return moe_grouped_compact(hidden_states, route, fp8_slots(slots, shape), {}, activation, out,
-                             workspace, stream);
+                      Activation activation, ExpertBiases biases, void *out, void *workspace,
+                      void *stream) {
+  return moe_grouped_compact(hidden_states, route, fp8_slots(slots, shape), {}, activation, biases,
+                             out, workspace, stream);
 }
 
 Error decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream) {

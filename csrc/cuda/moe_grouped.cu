@@ -15,6 +15,7 @@ struct Projection {
   Route route;
   int positions;
   SlotValues weights;
+  const void *bias; // [experts, weights.rows] of `dtype`, or null
   bool gated;
   Activation activation;
   void *out; // [positions, outputs]
@@ -171,10 +172,15 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     }
     if (lane_id() < rows) {
       const std::int64_t target = std::int64_t(members[lane_id()]) * p.outputs + output;
+      // Rounded where transformers rounds.
+      const auto round = [&](float value) { return rounded(value, p.dtype); };
+      if (p.bias != nullptr && !bad) {
+        const std::int64_t of_expert = id * p.weights.rows;
+        of_first = round(of_first) + load_value(p.bias, p.dtype, of_expert + output);
+        of_second = round(of_second) + load_value(p.bias, p.dtype, of_expert + second);
+      }
       if (p.gated) {
-        // Rounded where transformers rounds.
-        const float gate = rounded(of_first, p.dtype), up = rounded(of_second, p.dtype);
-        of_first = rounded(activate(p.activation, gate), p.dtype) * up;
+        of_first = activate(p.activation, round(of_first), round(of_second), round);
       }
       store_value(of_first, p.out, p.dtype, target);
       if (second_output) {
@@ -221,16 +227,27 @@ std::size_t moe_grouped_workspace(const Route &route, std::int64_t width, Dtype 
 }
 
 Error moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotValues down,
-                  Activation activation, void *out, void *workspace, void *stream) {
+                  Activation activation, ExpertBiases biases, void *out, void *workspace,
+                  void *stream) {
   const int positions = int(route.num_rows * route.top_k);
-  const Projection first{
-      hidden_states.values, hidden_states.dtype, int(route.top_k),  route, positions, gate_up, true,
-      activation,           workspace,           int(down.columns), false};
+  const Projection first{hidden_states.values,
+                         hidden_states.dtype,
+                         int(route.top_k),
+                         route,
+                         positions,
+                         gate_up,
+                         biases.gate_up,
+                         true,
+                         activation,
+                         workspace,
+                         int(down.columns),
+                         false};
   if (const Error error = project(first, stream)) {
     return error;
   }
-  const Projection second{workspace, hidden_states.dtype, 1,   route,          positions, down,
-                          false,     activation,          out, int(down.rows), true};
+  const Projection second{
+      workspace, hidden_states.dtype, 1,   route,          positions, down, biases.down,
+      false,     activation,          out, int(down.rows), true};
   return project(second, stream);
 }
 

@@ -22,6 +22,7 @@ struct MoeInt4 {
   std::int64_t slots;
   const std::int32_t *input_perm;
   Activation activation;
+  ExpertBiases biases;
   void *out;
   Dtype out_dtype;
   int gate_up_batch, down_batch;
@@ -98,7 +99,14 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_gate_up(const 
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (lane_id() % kRowLanes == r) {
-          const float inner = activate(p.activation, sums[0][r]) * sums[1][r];
+          float gate = sums[0][r], up = sums[1][r];
+          if (p.biases.gate_up != nullptr) {
+            const std::int64_t of_expert = p.route.topk_ids[leader] * 2 * width;
+            gate += load_value(p.biases.gate_up, p.biases.dtype, of_expert + row);
+            up += load_value(p.biases.gate_up, p.biases.dtype, of_expert + width + row);
+          }
+          const auto as_is = [](float value) { return value; };
+          const float inner = activate(p.activation, gate, up, as_is);
           shared.inner[r][local] = column < width ? inner : 0.0f;
         }
       }
@@ -212,6 +220,10 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_down(const Moe
       for (int split = 0; split < p.down_splits; ++split) {
         output += parts[(split * p.positions + place) * kOutTile + i % kOutTile];
       }
+      const std::int64_t id = p.route.topk_ids[place];
+      if (p.biases.down != nullptr && id >= 0 && id < p.route.experts) {
+        output += load_value(p.biases.down, p.biases.dtype, id * p.down.rows + target);
+      }
       sum = fmaf(output, p.topk_weights[place], sum);
     }
     store_value(sum, p.out, p.out_dtype, std::int64_t(t) * p.down.rows + target);
@@ -235,8 +247,8 @@ std::size_t moe_int4_workspace(const Route &route, std::int64_t width) {
 }
 
 Error moe_int4(Values hidden_states, Route route, const float *topk_weights, Int4Values gate_up,
-               Int4Values down, const std::int32_t *input_perm, Activation activation, Values out,
-               void *workspace, void *stream) {
+               Int4Values down, const std::int32_t *input_perm, Activation activation,
+               ExpertBiases biases, Values out, void *workspace, void *stream) {
   const std::size_t positions = route.num_rows * route.top_k;
   auto *const leaders = static_cast<unsigned char *>(workspace);
   unsigned char *const members = leaders + aligned(positions * sizeof(Leader));
@@ -259,6 +271,7 @@ Error moe_int4(Values hidden_states, Route route, const float *topk_weights, Int
                           gate_up.slots,
                           input_perm,
                           activation,
+                          biases,
                           out.values,
                           out.dtype,
                           batch,

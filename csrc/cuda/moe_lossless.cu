@@ -12,9 +12,10 @@ LosslessSlots lossless_slots(const Records &records, const ExpertShape &shape) {
 } // namespace
 
 Error moe_grouped_lossless(Values hidden_states, Route route, Records slots, ExpertShape shape,
-                           Activation activation, void *out, void *workspace, void *stream) {
+                           Activation activation, ExpertBiases biases, void *out, void *workspace,
+                           void *stream) {
   return moe_grouped_compact(hidden_states, route, lossless_slots(slots, shape), {}, activation,
-                             out, workspace, stream);
+                             biases, out, workspace, stream);
 }
 
 Error decode_lossless(Records record, ExpertShape shape, void *gate_up, void *down, void *stream) {

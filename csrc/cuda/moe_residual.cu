@@ -14,10 +14,11 @@ ResidualSlots residual_slots(const Records &records, const BaseExperts &base) {
 } // namespace
 
 Error moe_grouped_residual(Values hidden_states, Route route, Records slots, BaseExperts base,
-                           Activation activation, void *out, void *workspace, void *stream) {
+                           Activation activation, ExpertBiases biases, void *out, void *workspace,
+                           void *stream) {
   const InputOrder order{base.input_perm, base.base_slots, base.down.slots};
   return moe_grouped_compact(hidden_states, route, residual_slots(slots, base), order, activation,
-                             out, workspace, stream);
+                             biases, out, workspace, stream);
 }
 
 Error decode_residual(Records record, BaseExperts base, void *gate_up, void *down, void *stream) {

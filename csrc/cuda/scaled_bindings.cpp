@@ -29,7 +29,8 @@ void decode_fp8_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 }
 
 void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                         std::int64_t expert_width, std::int64_t activation, Tensor out) {
+                         std::int64_t expert_width, std::int64_t activation, Tensor out,
+                         std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_fp8";
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
   const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
@@ -37,14 +38,16 @@ void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_tabl
   const Records records = records_of(op, slots, nbytes);
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
+  const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
+                                             grouped.route.experts, shape.expert_width);
   if (grouped.route.num_rows * grouped.route.top_k == 0) {
     return;
   }
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
   check(op, moe_grouped_fp8(grouped.hidden_states, grouped.route, records, shape,
-                            activation_of(op, activation), grouped.out, memory.mutable_data_ptr(),
-                            call.stream()));
+                            activation_of(op, activation), biases, grouped.out,
+                            memory.mutable_data_ptr(), call.stream()));
 }
 
 void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
@@ -61,7 +64,8 @@ void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 }
 
 void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                           std::int64_t expert_width, std::int64_t activation, Tensor out) {
+                           std::int64_t expert_width, std::int64_t activation, Tensor out,
+                           std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_mxfp4";
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
   const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
@@ -70,14 +74,16 @@ void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_ta
   const Records records = records_of(op, slots, nbytes);
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
+  const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
+                                             grouped.route.experts, shape.expert_width);
   if (grouped.route.num_rows * grouped.route.top_k == 0) {
     return;
   }
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
   check(op, moe_grouped_mxfp4(grouped.hidden_states, grouped.route, records, shape,
-                              activation_of(op, activation), grouped.out, memory.mutable_data_ptr(),
-                              call.stream()));
+                              activation_of(op, activation), biases, grouped.out,
+                              memory.mutable_data_ptr(), call.stream()));
 }
 
 void bind(torch::stable::detail::StableLibrary &m) {

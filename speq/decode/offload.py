@@ -8,6 +8,7 @@ from torch import Tensor
 from speq.devices.device import Accelerator, Processor
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
+from speq.kernels.ops import ExpertBiases
 from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.gates import Gate
@@ -66,11 +67,16 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class MoeSizes:
-    """num_layers: MoE layers; num_experts: of each."""
+    """Of MoE layers.
+
+    num_experts  of each
+    biases       of its experts, layer by layer; empty where they have none
+    """
 
     num_layers: int
     num_experts: int
     activation: str
+    biases: Sequence[ExpertBiases] = ()
 
 
 def offload_over(
@@ -115,7 +121,8 @@ def offload_over(
 
     def bank(server: ExpertServer, on_route: Callable[[int, Route], Route]) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
-        return ExactExperts(server, experts, table, routes, sizes.activation, timed, on_route)
+        activation, biases = sizes.activation, sizes.biases
+        return ExactExperts(server, experts, table, routes, activation, timed, on_route, biases)
 
     return Offload(
         target=bank(prefetcher, verified),
@@ -141,7 +148,7 @@ def residents_of(
     gates  of the MoE layers, in order
     """
     table, routes = host_side(device, sizes.num_experts)
-    return ResidentExperts(supply, experts, table, routes, gates, sizes.activation)
+    return ResidentExperts(supply, experts, table, routes, gates, sizes.activation, sizes.biases)
 
 
 def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from speq.experts.expert_names import (
     ExpertNames,
 )
 from speq.experts.packed_draft import TiedDraft
-from speq.files.alignment import ALIGNMENT, aligned_bytes
+from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.files.published_format import (
     FP8,
@@ -50,11 +51,37 @@ class Part:
     """A range of a shard, and where in a record it belongs.
 
     widened  whether it holds bfloat16 that the record has as float32
+    turned   of a matrix that lies there transposed: how the words of the range become those of the
+             record
     """
 
     range: Range
     at: int
     widened: bool = False
+    turned: "Turned | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A matrix [N, K] that lies on disk as [K, N].
+
+    in_turns  whether rows of gate and of up take turns there
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    in_turns: bool
+
+    def put(self, stored: Tensor, room: Tensor) -> None:
+        """Write the bytes of the matrix into `room`; both [rows * columns * itemsize] uint8."""
+        given = stored.view(self.dtype).view(self.columns, self.rows)
+        made = room.view(self.dtype).view(self.rows, self.columns)
+        if not self.in_turns:
+            made.copy_(given.t())
+            return
+        for first, half in enumerate(made.chunk(2)):
+            half.copy_(given[:, first::2].t())
 
 
 class ExpertStore(Protocol):
@@ -109,6 +136,8 @@ class ExpertLayout:
 
     layers  model layers that have experts
     names   what experts and routers are called on disk
+    transposed  whether words of all experts of a layer lie there as [E, H, 2F], gate and up in
+                turns, and [E, F, H]
     """
 
     layers: tuple[int, ...]
@@ -116,6 +145,7 @@ class ExpertLayout:
     hidden_size: int
     expert_width: int
     names: ExpertNames = USUAL_NAMES
+    transposed: bool = False
 
     def shape(self, matrix: ExpertMatrix) -> tuple[int, ...]:
         """What a tensor of experts' matrices is on disk."""
@@ -145,7 +175,8 @@ class SafetensorsExpertStore:
             matrix = layout.names.matrix(name)
             if matrix is None or matrix.layer not in order:
                 continue
-            wanted = stored_shape(layout.shape(matrix), shape.published)
+            turned = layout.transposed and matrix.expert is None
+            wanted = stored_shape(layout.shape(matrix), shape.published, turned)
             if info.shape != wanted or info.dtype != stored:
                 raise SpeqError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
@@ -165,9 +196,10 @@ class SafetensorsExpertStore:
                 part = None if scales is None else part_of(*scales, at, len(held))
                 parts[matrix.projection] = Matrix(place, part)
         complete = self._complete(found, checkpoint, layout)
-        self._parts = [parts_of(shape, record) for record in complete]
-        self.reading_bytes = ENDS_BYTES + ALIGNMENT
-        self._ends: SimpleQueue[Tensor] = SimpleQueue()
+        self._parts = [parts_of(shape, record, layout.transposed) for record in complete]
+        self.reading_bytes = reading_bytes(shape, layout.transposed)
+        self._buffers: SimpleQueue[Buffers] = SimpleQueue()
+        self._turned_bytes = turned_bytes(shape, layout.transposed)
 
     @staticmethod
     def _common_shape(
@@ -237,30 +269,66 @@ class SafetensorsExpertStore:
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         try:
-            ends = self._ends.get_nowait()
+            buffers = self._buffers.get_nowait()
         except Empty:  # as many as threads ever read at a time
-            ends = aligned_bytes(1, ENDS_BYTES)[0]
+            buffers = Buffers.made(self._turned_bytes)
         read_bytes = 0
         try:
             for part in self._parts[layer * self.num_experts + expert]:
                 file, offset, nbytes = part.range
                 room = slot[part.at : part.at + nbytes]
-                read_bytes += file.read_scattered(offset, room, ends)
+                into = room if part.turned is None else buffers.turned[:nbytes]
+                read_bytes += file.read_scattered(offset, into, buffers.ends)
+                if part.turned is not None:
+                    part.turned.put(into, room)
                 if part.widened:
                     values = room.view(torch.bfloat16).float().view(torch.uint8)
                     slot[part.at : part.at + values.nbytes].copy_(values)
         finally:
-            self._ends.put(ends)
+            self._buffers.put(buffers)
         return read_bytes
 
     def close(self) -> None:
         pass  # the shards are the checkpoint's
 
 
-def stored_shape(shape: tuple[int, ...], published: str) -> tuple[int, ...]:
-    """What a tensor of experts' matrices is on disk; shape: as words."""
+class Buffers(NamedTuple):
+    """What a thread that reads takes beside the slot.
+
+    ends    for blocks at the ends of ranges
+    turned  for a matrix that lies on disk transposed
+    """
+
+    ends: Tensor
+    turned: Tensor
+
+    @classmethod
+    def made(cls, nbytes: int) -> "Buffers":
+        """nbytes: of the largest matrix that lies on disk transposed; 0: none does."""
+        turned = aligned_bytes(1, aligned(nbytes))[0] if nbytes else torch.empty(0)
+        return cls(aligned_bytes(1, ENDS_BYTES)[0], turned)
+
+
+def turned_bytes(shape: ExpertShape, transposed: bool) -> int:
+    """What a thread that reads takes for a matrix that lies on disk transposed."""
+    if not transposed or shape.published != WORDS:
+        return 0
+    return max(prod(shape.gate_up_shape), prod(shape.down_shape)) * shape.dtype.itemsize
+
+
+def reading_bytes(shape: ExpertShape, transposed: bool) -> int:
+    """What a thread that reads published experts takes beside the slot it fills."""
+    turned = turned_bytes(shape, transposed)
+    return ENDS_BYTES + ALIGNMENT + (aligned(turned) + ALIGNMENT if turned else 0)
+
+
+def stored_shape(shape: tuple[int, ...], published: str, turned: bool) -> tuple[int, ...]:
+    """What a tensor of experts' matrices is on disk; shape: as words.
+
+    turned  whether words lie there transposed
+    """
     if published != MXFP4:
-        return shape
+        return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
     return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
 
 
@@ -270,11 +338,22 @@ def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Ran
     return file, info.offset + at * nbytes, nbytes
 
 
-def parts_of(shape: ExpertShape, matrices: list[Matrix]) -> list[Part]:
-    """Where the matrices of an expert belong in its record, and their scales where it has those."""
+def parts_of(shape: ExpertShape, matrices: list[Matrix], transposed: bool = False) -> list[Part]:
+    """Where the matrices of an expert belong in its record, and their scales where it has those.
+
+    transposed  as `ExpertLayout` has it
+    """
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
-        return [Part(each.range, at) for each, at in zip(matrices, ends, strict=False)]
+        turned: list[Turned | None] = [None] * len(matrices)
+        if transposed and len(matrices) == len(FUSED):
+            dtype = shape.dtype
+            turned = [
+                Turned(*shape.gate_up_shape, dtype, in_turns=True),
+                Turned(*shape.down_shape, dtype, in_turns=False),
+            ]
+        places = zip(matrices, ends, turned, strict=False)
+        return [Part(each.range, at, turned=turn) for each, at, turn in places]
     layout: ScaledLayout = Mxfp4Layout(shape.hidden_size, shape.expert_width)
     if shape.published == FP8:
         layout = Fp8Layout(shape.hidden_size, shape.expert_width)

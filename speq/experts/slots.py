@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speq.kernels import ops
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import PlainExpert
+from speq.kernels.ops import ExpertBiases, PlainExpert
 
 # Called with an expert of a layer and its slot. What it returns is good until the next call.
 PlainWords = Callable[[int, int], PlainExpert]
@@ -22,7 +22,7 @@ class SlotExperts:
     """The experts that lie in slots.
 
     op     multiplies rows by them: called with hidden_states, topk_ids and slot_table, then what
-           `held` gives, then activation and out
+           `held` gives, then activation and out, and biases where experts have them
     held   what the op takes of the experts of a layer: the arena, and what it takes to read it
     plain  takes memory for the words of one expert where they are not read out of the slot itself,
            and reads experts of a layer into it, one after another
@@ -41,6 +41,7 @@ class SlotExperts:
         slot_table: Tensor,
         activation: str,
         out: Tensor,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """Run the rows of a layer whose experts are in slots. Nothing waits for the device.
 
@@ -49,9 +50,12 @@ class SlotExperts:
         slot_table     [E] int64: the same on the device, negative for nowhere
         out            [T, K, H]: the unweighted output of each place of a route; rows whose expert
                        is in no slot are left as they are
+        biases         of the layer's experts, if they have any
         """
         if grouping.index is None:
             held = self.held(layer)
-            self.op(hidden_states, grouping.topk_ids, slot_table, *held, activation, out)
+            added = () if biases is None else (biases,)
+            self.op(hidden_states, grouping.topk_ids, slot_table, *held, activation, out, *added)
         else:
-            ops.moe_by_expert(hidden_states, grouping, slots, self.plain(layer), activation, out)
+            words = self.plain(layer)
+            ops.moe_by_expert(hidden_states, grouping, slots, words, activation, out, biases)

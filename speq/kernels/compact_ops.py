@@ -10,7 +10,7 @@ from speq.errors import SpeqError
 from speq.kernels import library, reference_compact
 from speq.kernels.checks import activation_code, check_int4, check_rows, check_tensor
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import Int4Bank, Int4Pair, row_blocks
+from speq.kernels.ops import ExpertBiases, Int4Bank, Int4Pair, pair_of, row_blocks
 from speq.kernels.records import check_records, encode_into, encode_whole
 
 
@@ -76,18 +76,22 @@ def moe_grouped_lossless(
     expert_width: int,
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """`reference_compact.moe_grouped_lossless_out`; blocks and errors as of `ops.moe_grouped`."""
     layout = CompactLayout.of_expert(hidden_states.shape[1], expert_width, lossless=True)
     check_rows(hidden_states, topk_ids, slot_table, out)
     check_records("slots", slots, 2, layout)
     code = activation_code(activation)
+    added = pair_of(biases, hidden_states, slot_table, expert_width)
     held = slot_table, slots, expert_width
     if hidden_states.dtype == torch.float64:
-        reference_compact.moe_grouped_lossless_out(hidden_states, topk_ids, *held, activation, out)
+        reference_compact.moe_grouped_lossless_out(
+            hidden_states, topk_ids, *held, activation, out, *added
+        )
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_lossless", part, ids, *held, code, target)
+        library.call("moe_grouped_lossless", part, ids, *held, code, target, *added)
 
 
 def moe_grouped_residual(
@@ -99,6 +103,7 @@ def moe_grouped_residual(
     bank: Int4Bank,
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """`reference_compact.moe_grouped_residual_out` over a bank; else as `ops.moe_grouped`."""
     width = bank.down[0].shape[2] * 2
@@ -112,12 +117,15 @@ def moe_grouped_residual(
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
     check_records("slots", slots, 2, layout)
     code = activation_code(activation)
+    added = pair_of(biases, hidden_states, slot_table, width)
     held = slot_table, slots, base_slots, *bank.gate_up, *bank.down, bank.input_perm
     if hidden_states.dtype == torch.float64:
-        reference_compact.moe_grouped_residual_out(hidden_states, topk_ids, *held, activation, out)
+        reference_compact.moe_grouped_residual_out(
+            hidden_states, topk_ids, *held, activation, out, *added
+        )
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_residual", part, ids, *held, code, target)
+        library.call("moe_grouped_residual", part, ids, *held, code, target, *added)
 
 
 def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:

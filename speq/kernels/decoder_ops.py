@@ -12,6 +12,20 @@ from torch import Tensor
 
 from speq.kernels import library, reference
 from speq.kernels.checks import EXACT_DTYPES
+from speq.kernels.reference_decoder import beside_sinks
+
+__all__ = [
+    "Heads",
+    "Positions",
+    "RMSNorm",
+    "add_rms_norm",
+    "attention",
+    "beside_sinks",
+    "combine",
+    "rms_norm",
+    "route",
+    "takes",
+]
 
 # More than any text has entries.
 NO_WINDOW = 1 << 40
@@ -31,11 +45,13 @@ class Heads:
 
     query_norm, key_norm  before their positions are put in; both or neither
     scale                 of the scores
+    sinks                 [heads]: of each a score of no entry; None: there are none
     """
 
     scale: float
     query_norm: RMSNorm | None = None
     key_norm: RMSNorm | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,7 @@ def attention(
         heads.scale,
         positions.parents,
         out,
+        heads.sinks,
     )
 
 

@@ -5,6 +5,7 @@ native library, where there is one, registers faster ones for its device and win
 """
 
 import ctypes
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -36,14 +37,18 @@ ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
 def _named(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A reference that takes its activation, the argument before `out`, as a number."""
+    """A reference that takes its activation as a number."""
     names = tuple(ACTIVATIONS)
+    at = [*inspect.signature(kernel).parameters].index("activation")
 
     def run(*arguments: Any) -> None:
-        *inputs, activation, out = arguments
-        kernel(*inputs, names[activation], out)
+        kernel(*arguments[:at], names[arguments[at]], *arguments[at + 1 :])
 
     return run
+
+
+# Of experts that have biases: [E, 2F], gate before up, and [E, H].
+_BIASES = "Tensor? gate_up_bias=None, Tensor? down_bias=None"
 
 
 # Schema and reference of every op, by name.
@@ -59,12 +64,12 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_int4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots, "
         "Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, "
-        "Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
+        f"Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _named(reference.moe_int4_out),
     ),
     "moe_grouped": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj, "
-        "Tensor down_proj, int activation, Tensor(a!) out) -> ()",
+        f"Tensor down_proj, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _named(reference.moe_grouped_out),
     ),
     "encode_lossless": (
@@ -77,7 +82,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_lossless": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _named(reference_compact.moe_grouped_lossless_out),
     ),
     "encode_residual": (
@@ -93,7 +98,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_residual": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
-        "Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out) -> ()",
+        f"Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _named(reference_compact.moe_grouped_residual_out),
     ),
     "decode_fp8": (
@@ -102,7 +107,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_fp8": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _named(reference_scaled.moe_grouped_fp8_out),
     ),
     "decode_mxfp4": (
@@ -111,7 +116,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_mxfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        "int expert_width, int activation, Tensor(a!) out) -> ()",
+        f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _named(reference_scaled.moe_grouped_mxfp4_out),
     ),
     "rms_norm": (
@@ -122,7 +127,8 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "attention": (
         "(Tensor queries, Tensor keys, Tensor values, Tensor? query_norm, Tensor? key_norm, "
         "float eps, Tensor cos, Tensor sin, Tensor(a!) cached_keys, Tensor(b!) cached_values, "
-        "int start, int window, float scale, Tensor? parents, Tensor(c!) out) -> ()",
+        "int start, int window, float scale, Tensor? parents, Tensor(c!) out, Tensor? sinks=None) "
+        "-> ()",
         reference_decoder.attention_out,
     ),
     "route": (

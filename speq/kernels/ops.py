@@ -19,10 +19,24 @@ from speq.kernels.checks import (
     check_tensor,
 )
 from speq.kernels.grouping import Grouping
-from speq.kernels.reference import ACTIVATIONS, combine, quantize_int4_planes, unpack_int4
+from speq.kernels.reference import (
+    ACTIVATIONS,
+    CLAMP_ALPHA,
+    CLAMP_LIMIT,
+    CLAMPED,
+    HIDDEN_ACTS,
+    combine,
+    quantize_int4_planes,
+    unpack_int4,
+)
 
 __all__ = [
     "ACTIVATIONS",
+    "CLAMPED",
+    "CLAMP_ALPHA",
+    "CLAMP_LIMIT",
+    "HIDDEN_ACTS",
+    "ExpertBiases",
     "Int4Bank",
     "Int4Pair",
     "Int4Weight",
@@ -36,6 +50,7 @@ __all__ = [
     "moe_grouped",
     "moe_int4",
     "moe_int4_unfused",
+    "pair_of",
     "quantize_int4",
     "quantize_int4_planes",
     "read_sum",
@@ -141,6 +156,17 @@ class Int4Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """Biases of a layer's experts: gate_up [E, 2F], gate before up, and down [E, H].
+
+    Both are of the dtype of the rows that they are added to.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PlainExpert:
     """One exact expert in plain words.
 
@@ -223,6 +249,7 @@ def moe_int4(
     base_slots: Tensor,
     bank: Int4Bank,
     activation: str,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """`reference.moe_int4_out` into a new tensor [T, H] of hidden_states' dtype; shapes there.
 
@@ -236,6 +263,10 @@ def moe_int4(
     if bank.device != device:
         raise ValueError(f"the INT4 bank is on {bank.device} and hidden_states on {device}")
     code = activation_code(activation)
+    width = bank.down[0].shape[2] * 2
+    added = pair_of(biases, hidden_states, base_slots, width)
+    if hidden_states.dtype == torch.float64:
+        added = tuple(bias.float() for bias in added)
     weights = topk_weights.float()
     out = torch.empty_like(hidden_states)
     top_k = topk_ids.shape[1]
@@ -251,6 +282,7 @@ def moe_int4(
             bank.input_perm,
             code,
             target,
+            *added,
         )
     return out
 
@@ -262,6 +294,7 @@ def moe_int4_unfused(
     base_slots: Tensor,
     bank: Int4Bank,
     activation: str,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """`moe_int4`, but one `linear_int4` for each expert and projection.
 
@@ -271,16 +304,18 @@ def moe_int4_unfused(
     reference.check_ids("topk_ids", topk_ids, base_slots.shape[0], "experts of base_slots")
     outputs = hidden_states.new_empty(*topk_ids.shape, hidden_states.shape[1], dtype=torch.float32)
     inputs = hidden_states.float()
+    of_gate_up, of_down = (None, None) if biases is None else (biases.gate_up, biases.down)
     for expert in topk_ids.unique().tolist():
         slot = int(base_slots[expert])
         rows, ranks = torch.where(topk_ids == expert)
         perm = None if bank.input_perm is None else bank.input_perm[slot]
         codes, scales = bank.gate_up
         gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = ACTIVATIONS[activation](gate) * up
+        gate, up = reference.with_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
+        inner = ACTIVATIONS[activation](gate, up)
         codes, scales = bank.down
-        outputs[rows, ranks] = linear_int4(inner, codes[slot], scales[slot])
+        down = linear_int4(inner, codes[slot], scales[slot])
+        outputs[rows, ranks] = reference.with_bias(down, of_down, expert)
     return combine(outputs, topk_weights, hidden_states.dtype)
 
 
@@ -292,6 +327,7 @@ def moe_grouped(
     down_proj: Tensor,
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """`reference.moe_grouped_out`; shapes there. It runs float64 rows itself; only tests use them.
 
@@ -320,13 +356,13 @@ def moe_grouped(
     )
     check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
     code = activation_code(activation)
+    added = pair_of(biases, hidden_states, slot_table, width)
+    held = slot_table, gate_up_proj, down_proj
     if hidden_states.dtype == torch.float64:
-        reference.moe_grouped_out(
-            hidden_states, topk_ids, slot_table, gate_up_proj, down_proj, activation, out
-        )
+        reference.moe_grouped_out(hidden_states, topk_ids, *held, activation, out, *added)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped", part, ids, slot_table, gate_up_proj, down_proj, code, target)
+        library.call("moe_grouped", part, ids, *held, code, target, *added)
 
 
 def moe_by_expert(
@@ -336,6 +372,7 @@ def moe_by_expert(
     plain: Callable[[int, int], PlainExpert],
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """`reference.moe_grouped_out`, expert after expert, with torch's products for many rows.
 
@@ -355,7 +392,9 @@ def moe_by_expert(
             rows, places = grouping.of_expert(expert)
             words = plain(expert, slot)
             # No name for the rows gathered: the next expert's would exist beside them.
-            results = _swiglu(hidden_states.index_select(0, rows), words, activation)
+            results = _swiglu(
+                hidden_states.index_select(0, rows), words, activation, expert, biases
+            )
             outputs.index_copy_(0, places, results)
             del results
 
@@ -376,12 +415,37 @@ def row_blocks(top_k: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))
 
 
-def _swiglu(inputs: Tensor, expert: PlainExpert, activation: str) -> Tensor:
-    """inputs [R, H] through an expert, which is converted to their dtype."""
-    if expert.input_perm is not None:
-        inputs = inputs.index_select(1, expert.input_perm)
-    gate_up, down = expert.gate_up_proj.to(inputs.dtype), expert.down_proj.to(inputs.dtype)
-    return reference.swiglu(inputs, gate_up, down, activation)
+def pair_of(
+    biases: ExpertBiases | None, rows: Tensor, experts: Tensor, width: int
+) -> tuple[Tensor, Tensor] | tuple[()]:
+    """What ops take of biases behind their other arguments. Raises ValueError where these are not
+    those of such experts.
+
+    rows  [T, H]; experts: a table of them [E]; width: F
+    """
+    if biases is None:
+        return ()
+    count, dtypes = experts.shape[0], (rows.dtype,)
+    check_tensor("gate_up_bias", biases.gate_up, (count, 2 * width), dtypes, rows.device)
+    check_tensor("down_bias", biases.down, (count, rows.shape[1]), dtypes, rows.device)
+    return biases.gate_up, biases.down
+
+
+def _swiglu(
+    inputs: Tensor,
+    words: PlainExpert,
+    activation: str,
+    expert: int,
+    biases: ExpertBiases | None,
+) -> Tensor:
+    """inputs [R, H] through an expert, whose words are converted to their dtype."""
+    if words.input_perm is not None:
+        inputs = inputs.index_select(1, words.input_perm)
+    gate_up, down = words.gate_up_proj.to(inputs.dtype), words.down_proj.to(inputs.dtype)
+    if biases is None:
+        return reference.swiglu(inputs, gate_up, down, activation)
+    added = biases.gate_up, biases.down
+    return reference.swiglu(inputs, gate_up, down, activation, expert, *added)
 
 
 def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) -> None:

@@ -22,13 +22,29 @@ INT8_SMALLEST = 1e-30
 # Rows dequantised at a time: a float32 copy of a whole expert would be larger than the expert.
 UNPACK_ROWS = 512
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
+# Of the clamped activation (gpt_oss): where gate and up end, and how steep the sigmoid is.
+CLAMPED = "clamped"
+CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate): gate ends above, and up on both sides."""
+    gate = gate.clamp(max=CLAMP_LIMIT)
+    up = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
+
+
+# What comes between an expert's projections, of gate and up [..., F].
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "swish": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "relu": lambda gate, up: F.relu(gate) * up,
+    CLAMPED: clamped,
 }
+# Those that a config.json may name; the others belong to families.
+HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name != CLAMPED)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -130,6 +146,8 @@ def moe_int4_out(
     input_perm: Tensor | None,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """Run rows through INT4 experts and add them up (MoE-SpeQ 3.4.3).
 
@@ -140,6 +158,7 @@ def moe_int4_out(
     input_perm     [N, H] int32 or None: the order of inputs that gate_up was packed in. (down's
                    order is no argument: rows of gate_up are packed in it.)
     out            [T, H]; accumulated in float32, over the places of a route in their order
+    *_bias         [E, 2F] and [E, H] or None, in any float dtype: added to what projections give
 
     Raises IndexError where an id names no expert, or its base slot does not exist.
     """
@@ -155,11 +174,11 @@ def moe_int4_out(
         linear_int4_out(
             hidden_states[rows], gate_up_qweight[slot], gate_up_scales[slot], perm, gate_up
         )
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = with_bias(gate_up, gate_up_bias, expert).chunk(2, dim=-1)
         down = outputs.new_empty(len(rows), out.shape[1])
-        inner = ACTIVATIONS[activation](gate) * up
+        inner = ACTIVATIONS[activation](gate, up)
         linear_int4_out(inner, down_qweight[slot], down_scales[slot], None, down)
-        outputs[rows, ranks] = down
+        outputs[rows, ranks] = with_bias(down, down_bias, expert)
     out.copy_(combine(outputs, topk_weights, out.dtype))
 
 
@@ -168,12 +187,28 @@ def linear_out(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
     out.copy_(F.linear(inputs, weight, bias))
 
 
+def with_bias(rows: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+    """rows [R, N] of an expert and its bias, one of [E, N]; None: there are none."""
+    return rows if biases is None else rows + biases[expert].to(rows.dtype)
+
+
 def swiglu(
-    hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, activation: str
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    activation: str,
+    expert: int = 0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """One expert: down(act(gate(x)) * up(x)), of x [R, H], gate_up [2F, H] and down [H, F]."""
-    gate, up = F.linear(hidden_states, gate_up_proj).chunk(2, dim=-1)
-    return F.linear(ACTIVATIONS[activation](gate) * up, down_proj)
+    """One expert: down(act(gate(x)) * up(x)), of x [R, H], gate_up [2F, H] and down [H, F].
+
+    expert  which of the biases [E, 2F] and [E, H] are its own, where there are any: each is added
+            to a product that was rounded, as transformers does it
+    """
+    gate_up = with_bias(F.linear(hidden_states, gate_up_proj), gate_up_bias, expert)
+    inner = ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
+    return with_bias(F.linear(inner, down_proj), down_bias, expert)
 
 
 def moe_grouped_out(
@@ -184,6 +219,8 @@ def moe_grouped_out(
     down_proj: Tensor,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """Run rows through the exact experts that lie in slots, grouped by expert (MoE-SpeQ 3.4.4).
 
@@ -194,9 +231,10 @@ def moe_grouped_out(
     down_proj      [S, H, F]  that of hidden_states
     out            [T, K, H]: row (t, j) is the unweighted output of expert topk_ids[t, j]; rows
                    whose expert is in no slot are left as they are
+    *_bias         [E, 2F] and [E, H] of hidden_states' dtype, or None
 
     Each product is accumulated in float32 at least, and rounded to the dtype of hidden_states
-    where transformers rounds: after each projection, the activation and the product with `up`.
+    where transformers rounds: after each projection, its bias, and each step of the activation.
 
     Raises IndexError where an id names no expert, or its slot does not exist.
     """
@@ -209,7 +247,9 @@ def moe_grouped_out(
         rows, ranks = torch.where(topk_ids == expert)
         inputs = hidden_states[rows]
         gate_up = gate_up_proj[slot].to(inputs.dtype)
-        out[rows, ranks] = swiglu(inputs, gate_up, down_proj[slot].to(inputs.dtype), activation)
+        down = down_proj[slot].to(inputs.dtype)
+        biases = expert, gate_up_bias, down_bias
+        out[rows, ranks] = swiglu(inputs, gate_up, down, activation, *biases)
 
 
 def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -177,13 +177,16 @@ def moe_grouped_lossless_out(
     expert_width: int,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """`moe_grouped_out` over lossless records in `slots` [S, slot_bytes] uint8."""
     hidden_size = hidden_states.shape[1]
+    biases = gate_up_bias, down_bias
     for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
         gate_up_proj, down_proj = _empty(hidden_size, expert_width, slots)
         decode_lossless_out(slots[slot], gate_up_proj, down_proj)
-        _run_one(hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out)
+        _run_one(hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
 
 
 def moe_grouped_residual_out(
@@ -199,6 +202,8 @@ def moe_grouped_residual_out(
     input_perm: Tensor | None,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """`moe_grouped_out` over experts whose residuals lie in `slots` [S, slot_bytes] uint8.
 
@@ -208,6 +213,7 @@ def moe_grouped_residual_out(
     input_perm.
     """
     hidden_size, width = down_qweight.shape[1], down_qweight.shape[2] * 2
+    biases = gate_up_bias, down_bias
     for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
         base = int(base_slots[expert])
         check_ids("base_slots", base_slots[expert], len(down_qweight), "base slots")
@@ -215,7 +221,7 @@ def moe_grouped_residual_out(
         codes = gate_up_qweight[base], gate_up_scales[base], down_qweight[base], down_scales[base]
         decode_residual_out(slots[slot], *codes, gate_up_proj, down_proj)
         rows = hidden_states if input_perm is None else hidden_states[:, input_perm[base].long()]
-        _run_one(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out)
+        _run_one(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
 
 
 def _chosen(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
@@ -246,6 +252,8 @@ def _run_one(
     down_proj: Tensor,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
 ) -> None:
     """Run the rows of one expert, whose matrices are plain words."""
     only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
@@ -258,6 +266,8 @@ def _run_one(
         down_proj.unsqueeze(0),
         activation,
         out,
+        gate_up_bias,
+        down_bias,
     )
 
 

@@ -45,6 +45,7 @@ def attention_out(
     scale: float,
     parents: Tensor | None,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of T tokens over a cache that takes their entries: tokens that follow one another,
     or the last T of a tree's N nodes. Entries of all nodes lie together, and a node sees, besides
@@ -59,6 +60,8 @@ def attention_out(
     scale                of the scores
     parents              [N] int64, of each node, parents before children and -1 for the root; None:
                          the rows are a chain
+    sinks                [heads] or None: of each head a score of no entry, which takes its share of
+                         the weights
     """
     rows, (kv_heads, _, width) = len(queries), cached_keys.shape
     end = start + rows
@@ -78,10 +81,31 @@ def attention_out(
     past = torch.ones(rows, root, dtype=torch.bool)
     own = positions[start:, None]
     visible = torch.cat([past, above[-rows:]], dim=1) & (positions > own - window)
-    attended = F.scaled_dot_product_attention(
-        turned[0][None], seen[0][None], seen[1][None], attn_mask=visible, scale=scale
-    )
-    out.copy_(attended[0].transpose(0, 1).reshape(rows, -1))
+    if sinks is None:
+        attended = F.scaled_dot_product_attention(
+            turned[0][None], seen[0][None], seen[1][None], attn_mask=visible, scale=scale
+        )[0]
+    else:
+        attended = beside_sinks(turned[0], *seen, visible, scale, sinks)
+    out.copy_(attended.transpose(0, 1).reshape(rows, -1))
+
+
+def beside_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention whose weights sum up to less than 1: a score of no entry takes its share.
+
+    queries  [..., heads, T, D]; keys and values [..., heads, N, D], or of one head for all
+    visible  [..., T, N] bool, which entries each row sees; sinks: [heads]
+    """
+    scores = torch.matmul(queries, keys.mT) * scale
+    scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    beside = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, beside], dim=-1)
+    # Less their largest, as transformers does it: 16 bits round the difference.
+    scores -= scores.amax(dim=-1, keepdim=True)
+    weights = torch.softmax(scores, dim=-1)[..., :-1]
+    return torch.matmul(weights, values)
 
 
 def _tree(parents: list[int]) -> tuple[Tensor, Tensor]:

@@ -43,12 +43,15 @@ def moe_grouped_fp8_out(
     expert_width: int,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """`moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
+    biases = gate_up_bias, down_bias
     for expert, slot in _held(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_fp8_out(slots[slot], *words)
-        _run_one(hidden_states, topk_ids, expert, words, activation, out)
+        _run_one(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 
 def moe_grouped_mxfp4_out(
@@ -59,12 +62,15 @@ def moe_grouped_mxfp4_out(
     expert_width: int,
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> None:
     """`moe_grouped_out` over MXFP4 records in slots [S, slot_bytes] uint8."""
+    biases = gate_up_bias, down_bias
     for expert, slot in _held(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_mxfp4_out(slots[slot], *words)
-        _run_one(hidden_states, topk_ids, expert, words, activation, out)
+        _run_one(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 
 def _held(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
@@ -94,9 +100,13 @@ def _run_one(
     words: tuple[Tensor, Tensor],
     activation: str,
     out: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
 ) -> None:
     """Run the rows of one expert."""
     only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
     only[expert] = 0
     gate_up, down = (matrix.unsqueeze(0) for matrix in words)
-    moe_grouped_out(hidden_states, topk_ids, only, gate_up, down, activation, out)
+    held = only, gate_up, down
+    biases = gate_up_bias, down_bias
+    moe_grouped_out(hidden_states, topk_ids, *held, activation, out, *biases)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speq.kernels import library, reference_scaled
 from speq.kernels.checks import activation_code, check_rows, check_tensor
-from speq.kernels.ops import row_blocks
+from speq.kernels.ops import ExpertBiases, pair_of, row_blocks
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 
 REFERENCES = {
@@ -45,10 +45,11 @@ def moe_grouped_fp8(
     expert_width: int,
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """`reference_scaled.moe_grouped_fp8_out`; blocks and errors as of `ops.moe_grouped`."""
     held = Held(slot_table, slots, expert_width)
-    _moe_grouped("fp8", Fp8Layout, hidden_states, topk_ids, held, activation, out)
+    _moe_grouped("fp8", Fp8Layout, hidden_states, topk_ids, held, activation, out, biases)
 
 
 def moe_grouped_mxfp4(
@@ -59,10 +60,11 @@ def moe_grouped_mxfp4(
     expert_width: int,
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None = None,
 ) -> None:
     """`reference_scaled.moe_grouped_mxfp4_out`; blocks and errors as of `ops.moe_grouped`."""
     held = Held(slot_table, slots, expert_width)
-    _moe_grouped("mxfp4", mxfp4_layout, hidden_states, topk_ids, held, activation, out)
+    _moe_grouped("mxfp4", mxfp4_layout, hidden_states, topk_ids, held, activation, out, biases)
 
 
 class Held(NamedTuple):
@@ -81,17 +83,19 @@ def _moe_grouped(
     held: Held,
     activation: str,
     out: Tensor,
+    biases: ExpertBiases | None,
 ) -> None:
     """Of the ops `moe_grouped_*`, that of a form."""
     check_rows(hidden_states, topk_ids, held.slot_table, out)
     layout = layout_of(hidden_states.shape[1], held.expert_width)
     _check_records("slots", held.slots, 2, layout)
     code = activation_code(activation)
+    added = pair_of(biases, hidden_states, held.slot_table, held.expert_width)
     if hidden_states.dtype == torch.float64:
-        REFERENCES[form](hidden_states, topk_ids, *held, activation, out)
+        REFERENCES[form](hidden_states, topk_ids, *held, activation, out, *added)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call(f"moe_grouped_{form}", part, ids, *held, code, target)
+        library.call(f"moe_grouped_{form}", part, ids, *held, code, target, *added)
 
 
 def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:

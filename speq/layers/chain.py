@@ -21,9 +21,11 @@ ATTENTIONS = frozenset(
     f"{family}Attention"
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
-        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss"),
     )
 )
+# Their cos and sin are of one half of a head, and the other half is turned by the same ones.
+HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
 NORMS = frozenset(
     f"{family}RMSNorm"
     for family in (
@@ -196,11 +198,17 @@ def chain_attention(module: Any) -> bool:
     module.forward = ChainAttention(
         (module.q_proj, module.k_proj, module.v_proj),
         module.o_proj,
-        Heads(module.scaling, query_norm, key_norm),
+        Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
         module.layer_idx,
         own_forward(module),
     )
     return True
+
+
+def sinks_of(module: nn.Module) -> Tensor | None:
+    """[heads], of attention that has sinks."""
+    sinks = getattr(module, "sinks", None)
+    return None if sinks is None else sinks.detach()
 
 
 def rms_norm_of(module: nn.Module) -> RMSNorm:

@@ -1,6 +1,6 @@
 """The exact experts, run out of slots: the target's bank."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import ClassVar, Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
+from speq.kernels.ops import ExpertBiases
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
 from speq.routing import Route
@@ -36,6 +37,7 @@ class ExactExperts:
     slot_table  their slots, filled anew for each wave
     routes      brings routes to the host
     timed       times a layer's experts
+    biases      of the experts of each layer; empty where they have none
     on_route    told each layer's exact route; returns the one that is served, which may give up
                 rows, or have other experts under an expert budget
     """
@@ -51,6 +53,7 @@ class ExactExperts:
         activation: str,
         timed: Timed,
         on_route: Callable[[int, Route], Route],
+        biases: Sequence[ExpertBiases] = (),
     ) -> None:
         self._server = server
         self.experts = experts
@@ -59,6 +62,7 @@ class ExactExperts:
         self._activation = activation
         self._timed = timed
         self._on_route = on_route
+        self._biases = biases
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self._routes.read(route, self._server.foresees)
@@ -79,6 +83,7 @@ class ExactExperts:
         if not grouping.experts:
             return outputs
         waves = self._server.serve(layer, grouping.experts)
+        biases = self._biases[layer] if self._biases else None
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with closing(waves), self._timed("layer", layer):
             for slots in waves:
@@ -90,5 +95,6 @@ class ExactExperts:
                     self._slot_table.of(slots),
                     self._activation,
                     outputs,
+                    biases,
                 )
         return outputs

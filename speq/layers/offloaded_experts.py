@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from speq.kernels.ops import ExpertBiases
 from speq.routing import Route
 
 
@@ -45,6 +46,9 @@ class BankSwitch:
 
 class OffloadedExperts(nn.Module):
     """Replaces a family's `XExperts`; blocks call it with (hidden_states [T, H], ids, weights)."""
+
+    # Of its experts; None: they have none.
+    biases: ExpertBiases | None = None
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -88,3 +92,30 @@ class OffloadedExperts(nn.Module):
         # All rows need no index, which an accelerator would have to be sent.
         asked = hidden_states if len(rows) == len(hidden_states) else hidden_states[rows]
         return self._next_logits(asked)
+
+
+class BiasedExperts(OffloadedExperts):
+    """Of experts that have biases, which it does own: they are small, and every pass adds some.
+
+    Parameters have the names that `GptOssExperts` gives them, so that they are loaded as others
+    are. Those of gate and up take turns there.
+    """
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__(config)
+        count, width = config.num_local_experts, config.intermediate_size
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))
+        self.down_proj_bias = nn.Parameter(torch.empty(count, config.hidden_size))
+
+    def attach(
+        self,
+        layer: int,
+        switch: BankSwitch,
+        router: nn.Module,
+        next_logits: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        """Puts the biases of gate before those of up besides, as the kernels take them."""
+        super().attach(layer, switch, router, next_logits)
+        in_turns = self.gate_up_proj_bias.data
+        self.gate_up_proj_bias.data = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
+        self.biases = ExpertBiases(self.gate_up_proj_bias.data, self.down_proj_bias.data)

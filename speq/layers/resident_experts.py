@@ -10,6 +10,7 @@ from torch import Tensor
 from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
+from speq.kernels.ops import ExpertBiases
 from speq.layers.gates import Gate
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
@@ -37,6 +38,7 @@ class ResidentExperts:
     slot_table  their slots
     routes      brings routes to the host
     gates       of the MoE layers, in order
+    biases      of their experts; empty where they have none
     on_route    told (layer, route) of what the routers chose among all experts, in the midst of the
                 pass. Whatever it has fetched goes to other slots than those that are read.
     """
@@ -51,6 +53,7 @@ class ResidentExperts:
         routes: RouteReader,
         gates: Sequence[Gate],
         activation: str,
+        biases: Sequence[ExpertBiases] = (),
     ) -> None:
         self._lender = lender
         self._experts = experts
@@ -58,6 +61,7 @@ class ResidentExperts:
         self._routes = routes
         self._gates = gates
         self._activation = activation
+        self._biases = biases
         self.on_route: Callable[[int, Route], None] | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
@@ -78,6 +82,7 @@ class ResidentExperts:
                 self._slot_table.of(slots),
                 self._activation,
                 outputs,
+                *self._biases[layer : layer + 1],
             )
         return decoder_ops.combine(outputs, served.topk_weights, hidden_states.dtype)
 

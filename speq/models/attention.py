@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from speq.kernels.decoder_ops import beside_sinks
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -11,7 +17,7 @@ class AttentionShape:
     kv_shapes       (heads, width) of the cached keys and of the cached values
     query_width     elements of a token's queries, of all heads
     expanded_width  elements one cached token takes where attention expands it to all heads
-    score_heads     heads whose scores exist whole, [rows, context] each
+    score_heads     heads whose scores exist whole, [rows, context] each, twice over
     """
 
     kv_shapes: tuple[tuple[int, int], tuple[int, int]]
@@ -41,3 +47,50 @@ def cached_latents(config: Any) -> AttentionShape:
         # torch has no flash attention on the CPU for values narrower than keys.
         score_heads=0 if width == config.v_head_dim else heads,
     )
+
+
+def heads_with_sinks(config: Any) -> AttentionShape:
+    """As `cached_heads`, computed by `attend_beside_sinks`."""
+    shape = cached_heads(config)
+    (kv_heads, _), _ = shape.kv_shapes
+    # Of the heads that share keys, in up to four copies.
+    score_heads = 2 * config.num_attention_heads // kv_heads
+    return AttentionShape(shape.kv_shapes, shape.query_width, 0, score_heads)
+
+
+def attend_beside_sinks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    s_aux: Tensor,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of gpt_oss for any number of rows, by the heads that share keys.
+
+    query, key, value  [B, heads or kv_heads, T or N, D]; the result is [B, T, heads, D]
+    attention_mask     [B, 1, T, N] bool, true where seen
+    s_aux              [heads], the sinks
+
+    transformers' own takes masks that are added, and has scores of all heads at a time.
+    """
+    group = query.shape[1] // key.shape[1]
+    attended = [
+        beside_sinks(
+            query[:, head * group : (head + 1) * group],
+            key[:, head : head + 1],
+            value[:, head : head + 1],
+            attention_mask,
+            scaling,
+            s_aux[head * group : (head + 1) * group],
+        )
+        for head in range(key.shape[1])
+    ]
+    return torch.cat(attended, dim=1).transpose(1, 2).contiguous(), None
+
+
+# Its name in transformers' table of attention.
+BESIDE_SINKS = "speq_beside_sinks"
+AttentionInterface.register(BESIDE_SINKS, attend_beside_sinks)

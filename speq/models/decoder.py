@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from speq.kernels.decoder_ops import Positions
 from speq.layers.chain import (
+    HALF_TURNS,
     Chain,
     ChainNorm,
     ChainText,
@@ -113,7 +114,7 @@ class ChainDecoder:
         self.taps: Taps | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._table = partial(RotaryTable, body.rotary_emb, ahead)
+        self._table = partial(RotaryTable, whole_turns(body.rotary_emb), ahead)
         # By number of the text's cache: texts that run side by side are of different lengths.
         self._tables: dict[int, RotaryTable] = {}
         layers = list(body.layers)
@@ -139,7 +140,7 @@ class ChainDecoder:
                 self.taps.see(index, hidden)
             update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
             hidden, normed = added(hidden, update, layer.norm)
-            update = layer.feed_forward(normed[None])[0]
+            update = fed(layer.feed_forward, normed)
             hidden, normed = added(hidden, update, layer.next_norm)
         return Walked(normed[None])
 
@@ -151,6 +152,25 @@ class ChainDecoder:
             table = self._tables[cache.number] = self._table()
         positions = table.at(cache.length, hidden[span.rows], span.tree)
         return ChainText(span.rows, positions, cache.layers)
+
+
+def whole_turns(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What gives cos and sin of whole heads."""
+    if type(rotary_emb).__name__ not in HALF_TURNS:
+        return rotary_emb  # type: ignore[no-any-return]
+
+    def turns(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary_emb(like, position_ids=position_ids)
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+    return turns
+
+
+def fed(feed_forward: nn.Module, rows: Tensor) -> Tensor:
+    """What a layer's block makes of rows [T, H]; some give more than that."""
+    made = feed_forward(rows[None])
+    first: Tensor = made[0] if isinstance(made, tuple) else made
+    return first[0]
 
 
 def added(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Gene
 from speq.files.checkpoint import Checkpoint
 from speq.files.published_format import FP8, WORDS, scales_name, words_name
 from speq.kernels.scaled_words import fp8_words, mxfp4_words
+from speq.models.families import family_of
 from speq.models.shape import hf_config
 
 
@@ -34,14 +35,18 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
 
 
 def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The words of a tensor of codes, with its rows as they are on disk."""
+    """The words of a tensor of codes, with its rows as they are on disk; of experts whose words lie
+    transposed in the models of a family, transposed.
+    """
     file, _ = checkpoint.tensors[name]
     of_scales = scales_name(name)
     codes, scales = file.tensor(name), checkpoint.tensors[of_scales][0].tensor(of_scales)
     if checkpoint.format == FP8:
         return fp8_words(codes, scales)
     rows = codes.flatten(0, -3).flatten(1), scales.flatten(0, -2)
-    return mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
+    words = mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
+    transposed = family_of(checkpoint.config, checkpoint.path).transposed
+    return words.mT.contiguous() if transposed else words
 
 
 def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:

@@ -13,6 +13,7 @@ from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
+from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
 from speq.layers.gates import (
     Gate,
     GateOf,
@@ -24,8 +25,14 @@ from speq.layers.gates import (
     softmax_gate,
     sparse_mixer,
 )
-from speq.layers.offloaded_experts import OffloadedExperts
-from speq.models.attention import AttentionShape, cached_heads, cached_latents
+from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
+from speq.models.attention import (
+    BESIDE_SINKS,
+    AttentionShape,
+    cached_heads,
+    cached_latents,
+    heads_with_sinks,
+)
 
 # transformers' modules are shared by all threads: two at a time would leave ours behind.
 _PATCHING = threading.Lock()
@@ -74,6 +81,17 @@ def check_deepseek_v2(config: Any, num_experts: int, where: object) -> None:
         check_groups(config, num_experts, where)
 
 
+def check_clamped(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for a clamped activation of other numbers than the kernels have."""
+    for name, wanted in (("swiglu_limit", CLAMP_LIMIT), ("swiglu_alpha", CLAMP_ALPHA)):
+        given = getattr(config, name, wanted)
+        if given != wanted:
+            raise SpeqError(
+                f"{where} has {name} {given!r}; experts of family gpt_oss run with {wanted}: give "
+                "a model that was published with it"
+            )
+
+
 def check_pairs(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for groups too small: two experts rank one, and top-k chooses among them."""
     check_groups(config, num_experts, where)
@@ -99,6 +117,11 @@ class Family:
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     what its attention caches, from the config
+    attention_by  what of transformers' table computes it, where the walk does not
+    experts_by    what takes the place of its experts
+    transposed    whether words of experts are on disk as [E, H, 2F], gate and up in turns, and
+                  [E, F, H]
+    activation    of its experts; None: as the config's hidden_act says
     check         raises SpeqError for a config that the model would only stumble over in a pass;
                   given the config, the number of experts and where the config was read
     on_the_host   what its classes do there in the midst of a pass, which no graph can hold
@@ -115,6 +138,10 @@ class Family:
     window: bool = False
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
+    attention_by: str = "sdpa"
+    experts_by: type[OffloadedExperts] = OffloadedExperts
+    transposed: bool = False
+    activation: str | None = None
     check: Callable[[Any, int, object], None] = unchecked
     on_the_host: str | None = None
     since: str = "5.17"
@@ -138,11 +165,11 @@ class Family:
 
     @contextlib.contextmanager
     def without_experts(self) -> Iterator[None]:
-        """Models built inside the block have OffloadedExperts for experts."""
+        """Models built inside the block have `experts_by` for experts."""
         module = importlib.import_module(self.module)
         with _PATCHING:
             original = getattr(module, self.experts_class)
-            setattr(module, self.experts_class, OffloadedExperts)
+            setattr(module, self.experts_class, self.experts_by)
             try:
                 yield
             finally:
@@ -174,6 +201,7 @@ PHIMOE_NAMES = ExpertNames(
     MIXTRAL_NAMES.blocks, routers=("router", "gate"), projections=MIXTRAL_NAMES.projections
 )
 HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
+GPT_OSS_NAMES = ExpertNames(routers=("router",))
 
 FAMILIES = {
     family.model_type: family
@@ -267,6 +295,21 @@ FAMILIES = {
             gate=dividing_gate,
             names=HUNYUAN_NAMES,
             expert_width="intermediate_size",
+        ),
+        Family(
+            "gpt_oss",
+            "GptOssExperts",
+            names=GPT_OSS_NAMES,
+            gate=dividing_gate,
+            num_experts="num_local_experts",
+            expert_width="intermediate_size",
+            typed_masks=True,
+            attention=heads_with_sinks,
+            attention_by=BESIDE_SINKS,
+            experts_by=BiasedExperts,
+            transposed=True,
+            activation=CLAMPED,
+            check=check_clamped,
         ),
     )
 }

@@ -78,6 +78,10 @@ class MoEModel:
             block.experts.attach(layer, self._switch, block.router, next_logits)
         self.num_moe_layers = len(blocks)
         self.gates = [block.gate for block in blocks]
+        # Of the experts of each layer; empty where they have none.
+        self.biases = [
+            each for each in (block.experts.biases for block in blocks) if each is not None
+        ]
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         self._taps: Taps | None = None
@@ -425,7 +429,7 @@ def load(
                 checkpoint,
                 partial(is_held, family, checkpoint.config.get("num_hidden_layers")),
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=family.attention_by,
                 use_safetensors=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,

@@ -15,7 +15,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.files.json_file import read_json
 from speq.kernels import library, many_rows
 from speq.kernels.grouping import most_fused_rows
-from speq.kernels.ops import ACTIVATIONS
+from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape
 from speq.models.bounds import check_sizes
 from speq.models.dense import plain_modules
@@ -218,10 +218,10 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             f"{where} describes a model without routed experts, and there is nothing to offload; "
             "give a Mixture-of-Experts model"
         )
-    if config.hidden_act not in ACTIVATIONS:
+    if config.hidden_act not in HIDDEN_ACTS:
         raise SpeqError(
             f"{where} asks for the activation {config.hidden_act!r}; supported are "
-            f"{', '.join(ACTIVATIONS)}"
+            f"{', '.join(HIDDEN_ACTS)}"
         )
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
@@ -235,9 +235,16 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
     following = [(name, tensor) for name, tensor in others if tensor.dtype == SKELETON_DTYPE]
     wide = {name for name, _ in following if is_widened(model, name)}
     return ModelShape(
-        experts=ExpertLayout(layers, num_experts, config.hidden_size, expert_width, family.names),
+        experts=ExpertLayout(
+            layers,
+            num_experts,
+            config.hidden_size,
+            expert_width,
+            family.names,
+            family.transposed,
+        ),
         top_k=top_k,
-        activation=config.hidden_act,
+        activation=family.activation or config.hidden_act,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

@@ -10,11 +10,10 @@ from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
+from speq.experts.expert_store import reading_bytes
 from speq.experts.int4 import Int4Layout
-from speq.files.alignment import ALIGNMENT
 from speq.files.json_file import read_json
 from speq.files.published_format import WORDS, format_of
-from speq.files.range_file import ENDS_BYTES
 from speq.governor.planner import PassBytes
 from speq.heads.draft_head import HeadSizes
 from speq.models.dense_form import DenseForm
@@ -70,7 +69,8 @@ class Subject:
         words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
         sizes = experts.hidden_size, experts.expert_width
-        codec = own_codec(ExpertShape(*sizes, words, published))
+        stored = ExpertShape(*sizes, words, published)
+        codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)
         stored_bytes = shape.resident_weights * words.itemsize
         return cls(
@@ -82,7 +82,7 @@ class Subject:
             published=True,
             draft=worthwhile(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
-            reading_bytes=ENDS_BYTES + ALIGNMENT,
+            reading_bytes=reading_bytes(stored, experts.transposed),
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
         )

@@ -30,7 +30,7 @@ class FloatExpert:
     def inner(self, inputs: Tensor) -> Tensor:
         """What down_proj is given: [T, H] to [T, F]."""
         gate, up = (inputs @ self.gate_up_proj.t()).chunk(2, dim=-1)
-        return ACTIVATIONS[self.activation](gate) * up
+        return ACTIVATIONS[self.activation](gate, up)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """[T, H] to [T, H], without the route's weights."""

@@ -175,6 +175,22 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families that are mostly built like another one here run in the wider checks, and those that
@@ -193,6 +209,16 @@ BY_FAMILY = [
 IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),
     "hunyuan_v1_moe": (".mlp.gate.wg.weight",),
+}
+# Ends of names of what transformers leaves at 0, and how far it is spread. Some gates and ups come
+# to lie beyond where the clamped activation ends.
+SPREAD = {
+    "gpt_oss": {
+        "gate_up_proj_bias": 4.0,
+        "down_proj_bias": 0.5,
+        "_proj.bias": 0.5,
+        "sinks": 1.0,
+    }
 }
 CORRECTION = ("e_score_correction_bias",)
 
@@ -223,6 +249,9 @@ def write_model(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(IN_FLOAT32.get(model_type, CORRECTION)):
             tensor.data = tensor.data.float()
+        for ending, spread in SPREAD.get(model_type, {}).items():
+            if name.endswith(ending):
+                tensor.data.normal_(std=spread)
         if name.endswith(CORRECTION):  # which experts are chosen depends on it
             tensor.data.copy_(0.2 * torch.randn(tensor.shape))
         if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
