@@ -36,9 +36,9 @@ from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
 from speq.governor.holding import Holding
+from speq.layers.cached_experts import CachedExperts
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import LayerBudgets
-from speq.layers.resident_experts import ResidentExperts
 from speq.load import CONTEXT_STEP, Loaded, check_context
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
@@ -303,7 +303,7 @@ class Runtime:
         cache: KVCache,
         sampler: Sampler,
         confidence: Confidence,
-        residents: ResidentExperts,
+        residents: CachedExperts,
     ) -> DraftBase:
         """Of the texts that a cache is for. Passes of the first one alone are recorded: batches are
         launched, and a text by itself has that cache.

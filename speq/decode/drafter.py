@@ -11,8 +11,8 @@ from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Accelerator
 from speq.governor.confidence import Confidence
 from speq.heads.draft_head import DraftHead
+from speq.layers.cached_experts import CachedExperts
 from speq.layers.draft_experts import DraftExperts, OnRoute
-from speq.layers.resident_experts import ResidentExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 
@@ -59,7 +59,7 @@ class DraftBase:
     graphs_on: Accelerator | None = None
     confidence: Confidence = field(default_factory=Confidence)
     head: DraftHead | None = None
-    residents: ResidentExperts | None = None
+    residents: CachedExperts | None = None
 
 
 class Drafter(Protocol):

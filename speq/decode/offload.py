@@ -9,11 +9,11 @@ from speq.devices.device import Accelerator, Processor
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.kernels.ops import ExpertBiases
+from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.gates import Gate
 from speq.layers.offloaded_experts import ExpertBank
-from speq.layers.resident_experts import ResidentExperts
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
 from speq.registries import CACHE_POLICIES, PREFETCHERS
@@ -142,13 +142,13 @@ def residents_of(
     gates: Sequence[Gate],
     sizes: MoeSizes,
     device: Processor | Accelerator,
-) -> ResidentExperts:
+) -> CachedExperts:
     """The bank of drafts that make do with what lies in slots.
 
     gates  of the MoE layers, in order
     """
     table, routes = host_side(device, sizes.num_experts)
-    return ResidentExperts(supply, experts, table, routes, gates, sizes.activation, sizes.biases)
+    return CachedExperts(supply, experts, table, routes, gates, sizes.activation, sizes.biases)
 
 
 def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:

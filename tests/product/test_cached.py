@@ -19,8 +19,8 @@ from speq.decode.engine import Engine
 from speq.decode.sequence import Draft, Sequence
 from speq.decode.turn import Turn
 from speq.governor.draft_length import FixedDraftLength
+from speq.layers.cached_experts import CachedExperts
 from speq.layers.gates import ScoreGate
-from speq.layers.resident_experts import ResidentExperts
 from speq.layers.route_reader import HostRoutes
 from speq.layers.slot_table import HostSlotTable
 from speq.routing import Route
@@ -228,7 +228,7 @@ class Scaling:
 def test_rows_choose_among_residents(slots: dict[int, int], wanted: float) -> None:
     lender, gate = Lending(slots), ScoreGate(divided=True)
     told: list[tuple[int, list[list[int]], list[int]]] = []
-    bank = ResidentExperts(lender, Scaling(), HostSlotTable(4), HostRoutes(), [gate] * 3, "silu")  # type: ignore[arg-type]
+    bank = CachedExperts(lender, Scaling(), HostSlotTable(4), HostRoutes(), [gate] * 3, "silu")  # type: ignore[arg-type]
     bank.on_route = lambda layer, route: told.append((layer, route.ids, lender.lent))
     shares = torch.tensor([[0.5, 0.25, 0.15, 0.1]])
     weights, ids = shares.topk(2)

@@ -27,7 +27,7 @@ class Lender(Protocol):
     ) -> AbstractContextManager[dict[int, int]]: ...
 
 
-class ResidentExperts:
+class CachedExperts:
     """Runs what lies in slots: each row chooses again among those, by its router's own rule.
 
     A layer with fewer residents than a row chooses runs the ones that there are, and with none it
