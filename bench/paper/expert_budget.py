@@ -290,7 +290,7 @@ class Bench:
     def read(self, token_ids: list[int], found: Forced) -> Tensor:
         """[T, V] logits of a text, read in windows as verifications of drafts that stand."""
         engine, rows = self.engine, self.settings.draft_length + 1
-        engine.cache.clear()
+        engine.begin(Sequence(token_ids, SamplingParams(max_new_tokens=1)))
         logits = []
         for start in range(0, len(token_ids), rows):
             tokens = token_ids[start : start + rows]
@@ -298,7 +298,7 @@ class Bench:
             engine.offload.prefetcher.begin(len(tokens) - 1)
             draft = Draft.chain(tokens[1:], [CERTAIN] * (len(tokens) - 1))
             scored = engine.verify(tokens[0], draft)
-            engine.cache.advance(len(tokens))
+            engine.follow(tokens, scored)
             engine.offload.supply.report()
             logits.append(scored.logits.float().cpu().clone())
             found.tokens += len(tokens)

@@ -14,10 +14,8 @@ from speq.config import SamplingParams
 from speq.decode.drafter import DraftBounds
 from speq.decode.engine import Engine
 from speq.decode.sequence import Sequence as Request
-from speq.decode.turn import Turn
 from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.governor.draft_length import FixedDraftLength
 from speq.routing import Route
 from speq.units import Progress, tracked
 
@@ -170,14 +168,9 @@ def trees_at(engine: Engine, request: Request, start: int, plan: TreePlan) -> li
         if nodes >= request.remaining:
             continue
         passes = plan.passes_of(nodes)
-        engine.recorder.begin("tree")
-        governor = FixedDraftLength(passes, nodes=nodes)
-        turn = Turn(request, engine.cache, DraftBounds(passes, nodes))
-        engine.propose([turn], governor)
-        draft = turn.draft
-        engine.verify(request.pending_id, draft)
+        turn = engine.attempt(request, DraftBounds(passes, nodes))
         marks = marks_of(routes_of(engine))
-        grown.append(TreeSample(nodes, start, draft.depth, marks))
+        grown.append(TreeSample(nodes, start, turn.draft.depth, marks))
     return grown
 
 

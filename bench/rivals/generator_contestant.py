@@ -53,7 +53,7 @@ class GeneratorContestant:
                 engine.lookahead.clear()  # of a draft's routes, which name other tokens
                 scored = engine.verify(tokens[0], Draft.chain(tokens[1:]))
                 chosen += scored.logits.argmax(-1).tolist()
-                engine.cache.advance(len(tokens))
+                engine.follow(tokens, scored)
         return chosen
 
     def settled(self) -> dict[str, Any]:

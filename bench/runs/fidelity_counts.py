@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from speq.bench.runs.route_match import RouteMatch, ranked
 from speq.config import SamplingParams
+from speq.decode.drafter import DraftBounds
 from speq.decode.sampling import distribution, draw
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
@@ -147,16 +148,15 @@ class Fidelity:
         """Draft and verify behind `token_ids`, all but the last of which the cache holds."""
         engine = runtime.engine
         sampling = SamplingParams(max_new_tokens=len(self.positions) + 1, ignore_eos=True)
-        engine.step(Sequence(token_ids, sampling))
-        step, lookahead = engine.recorder.step, engine.lookahead
-        engine.cache.rewind(step.accepted + 1)
+        turn = engine.attempt(Sequence(token_ids, sampling), DraftBounds(len(self.positions)))
+        accepted, lookahead = turn.outcome.accepted, engine.lookahead
         used = {layer: ranked(route) for layer, route in lookahead.used.items()}
         for (node, layer), route in lookahead.predicted.items():
             # A draft that broke off has a route more than tokens, and still a node for each.
             drafted = ranked(route)[0]
             self.positions[node].free.add(drafted, used[layer][node])
-            if node <= step.accepted:
+            if node <= accepted:
                 self.positions[node].kept.add(drafted, used[layer][node])
         for at, position in enumerate(self.positions):
-            position.proposed += at < step.draft_length
-            position.accepted += at < step.accepted
+            position.proposed += at < turn.draft.depth
+            position.accepted += at < accepted

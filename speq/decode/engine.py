@@ -284,6 +284,28 @@ class Engine:
                 turn.draft = draft
             prefetcher.end()
 
+    def attempt(self, sequence: Sequence, bounds: DraftBounds) -> Turn:
+        """A round that leaves the text, its entries and its drafter as they were, for measurements:
+        drafted for, verified, and with the path that would be accepted. `lookahead` has its routes
+        until the next round.
+        """
+        self.recorder.begin("attempt")
+        self.turns = [turn] = [Turn(sequence, self.caches[sequence.row], bounds)]
+        self.propose(self.turns, FixedDraftLength(bounds.length, nodes=bounds.nodes))
+        (scored,) = self._score_turns(self.turns)
+        self._accept(turn, scored)
+        self.offload.supply.report()
+        return turn
+
+    def follow(self, token_ids: list[int], scored: Scored) -> None:
+        """The text of the first cache goes on with these tokens, which were just verified: their
+        entries are kept, and its drafter hears of them. `begin` is what forgets the text before.
+        """
+        self.cache.advance(len(token_ids))
+        drafter = self.drafter
+        if isinstance(drafter, Listener):
+            drafter.hear(token_ids, scored.hidden_states)
+
     def _drafts(self, asking: list[Asking]) -> list[Draft]:
         """Of each text: in passes that are common to all, where drafters make such."""
         drafters = [self.drafters[each.sequence.row] for each in asking]

@@ -32,6 +32,8 @@ class HeadText:
         self.cache = KVCache(1, kv_shapes, capacity, model.dtype, model.device)
         self._tokens: list[int] = []
         self._features: list[Tensor] = []
+        # The last token whose entry was made, and its feature: another token may follow it yet.
+        self._last: tuple[int, Tensor] | None = None
 
     @property
     def heard(self) -> int:
@@ -41,7 +43,7 @@ class HeadText:
     def begin(self) -> None:
         """Another text."""
         self.cache.clear()
-        self._tokens, self._features = [], []
+        self._tokens, self._features, self._last = [], [], None
 
     @torch.inference_mode()
     def hear(self, token_ids: list[int], features: Tensor) -> None:
@@ -57,7 +59,14 @@ class HeadText:
 
     @torch.inference_mode()
     def root(self, pending_id: int) -> HeadState:
-        """What follows the text's pending token, whose hidden state nobody knows yet: [1, ...]."""
+        """What follows the text's pending token, whose hidden state nobody knows yet: [1, ...].
+        Asked again before more is heard, it makes the last entry anew.
+        """
+        if not self._tokens:
+            assert self._last is not None, "something of the text was heard"
+            self.cache.rewind(1)
+            token_id, feature = self._last
+            self._tokens, self._features = [token_id], [feature]
         return self._write([*self._tokens[1:], pending_id]).row(-1)
 
     def _write(self, following: list[int]) -> HeadState:
@@ -66,6 +75,7 @@ class HeadText:
         features = torch.cat(self._features)
         state = self._pass(following, features[:count], start, None)
         self.cache.advance(count)
+        self._last = self._tokens[count - 1], features[count - 1 : count]
         self._tokens, self._features = self._tokens[count:], [features[count:]]
         return state
 

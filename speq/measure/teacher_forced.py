@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speq.decode.sequence import Draft
+from speq.config import SamplingParams
+from speq.decode.sequence import Draft, Sequence
 from speq.runtime import Runtime
 from speq.scheduler.lookahead import LookaheadBuffer
 
@@ -38,12 +39,12 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
     """Run a text as verification would, `rows` tokens at a time, and token by token as the draft.
 
     As in a run, the draft reads the exact KV entries of earlier passes and its own within a pass.
-    Between passes the cache holds the exact entries of the text so far; what is run on from there
-    must be rewound before the next pass.
+    Between passes the cache holds the exact entries of the text so far, and a drafter that listens
+    has heard of it. What is run on from there must leave both as they are (`Engine.attempt`).
     """
     engine, model = runtime.engine, runtime.model
     cache, lookahead = engine.cache, engine.lookahead
-    cache.clear()
+    engine.begin(Sequence(token_ids, SamplingParams(max_new_tokens=1)))
     for start in range(0, len(token_ids), rows):
         tokens = token_ids[start : start + rows]
         engine.recorder.begin("forced")
@@ -55,6 +56,7 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
                 drafted.append(model.score(runtime.draft_bank, cache, [token]).logits)
                 cache.advance(1)
             cache.rewind(len(tokens))
-        exact = engine.verify(tokens[0], Draft.chain(tokens[1:])).logits
-        cache.advance(len(tokens))
-        yield ForcedPass(start, exact, torch.cat(drafted) if drafted else None, lookahead)
+        scored = engine.verify(tokens[0], Draft.chain(tokens[1:]))
+        engine.follow(tokens, scored)
+        draft = torch.cat(drafted) if drafted else None
+        yield ForcedPass(start, scored.logits, draft, lookahead)

@@ -331,6 +331,9 @@ CELLS = (
     Cell(5, "half", "poor", prefetch="three-phase", trees="large"),
     Cell(5, "half", "own", prefetch="three-phase", trees="pruned"),
     Cell(3, "half", "own", drafter="ngram"),
+    Cell(3, "half", "own", drafter="head", prefetch="three-phase"),
+    Cell(5, "half", "own", drafter="head", trees="pruned"),
+    Cell(3, "half", "own", drafter="cached", prefetch="three-phase"),
 )
 
 
@@ -373,6 +376,44 @@ def test_a_small_budget_is_another_model_and_says_so(folders: Folders) -> None:
     assert 0 < budget["differing"] <= budget["audited"]
     assert 0 < budget["dropped_share"] < 1
     assert budget["served"] < budget["natural"]
+
+
+@pytest.mark.parametrize("trees", ["none", "small"])
+def test_a_head_goes_on_from_what_a_budget_made_of_the_text(trees: str, folders: Folders) -> None:
+    """It hears the states whose entries are kept: of the model within the budget, and of the exact
+    one where a verification was audited.
+    """
+    cell = Cell(3, "half", "own", drafter="head", trees=trees)
+    model, draft = folders.of("qwen2_moe", cell)
+    heard: list[tuple[list[int], Tensor]] = []
+    options = {"expert_budget": 2, "expert_audit": 0.5, "expert_residents": "ranked"}
+    generator, _ = loaded(cell, model, draft, "float32", len(PROMPT) + 40, **options)
+    with closing(generator):
+        engine = generator.runtime.engine
+        drafter, verify = engine.drafter, engine.verification.score
+        hear = drafter.hear  # type: ignore[attr-defined]
+        made: list[Tensor] = []
+
+        def score(pending_id: int, draft: Draft) -> Scored:
+            scored = verify(pending_id, draft)
+            made.append(scored.hidden_states.clone())
+            return scored
+
+        def listen(token_ids: list[int], hidden_states: Tensor) -> None:
+            if made:  # otherwise a prompt
+                assert torch.equal(hidden_states[0], made[-1][0])
+            heard.append((token_ids, hidden_states))
+            hear(token_ids, hidden_states)
+
+        drafter.hear = listen  # type: ignore[attr-defined]
+        engine.verification.score = score  # type: ignore[method-assign]
+        result = generator.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+        budget = result.stats["budget"]
+        steps = generator.last_run.decode
+    assert 0 < budget["audited"] < 40
+    assert len(made) == len(steps) + sum(step.audit_s > 0 for step in steps)
+    tokens = [token_id for token_ids, _ in heard for token_id in token_ids]
+    assert tokens == PROMPT + result.token_ids[:-1]
 
 
 def test_without_free_residents_no_slot_changes_the_text(folders: Folders) -> None:

@@ -14,11 +14,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from speq import Generator, SpeqError, plan
+from speq.bench.runs.fidelity_counts import Fidelity
+from speq.config import SamplingParams
+from speq.decode.drafter import DraftBounds
+from speq.decode.sequence import Sequence
 from speq.heads import losses
 from speq.heads.head_file import head_beside, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.losses import Found, LossWeights, Wanted
 from speq.heads.moe_head import MoEHead, mixed, rotations
+from speq.measure.teacher_forced import forced_passes
 from speq.models.kv_cache import causal_mask
 from speq.models.opened import open_model
 from tests.helpers.heads import head_in_numpy, random_head, write_random_head
@@ -257,6 +262,42 @@ def test_a_head_takes_its_share_of_the_budget(model: Path) -> None:
     assert "head" not in alone.runtime.plan.items
     generator.close()
     alone.close()
+
+
+@pytest.mark.parametrize("nodes", [None, 6])
+def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) -> None:
+    """Pass by pass, with rounds between that are forgotten again, as benches do: drafts are those
+    of a head that has heard the text as a prompt.
+    """
+    generator = Generator.from_pretrained(
+        model, "64MiB", drafter="head", dtype="float32", draft_length=3, context_length=64
+    )
+    runtime, engine = generator.runtime, generator.runtime.engine
+    drafter: Any = engine.drafter
+    text = [(7 * i * i + 3 * i) % 256 for i in range(30)]
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    bounds = DraftBounds(3, nodes)
+
+    def behind(end: int) -> Sequence:
+        return Sequence(text[: end + 1], sampling)
+
+    found = {}
+    counts = Fidelity.empty(engine.lookahead.num_layers, 8, 3)
+    for forced in forced_passes(runtime, text, 4):
+        end = forced.start + forced.tokens
+        if end < len(text):
+            turns = [engine.attempt(behind(end), bounds) for _ in range(2)]
+            assert turns[0].draft == turns[1].draft
+            assert engine.cache.length == end
+            found[end] = turns[0].draft
+            counts.run_freely(runtime, text[: end + 1])
+    assert [position.proposed for position in counts.positions] == [len(found)] * 3
+    for end, draft in found.items():
+        engine.begin(behind(end))
+        runtime.model.read(engine.offload.reader, engine.cache, text[:end], drafter.hear)
+        wanted = drafter.propose(behind(end), bounds, lambda *_: None, lambda *_: True)
+        assert draft.token_ids == wanted.token_ids
+    generator.close()
 
 
 def test_each_text_of_a_batch_has_entries_of_the_head(model: Path) -> None:
