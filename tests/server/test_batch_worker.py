@@ -323,7 +323,7 @@ class Rounds:
 
 
 def test_requests_run_side_by_side() -> None:
-    """Two at a time; who comes later joins between two steps, in the place of one that has ended."""
+    """Two at a time; a third joins between two steps, in the place of one that has ended."""
     rounds = Rounds(2)
 
     async def ask(worker: BatchWorker) -> None:

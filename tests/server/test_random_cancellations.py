@@ -12,8 +12,7 @@ from speq import Generator
 from speq.machine import process_bytes
 from tests.helpers.api_server import NAME, Rig
 
-# More than run and wait together where it is four at a time: some are refused, and ask again.
-AT_ONCE = 8
+AT_ONCE = 6
 # Of allocators and of clients' own caches; what leaks at each request would be more.
 MORE_BYTES = 32 << 20
 PROMPTS = ("Once upon a time", "The sea", "def main(argv):", "### Instruction: Count to ten.")
