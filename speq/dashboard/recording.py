@@ -108,9 +108,6 @@ class Recording:
             same = bool(self._tokens) and self._tokens[-1].step == noted.number
             self._of_step = self._of_step + 1 if same else 0
             origin = origin_of(noted.step, self._of_step)
-        elif (origin == "prompt") != (noted.step.phase == "prefill"):
-            # A chunk of a prompt and a round of others are run between two looks.
-            noted = self._noted[-2] if len(self._noted) > 1 else noted
         found = TokenRecord(
             token.id,
             token.text,

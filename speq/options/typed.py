@@ -17,6 +17,12 @@ class RunOptions(TypedDict, total=False):
     """Tokens that the KV cache holds; default: what each request needs."""
     max_batch: int
     """Texts that are run side by side, at most; each has a KV cache of the whole context."""
+    prefix_reuse: str
+    """What a text that begins as an earlier one takes over of its KV entries: chunks (whole chunks
+    of its prompt, bit for bit what running them anew gives), tokens (all tokens, the answer's
+    too; other passes made their entries, so in 16 bits the last bits may differ) or none. A head
+    has to hear all tokens, so with drafter head nothing is taken over.
+    """
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.
@@ -278,6 +284,12 @@ class TuneOptions(TypedDict, total=False):
     """Tokens that the KV cache holds; default: what each request needs."""
     max_batch: int
     """Texts that are run side by side, at most; each has a KV cache of the whole context."""
+    prefix_reuse: str
+    """What a text that begins as an earlier one takes over of its KV entries: chunks (whole chunks
+    of its prompt, bit for bit what running them anew gives), tokens (all tokens, the answer's
+    too; other passes made their entries, so in 16 bits the last bits may differ) or none. A head
+    has to hear all tokens, so with drafter head nothing is taken over.
+    """
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
     checkpoint, or of one to round.

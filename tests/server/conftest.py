@@ -28,3 +28,29 @@ def served(generator: Generator) -> Iterator[Rig]:
         api_server(generator, generator, metrics=metrics) as rig,
     ):
         yield rig
+
+
+@pytest.fixture(scope="session")
+def batched(bundled: Path) -> Iterator[Generator]:
+    """The same for four texts at a time."""
+    made = Generator.from_pretrained(
+        bundled,
+        "80MiB",
+        dtype="float32",
+        draft_length=3,
+        context_length=512,
+        reader_threads=2,
+        max_batch=4,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def side_by_side(batched: Generator) -> Iterator[Rig]:
+    metrics = Metrics(NAME)
+    with (
+        metrics.listening(batched.runtime.recorder),
+        api_server(batched, batched, metrics=metrics, max_waiting=2) as rig,
+    ):
+        yield rig

@@ -292,3 +292,179 @@ def test_silence_is_told() -> None:
     run(engine, ask)
     assert told[0] is None
     assert [text for text in told if text is not None] == list(TEXTS)
+
+
+class Rounds:
+    """A scripted engine of several texts at a time, which waits before each token."""
+
+    def __init__(self, max_batch: int) -> None:
+        self.reached: list[int] = []
+        self._at, self._allowed = threading.Condition(), 0
+        self.engine = ScriptedEngine(pieces(*TEXTS), before=self._wait, max_batch=max_batch)
+
+    def _wait(self, at: int) -> None:
+        with self._at:
+            self.reached.append(at)
+            self._at.notify_all()
+            assert self._at.wait_for(lambda: self._allowed >= len(self.reached), PATIENCE_S)
+
+    def allow(self, tokens: int) -> None:
+        """Let so many tokens come, of all texts together."""
+        with self._at:
+            self._allowed = tokens
+            self._at.notify_all()
+
+    async def reach(self, tokens: int) -> None:
+        def wait() -> None:
+            with self._at:
+                assert self._at.wait_for(lambda: len(self.reached) >= tokens, PATIENCE_S)
+
+        await asyncio.to_thread(wait)
+
+
+def test_requests_run_side_by_side() -> None:
+    """Two at a time; a third joins between two steps, in the place of one that has ended."""
+    rounds = Rounds(2)
+
+    async def ask(worker: BatchWorker) -> None:
+        assert worker.capacity == 10
+        first = worker.submit(request_of(max_new_tokens=3))
+        await rounds.reach(1)
+        second, third = worker.submit(request_of()), worker.submit(request_of())
+        rounds.allow(1)
+        await rounds.reach(2)
+        assert (worker.stats().running, worker.stats().waiting) == (2, 1)
+        rounds.allow(99)
+        assert await texts_of(first) == list(TEXTS[:3])
+        assert await texts_of(second) == await texts_of(third) == list(TEXTS)
+
+    counted = run(rounds.engine, ask)
+    # A round of one, then of two; the third one joins where the first has ended.
+    assert rounds.reached == [0, 1, 0, 2, 1, 2, 0, 3, 1, 2, 3]
+    assert counted.reasons == ["length", "eos", "eos"]
+    assert counted.prompts == [3, 3, 3]
+
+
+def test_one_of_a_batch_is_cancelled() -> None:
+    rounds = Rounds(3)
+
+    async def ask(worker: BatchWorker) -> None:
+        streams = [worker.submit(request_of())]
+        await rounds.reach(1)
+        streams += [worker.submit(request_of()) for _ in range(2)]
+        rounds.allow(1)
+        await rounds.reach(2)
+        rounds.allow(4)  # a round of all three
+        await rounds.reach(5)
+        worker.cancel(streams[1])
+        rounds.allow(99)
+        assert await texts_of(streams[0]) == await texts_of(streams[2]) == list(TEXTS)
+        assert await texts_of(streams[1]) == ["a"]
+        assert streams[1].end is not None and streams[1].end.finish_reason == "stopped"
+
+    counted = run(rounds.engine, ask)
+    # It was under way when it was cancelled, and ends with that step.
+    assert rounds.reached == [0, *[1, 0, 0], *[2, 1, 1], *[3, 2], 3]
+    assert sorted(counted.reasons) == ["eos", "eos", "stopped"]
+    assert rounds.engine.closed == 3
+
+
+def test_a_fault_of_one_leaves_the_others_and_a_lost_device_none() -> None:
+    rounds = Rounds(2)
+    engine = rounds.engine
+
+    async def ask(worker: BatchWorker) -> None:
+        first = worker.submit(request_of())
+        await rounds.reach(1)
+        second = worker.submit(request_of())
+        rounds.allow(1)
+        await rounds.reach(2)
+        rounds.allow(2)
+        await rounds.reach(3)
+        engine.fault, engine.fault_at = SpeqError("its numbers are none"), 0
+        rounds.allow(3)
+        with pytest.raises(EngineFailed, match="its numbers are none"):
+            await texts_of(second)
+        rounds.allow(4)
+        await rounds.reach(5)
+        third = worker.submit(request_of())
+        rounds.allow(5)
+        await rounds.reach(6)
+        lost = SpeqError("the GPU failed")
+        lost.__cause__ = RuntimeError("CUDA error: unspecified launch failure")
+        engine.fault, engine.fault_at = lost, 0
+        rounds.allow(99)
+        assert await texts_of(first) == list(TEXTS)
+        with pytest.raises(EngineFailed, match="the GPU failed"):
+            await texts_of(third)
+        with pytest.raises(Unavailable, match="the GPU failed"):
+            worker.submit(request_of())
+
+    assert sorted(run(engine, ask).reasons) == ["eos", "failed", "failed"]
+
+
+def test_an_engine_that_dies_takes_all() -> None:
+    rounds = Rounds(2)
+    engine = rounds.engine
+
+    async def ask(worker: BatchWorker) -> None:
+        streams = [worker.submit(request_of())]
+        await rounds.reach(1)
+        streams += [worker.submit(request_of()) for _ in range(2)]
+        rounds.allow(1)
+        await rounds.reach(2)
+        engine.fault, engine.fault_at = ZeroDivisionError(), 1
+        rounds.allow(99)
+        for stream in streams:
+            with pytest.raises(Unavailable, match="the engine died"):
+                await texts_of(stream)
+        assert worker.stats().running == worker.stats().waiting == 0
+
+    assert run(engine, ask).reasons == ["failed", "failed"]
+
+
+def test_aborting_ends_a_batch() -> None:
+    rounds = Rounds(2)
+
+    async def ask(worker: BatchWorker) -> None:
+        streams = [worker.submit(request_of())]
+        await rounds.reach(1)
+        streams += [worker.submit(request_of()) for _ in range(2)]
+        rounds.allow(1)
+        await rounds.reach(2)
+        worker.abort()
+        rounds.allow(99)
+        for stream in streams:
+            with pytest.raises(Unavailable, match="the server is ending"):
+                await texts_of(stream)
+
+    assert run(rounds.engine, ask).reasons == ["stopped", "stopped"]
+
+
+def test_when_to_ask_again() -> None:
+    """By the time of the request before, and how many run together."""
+    now_s = [100.0]
+
+    async def ask() -> None:
+        go = threading.Event()
+        engine = ScriptedEngine(pieces("a"), before=lambda at: hold(go), max_batch=2)
+        worker = BatchWorker(engine, Counted(), 1, clock=lambda: now_s[0])
+        try:
+            stream = worker.submit(request_of())
+            while worker.stats().running == 0:
+                await asyncio.sleep(0)
+            now_s[0] += 10.0
+            go.set()
+            assert await texts_of(stream) == ["a"]
+            go.clear()
+            streams = [worker.submit(request_of()) for _ in range(3)]
+            with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
+                worker.submit(request_of())
+            assert full.value.retry_after_s == 15  # three of 10 s, two at a time
+            go.set()
+            for stream in streams:
+                assert await texts_of(stream) == ["a"]
+        finally:
+            worker.close()
+
+    asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))

@@ -33,11 +33,20 @@ def threads() -> int:
     return sum(not each.name.startswith("asyncio_") for each in threading.enumerate())
 
 
+@pytest.mark.wide
+def test_nothing_is_left_behind_of_single_texts(served: Rig, generator: Generator) -> None:
+    check_nothing_is_left(served, generator, 60)
+
+
 @pytest.mark.parametrize(
     "requests",
     [pytest.param(60, marks=pytest.mark.wide), pytest.param(1000, marks=pytest.mark.full)],
 )
-def test_nothing_is_left_behind(served: Rig, generator: Generator, requests: int) -> None:
+def test_nothing_is_left_behind(side_by_side: Rig, batched: Generator, requests: int) -> None:
+    check_nothing_is_left(side_by_side, batched, requests)
+
+
+def check_nothing_is_left(served: Rig, generator: Generator, requests: int) -> None:
     wanted = {
         prompt: generator.generate(prompt, max_new_tokens=16, ignore_eos=True).text
         for prompt in PROMPTS

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from speq import Generator, SpeqError
+from speq.config import SamplingParams
 from speq.dashboard.live.session import Busy, Nothing
 from speq.dashboard.recording import Recording
+from speq.generator import Token
+from speq.server.engine_worker import End, EngineRequest
+from speq.server.token_stream import TokenStream
 from speq.server.watched import Watched
 from tests.helpers.api_server import QUESTION, api_server
 from tests.helpers.live_run import panel_of_tokens
@@ -37,7 +41,7 @@ def test_a_request_is_shown(watched: Watched, generator: Generator) -> None:
     with pytest.raises(Nothing, match="nothing was generated yet"):
         watched.record()
     wanted = generator.generate(QUESTION, max_new_tokens=TOKENS)
-    with api_server(watched, generator) as rig:
+    with api_server(generator, generator, viewers=[watched]) as rig:
         reply = rig.chat(max_tokens=TOKENS, temperature=0, logprobs=True)
         choice = reply.json["choices"][0]
         assert choice["message"]["content"] == wanted.text
@@ -61,15 +65,33 @@ def test_a_request_is_shown(watched: Watched, generator: Generator) -> None:
     assert pictures[-1]["panels"][0]["table"]["rows"] == [[TOKENS]]
 
 
-def test_ends_of_all_kinds(watched: Watched) -> None:
-    with contextlib.closing(watched.stream("Once", max_new_tokens=4)) as stream:
-        next(stream)
-    kind, data = told_of(watched)[-1]
-    assert (kind, data["finish_reason"]) == ("finished", "stopped")
-    with pytest.raises(SpeqError, match="context"):
-        list(watched.stream("Once", max_new_tokens=100_000))
-    kind, data = told_of(watched)[-1]
-    assert (kind, "context" in data["error"]) == ("failed", True)
+def test_one_text_at_a_time(watched: Watched) -> None:
+    """The next to begin is shown once the one before has ended; and ends of all kinds."""
+
+    async def see() -> None:
+        streams = [
+            TokenStream(EngineRequest(prompt, [5, 6, 7], SamplingParams(max_new_tokens=4)), 0.0)
+            for prompt in ("first", "beside it", "next")
+        ]
+        first, beside, following = streams
+        watched.begun(first)
+        watched.begun(beside)
+        watched.reading(beside, 1, 3)
+        watched.reading(first, 2, 3)
+        kinds = [(kind, data.get("prompt", data.get("done"))) for kind, data in told_of(watched)]
+        assert kinds == [("begun", "first"), ("prompt", 2)]
+        watched.told(beside, [Token(5, "a")], ["prompt"])
+        watched.ended(beside, End("length"))
+        assert [kind for kind, _ in told_of(watched)] == ["begun", "prompt"]
+        watched.ended(first, End("stopped"))
+        kind, data = told_of(watched)[-1]
+        assert (kind, data["finish_reason"], data["stats"]) == ("finished", "stopped", None)
+        watched.begun(following)
+        watched.ended(following, SpeqError("an expert is damaged"))
+        (_, begun), (kind, data) = told_of(watched)[0], told_of(watched)[-1]
+        assert (begun["prompt"], kind, data["error"]) == ("next", "failed", "an expert is damaged")
+
+    asyncio.run(see())
 
 
 def test_the_page_asks_for_nothing(watched: Watched) -> None:
