@@ -135,6 +135,12 @@ def open_gptq(
     kinship.check_sizes(path, read_json(path / "config.json"), model)
     folder = GptqFolder(path, experts, dense)
     try:
+        if experts.biased and folder.layout.permuted:
+            raise SpeqError(
+                f"draft {path} has its columns in an order of their own (desc_act), and the "
+                "model's experts have biases, which are not; give a GPTQ checkpoint without "
+                "desc_act"
+            )
         kinship.check_weights(path, folder.tensors, model, experts.names)
         if store.tied_draft is None:  # which knows its draft by its codes
             kinship.check_experts(folder, store)

@@ -138,6 +138,7 @@ class ExpertLayout:
     names   what experts and routers are called on disk
     transposed  whether words of all experts of a layer lie there as [E, H, 2F], gate and up in
                 turns, and [E, F, H]
+    biased      whether they have biases, which lie outside the records
     """
 
     layers: tuple[int, ...]
@@ -146,6 +147,7 @@ class ExpertLayout:
     expert_width: int
     names: ExpertNames = USUAL_NAMES
     transposed: bool = False
+    biased: bool = False
 
     def shape(self, matrix: ExpertMatrix) -> tuple[int, ...]:
         """What a tensor of experts' matrices is on disk."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from speq.kernels.decoder_ops import beside_sinks
 
@@ -91,6 +92,12 @@ def attend_beside_sinks(
     return torch.cat(attended, dim=1).transpose(1, 2).contiguous(), None
 
 
-# Its name in transformers' table of attention.
+def seen_by_each(*sizes: Any, **others: Any) -> Tensor | None:
+    """transformers' mask of entries that are seen, which is never left out."""
+    return sdpa_mask(*sizes, **(others | {"allow_is_causal_skip": False}))
+
+
+# Its name in transformers' tables of attention and of masks.
 BESIDE_SINKS = "speq_beside_sinks"
 AttentionInterface.register(BESIDE_SINKS, attend_beside_sinks)
+AttentionMaskInterface.register(BESIDE_SINKS, seen_by_each)

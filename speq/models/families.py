@@ -118,7 +118,7 @@ class Family:
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     what its attention caches, from the config
     attention_by  what of transformers' table computes it, where the walk does not
-    experts_by    what takes the place of its experts
+    biased        whether its experts have biases
     transposed    whether words of experts are on disk as [E, H, 2F], gate and up in turns, and
                   [E, F, H]
     activation    of its experts; None: as the config's hidden_act says
@@ -139,7 +139,7 @@ class Family:
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
     attention_by: str = "sdpa"
-    experts_by: type[OffloadedExperts] = OffloadedExperts
+    biased: bool = False
     transposed: bool = False
     activation: str | None = None
     check: Callable[[Any, int, object], None] = unchecked
@@ -165,11 +165,11 @@ class Family:
 
     @contextlib.contextmanager
     def without_experts(self) -> Iterator[None]:
-        """Models built inside the block have `experts_by` for experts."""
+        """Models built inside the block have OffloadedExperts for experts."""
         module = importlib.import_module(self.module)
         with _PATCHING:
             original = getattr(module, self.experts_class)
-            setattr(module, self.experts_class, self.experts_by)
+            setattr(module, self.experts_class, BiasedExperts if self.biased else OffloadedExperts)
             try:
                 yield
             finally:
@@ -306,7 +306,7 @@ FAMILIES = {
             typed_masks=True,
             attention=heads_with_sinks,
             attention_by=BESIDE_SINKS,
-            experts_by=BiasedExperts,
+            biased=True,
             transposed=True,
             activation=CLAMPED,
             check=check_clamped,

@@ -242,6 +242,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             expert_width,
             family.names,
             family.transposed,
+            family.biased,
         ),
         top_k=top_k,
         activation=family.activation or config.hidden_act,

@@ -20,21 +20,37 @@ EXPERT_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Between:
+    """What an expert has beside its matrices, which stays as it is when these are quantised.
+
+    gate_up_bias, down_bias  [2F] and [H] float32, or 0.0 where it has none
+    """
+
+    activation: str
+    gate_up_bias: Tensor | float = 0.0
+    down_bias: Tensor | float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class FloatExpert:
     """gate_up_proj [2F, H], gate over up, and down_proj [H, F], in float32."""
 
     gate_up_proj: Tensor
     down_proj: Tensor
-    activation: str
+    between: Between
 
     def inner(self, inputs: Tensor) -> Tensor:
         """What down_proj is given: [T, H] to [T, F]."""
-        gate, up = (inputs @ self.gate_up_proj.t()).chunk(2, dim=-1)
-        return ACTIVATIONS[self.activation](gate, up)
+        gate_up = inputs @ self.gate_up_proj.t() + self.between.gate_up_bias
+        return ACTIVATIONS[self.between.activation](*gate_up.chunk(2, dim=-1))
+
+    def outer(self, inner: Tensor) -> Tensor:
+        """What down_proj makes of that: [T, F] to [T, H]."""
+        return inner @ self.down_proj.t() + self.between.down_bias
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """[T, H] to [T, H], without the route's weights."""
-        return self.inner(inputs) @ self.down_proj.t()
+        return self.outer(self.inner(inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +66,8 @@ class QuantisedExpert:
     method: str
     damp: float
 
-    def dequantised(self, activation: str) -> FloatExpert:
-        return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), activation)
+    def dequantised(self, between: Between) -> FloatExpert:
+        return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), between)
 
 
 @dataclass(slots=True)
@@ -93,7 +109,7 @@ def run(
         inner = expert.inner(given)
         if hessians is not None:
             hessians.add(given, inner)
-        outputs.add(block, (inner @ expert.down_proj.t()) * shares[:, None])
+        outputs.add(block, expert.outer(inner) * shares[:, None])
 
 
 def quantise_expert(

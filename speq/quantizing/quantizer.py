@@ -38,7 +38,7 @@ from speq.quantizing.checkpoint_folder import (
     write_tensor,
 )
 from speq.quantizing.dense import DenseLayers
-from speq.quantizing.expert import FloatExpert, Hessians, QuantisedExpert
+from speq.quantizing.expert import Between, FloatExpert, Hessians, QuantisedExpert
 from speq.quantizing.fits import check_dtype, check_sizes, codes_for, fits
 from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
 from speq.quantizing.plan import SCORED_ROWS, plan_of
@@ -140,7 +140,7 @@ class Quantizer:
     ) -> None:
         self._source, self._settings, self._lanes = source, settings, lanes
         self._layers = LayerwiseModel(model, lanes.length)
-        self._linears = model.dense
+        self._linears, self._biases = model.dense, model.biases
         self._hidden = hidden
         self._bank = Overhearing(asked, lanes.rows, source.shape.top_k)
         self._folder = folder
@@ -233,7 +233,12 @@ class Quantizer:
         exact = read_matrices(self._source.store, moe_layer, index, self._slot)
         # Copies: the slot is read into again.
         gate_up_proj, down_proj = (matrix.to(torch.float32, copy=True) for matrix in exact)
-        return FloatExpert(gate_up_proj, down_proj, self._source.shape.activation)
+        between = Between(self._source.shape.activation)
+        if self._biases:
+            of_layer = self._biases[moe_layer]
+            biases = (each[index].float() for each in (of_layer.gate_up, of_layer.down))
+            between = Between(between.activation, *biases)
+        return FloatExpert(gate_up_proj, down_proj, between)
 
     def _quantise(
         self, exact: FloatExpert, index: int, where: str
@@ -248,8 +253,8 @@ class Quantizer:
         if quantised.method != "rtn":
             rounded = expert.round_expert(exact, self._settings)
         residuals = self._residuals(exact, quantised, rounded)
-        draft = quantised.dequantised(exact.activation)
-        plain = draft if rounded is quantised else rounded.dequantised(exact.activation)
+        draft = quantised.dequantised(exact.between)
+        plain = draft if rounded is quantised else rounded.dequantised(exact.between)
         self._add(DRAFT, index, draft)
         self._add(ROUNDED, index, plain)
         held_out, error, rounding_error, output = self._add_held_out(index, exact, draft, plain)

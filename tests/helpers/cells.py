@@ -17,7 +17,7 @@ from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.heads import write_random_head
 from tests.helpers.random_rows import RandomRows
 from tests.helpers.smallest import two_slot_budget
-from tests.helpers.tiny_models import write_perturbed
+from tests.helpers.tiny_models import BIASED, write_perturbed
 
 Folder = Callable[[str], Path]
 
@@ -66,7 +66,8 @@ class Folders:
         if not path.exists() and cell.draft == "poor":
             write_perturbed(path, model, noise=0.5)
         elif not path.exists():
-            write_gptq(path, model, Packing(2, desc_act=True, group_size=16))
+            desc_act = family not in BIASED
+            write_gptq(path, model, Packing(2, desc_act=desc_act, group_size=16))
         return str(path)
 
     def of(self, family: str, cell: Cell) -> tuple[Path, str]:

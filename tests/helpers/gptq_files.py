@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.tiny_models import experts_alone
+
 FIELDS = ("qweight", "qzeros", "scales", "g_idx")
 OLD_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -121,7 +123,7 @@ Written = dict[tuple[int, int, str], dict[str, np.ndarray]]
 def write_gptq(path: Path, model: Path, packing: Packing, seed: int = 0) -> Written:
     """The model at `model` with its experts packed; what was written of each of them."""
     path.mkdir(parents=True)
-    tensors = load_file(model / "model.safetensors")
+    tensors = experts_alone(load_file(model / "model.safetensors"))
     written, others = pack_experts(tensors, packing, np.random.default_rng(seed))
     entries = others | named(written, packing)
     config = json.loads((model / "config.json").read_text())
@@ -142,7 +144,7 @@ def pack_experts(
     others: dict[str, torch.Tensor] = {}
     orders: dict[tuple[int, int], np.ndarray] = {}
     for name, tensor in sorted(tensors.items()):
-        if ".experts." not in name:
+        if ".experts." not in name or name.endswith("_bias"):
             others[name] = tensor
             continue
         fields = name.split(".")

@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are in MXFP4 as gpt_oss is published, of a family that runs here, and
+"""Checkpoints whose experts are in MXFP4 as gpt_oss is published, of that family and of others, and
 their words from the format's definition, in numpy.
 """
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.helpers.tiny_models import experts_alone
 
 BLOCK = 32
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -30,12 +32,31 @@ def coded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return packed.astype(np.uint8), scales, words.reshape(matrix.shape).astype(np.float32)
 
 
+def fused(alone: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of experts alone, as those of all experts of a layer that gpt_oss has."""
+    made = {}
+    for name, tensor in like.items():
+        prefix, _, projection = name.rpartition(".")
+        if f"{name}_bias" not in like:
+            made[name] = alone[name]
+            continue
+        parts = []
+        for at in range(len(tensor)):
+            named = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+            rows = [alone[f"{prefix}.{at}.{each}.weight"] for each in named]
+            parts.append(torch.stack(rows, 1).flatten(0, 1).T)
+        made[name] = torch.stack(parts).contiguous()
+    return made
+
+
 def write_mxfp4(path: Path, words: Path, source: Path) -> Path:
     """A model with its experts as MXFP4 in `path`, and what they stand for in `words`."""
     published: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[tuple[int, str], np.ndarray]] = defaultdict(dict)
-    for name, tensor in load_file(source / "model.safetensors").items():
+    tensors = load_file(source / "model.safetensors")
+    alone = experts_alone(tensors)
+    for name, tensor in alone.items():
         match = EXPERT.match(name)
         if match is None:
             published[name] = plain[name] = tensor
@@ -56,6 +77,8 @@ def write_mxfp4(path: Path, words: Path, source: Path) -> Path:
                     plain[f"{prefix}{expert}.{each}_proj.weight"] = weight
         for name, arrays in parts.items():
             published[prefix + name] = torch.from_numpy(np.stack(arrays))
+    if alone.keys() != tensors.keys():
+        plain = fused(plain, tensors)
     for folder, tensors in ((path, published), (words, plain)):
         folder.mkdir(parents=True)
         for file in source.iterdir():

@@ -220,6 +220,8 @@ SPREAD = {
         "sinks": 1.0,
     }
 }
+# Families whose experts have biases, which no draft with desc_act fits.
+BIASED = ("gpt_oss",)
 CORRECTION = ("e_score_correction_bias",)
 
 
@@ -291,6 +293,42 @@ def write_fused(path: Path, source: Path) -> Path:
     fused = {name: tensor for name, tensor in tensors.items() if not alone.search(name)}
     save_file(fused, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def matrices_of(experts: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up_proj [2F, H], gate over up, and down_proj [H, F] of one of a layer's experts, as
+    transformers holds them.
+    """
+    gate_up, down = experts.gate_up_proj[at].detach(), experts.down_proj[at].detach()
+    if type(experts).__name__ != "GptOssExperts":
+        return gate_up, down
+    return torch.cat([gate_up[:, 0::2].T, gate_up[:, 1::2].T]), down.T
+
+
+def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    """Give transformers' experts one of other matrices, as `matrices_of` returns them."""
+    if type(experts).__name__ == "GptOssExperts":
+        gate_up, down = torch.stack(gate_up.chunk(2), 1).flatten(0, 1).T, down.T
+    experts.gate_up_proj.data[at], experts.down_proj.data[at] = gate_up, down
+
+
+def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint, those of all experts of a layer as gpt_oss has them as tensors of
+    experts alone.
+    """
+    alone: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, projection = name.rpartition(".")
+        if f"{name}_bias" not in tensors:
+            alone[name] = tensor
+            continue
+        for at, stored in enumerate(tensor):
+            parts = {"down_proj": stored}
+            if projection == "gate_up_proj":
+                parts = {"gate_proj": stored[:, 0::2], "up_proj": stored[:, 1::2]}
+            for each, matrix in parts.items():
+                alone[f"{prefix}.{at}.{each}.weight"] = matrix.T.contiguous()
+    return alone
 
 
 def load_plain(path: Path, dtype: torch.dtype | str = torch.float32) -> Any:

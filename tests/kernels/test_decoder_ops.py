@@ -1,12 +1,13 @@
 """What decoder layers do between their products: every instruction set against plain torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from speq.kernels import decoder_ops, reference_decoder
 from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
@@ -196,6 +197,56 @@ def test_rows_do_not_depend_on_one_another(case: AttentionCase, dtype: torch.dty
     assert torch.equal(together.run(case.window), torch.cat(rows))
     for mine, theirs in zip(together.cached, alone.cached, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in (*CASES, *TREES) if not case.norm], ids=str)
+def test_attention_with_sinks_is_that_of_gpt_oss(case: AttentionCase, dtype: torch.dtype) -> None:
+    """Of transformers' own eager attention, over the entries that the op wrote, and masks that are
+    added; and a sink that is far below all scores is none.
+    """
+    problem, sinks = Problem.of(case, dtype), normal(case.heads, dtype=dtype, seed=9)
+    problem.heads = replace(problem.heads, sinks=sinks)
+    attended = problem.run(case.window)
+    end = case.start + case.rows
+    parents = [-1, *case.tree] if case.tree else list(range(-1, case.rows - 1))
+    root = end - len(parents)
+    mask = torch.full((case.rows, end), torch.finfo(dtype).min, dtype=dtype)
+    for row in range(case.rows):
+        path = path_to(len(parents) - case.rows + row, parents)
+        seen = [*range(root), *(root + node for node in path)]
+        mask[row, seen[-(case.window or end) :]] = 0
+    turned = Problem.of(case, dtype)
+    queries = torch.zeros_like(turned.queries)
+    # Its queries, as the op turns them: as keys of as many heads.
+    room = [torch.zeros(case.heads, end, case.width, dtype=dtype) for _ in range(2)]
+    decoder_ops.attention(
+        turned.queries,
+        turned.queries,
+        turned.queries,
+        Heads(1.0),
+        replace(turned.positions, parents=None),
+        None,
+        (room[0], room[1]),
+        queries,
+    )
+    module = torch.nn.Module()
+    module.num_key_value_groups = case.heads // case.kv_heads
+    module.sinks = torch.nn.Parameter(sinks)
+    wanted, _ = eager_attention_forward(
+        module.eval(),
+        room[0][None, :, case.start :],
+        problem.cached[0][None, :, :end],
+        problem.cached[1][None, :, :end],
+        mask[None, None],
+        scaling=case.width**-0.5,
+    )
+    allowed = 4 * TOLERANCE[dtype]
+    torch.testing.assert_close(
+        attended, wanted[0].reshape(case.rows, -1).detach(), rtol=allowed, atol=allowed
+    )
+    problem.heads = replace(problem.heads, sinks=torch.full_like(sinks, -200.0))
+    assert torch.equal(problem.run(case.window), Problem.of(case, dtype).run(case.window))
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

@@ -144,6 +144,7 @@ DENSE = {
     "minimax_m2": (ATTENTION, []),
     "ernie4_5_moe": (ATTENTION, SHARED),
     "hunyuan_v1_moe": (ATTENTION, [f"mlp.shared_mlp.{name}" for name in MLP]),
+    "gpt_oss": (ATTENTION, []),
 }
 
 

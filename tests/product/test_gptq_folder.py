@@ -30,7 +30,14 @@ from speq.runtime import Runtime
 from tests.helpers import gptq_files
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.paths import DATA
-from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import (
+    BIASED,
+    BY_FAMILY,
+    FAMILIES,
+    greedy_tokens,
+    load_plain,
+    write_model,
+)
 
 FOLDERS = DATA / "gptq"
 CPU = torch.device("cpu")
@@ -307,7 +314,8 @@ def test_tokens_are_the_exact_models(family: str, tiny: Folder, tmp_path: Path) 
     odd, old = FAMILIES.index(family) % 2 == 1, family in ("mixtral", "phimoe")
     model = tiny(family)
     packing = Packing(
-        version=1 + odd, desc_act=not odd, group_size=16, names="old" if old else "new",
+        version=1 + odd, desc_act=not odd and family not in BIASED, group_size=16,
+        names="old" if old else "new",
         files="sharded" if odd else "single",
     )  # fmt: skip
     written = write_gptq(tmp_path / "draft", model, packing)

@@ -1,18 +1,21 @@
-"""Experts published in MXFP4, in the layout of gpt_oss: the output is that of the words that they
+"""Experts published in MXFP4, as those of gpt_oss are: the output is that of the words that they
 stand for.
 
-No family that runs here is published so. One is written that way, by tests/helpers/mxfp4_files.py.
+Another family, whose experts have no biases, is written that way too.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from speq import Generator, SpeqError
 from speq.experts.expert_store import expert_slot, read_matrices
+from speq.models.dequantised import from_checkpoint
 from speq.models.opened import open_model
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
@@ -23,13 +26,15 @@ NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+@pytest.fixture(scope="module", params=["gpt_oss", "qwen3_moe"])
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Path]:
     """A model in MXFP4, packed, and the words that it stands for."""
-    root = tmp_path_factory.mktemp("mxfp4")
-    source = write_model(
-        root / "16", "qwen3_moe", torch.bfloat16, hidden_size=96, moe_intermediate_size=64
-    )
+    root, family = tmp_path_factory.mktemp("mxfp4"), request.param
+    width = {"qwen3_moe": "moe_intermediate_size", "gpt_oss": "intermediate_size"}[family]
+    sizes = {"hidden_size": 96, width: 64}
+    source = write_model(root / "16", family, torch.bfloat16, **sizes)
     model = write_mxfp4(root / "model", root / "words", source)
     pack(model, root / "packed")
     return model, root / "packed", root / "words"
@@ -109,3 +114,21 @@ def test_parts_that_are_absent(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SpeqError, match=sentence):
         open_model(tmp_path)
+
+
+def test_transformers_makes_the_same_words_of_gpt_oss(made: tuple[Path, Path, Path]) -> None:
+    """Of the checkpoint as it is published, with its own dequantisation, and so the same tokens."""
+    model, _, words = made
+    if json.loads((model / "config.json").read_text())["model_type"] != "gpt_oss":
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    ours = load_plain(words, torch.bfloat16)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+    opened = open_model(model)
+    loaded = from_checkpoint(opened.checkpoint, lambda name: True, dtype=torch.bfloat16)
+    opened.close()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name

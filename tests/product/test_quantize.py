@@ -38,7 +38,7 @@ from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
 from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
-from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, load_plain, put_matrices, write_model
 from tests.helpers.window_words import told
 
 Folder = Callable[[str], Path]
@@ -83,8 +83,7 @@ def draft_of(folder: Path, model: Path) -> Any:
             for expert in range(len(experts.down_proj)):
                 module = f"model.layers.{index}.mlp.experts.{expert}"
                 gate, up, down = (unpacked(tensors, f"{module}.{p}") for p in PROJECTIONS)
-                experts.gate_up_proj[expert] = torch.cat([gate, up])
-                experts.down_proj[expert] = down
+                put_matrices(experts, expert, torch.cat([gate, up]), down)
     return plain
 
 

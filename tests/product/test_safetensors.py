@@ -25,7 +25,14 @@ from speq.files.safetensors_file import DTYPES, SafetensorsFile
 from speq.kernels import reference
 from speq.models.families import family_of
 from speq.models.shape import hf_config, shape_of
-from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
+from tests.helpers.tiny_models import (
+    BIASED,
+    BY_FAMILY,
+    experts_alone,
+    load_plain,
+    matrices_of,
+    write_model,
+)
 
 Folder = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -210,23 +217,27 @@ def test_records_are_the_experts_of_the_file(family: str, tiny: Folder) -> None:
     checkpoint, store = open_store(path)
     assert store.num_layers == len(layers)
     seen = set()
-    with safe_open(path / "model.safetensors", "pt") as library:
-        for at, layer in enumerate(layers):
-            for expert in range(store.num_experts):
-                names = [
-                    f"{prefix.format(layer, expert)}{projection}.weight"
-                    for projection in projections
-                ]
-                seen.update(names)
-                gate, up, down = (library.get_tensor(name) for name in names)
-                record = torch.full_like(expert_slot(store), 255)
-                store.read(at, expert, record)
-                gate_up_proj, down_proj = store.codec.decode(record)
-                assert torch.equal(gate_up_proj, torch.cat([gate, up]))
-                assert torch.equal(down_proj, down)
-        # Nothing of the routed experts is left unread, and nothing else is taken for one.
-        assert {name for name in library.keys() if store.names.is_expert(name)} == seen  # noqa: SIM118
-        assert not any(".experts." in name for name in set(library.keys()) - seen)
+    stored = load_file(path / "model.safetensors")
+    alone = experts_alone(stored)
+    for at, layer in enumerate(layers):
+        for expert in range(store.num_experts):
+            names = [
+                f"{prefix.format(layer, expert)}{projection}.weight" for projection in projections
+            ]
+            seen.update(names)
+            gate, up, down = (alone[name] for name in names)
+            record = torch.full_like(expert_slot(store), 255)
+            store.read(at, expert, record)
+            gate_up_proj, down_proj = store.codec.decode(record)
+            assert torch.equal(gate_up_proj, torch.cat([gate, up]))
+            assert torch.equal(down_proj, down)
+    # Nothing of the routed experts is left unread, and nothing else is taken for one.
+    seen = (seen & stored.keys()) | (stored.keys() - alone.keys())
+    assert {name for name in stored if store.names.is_expert(name)} == seen
+    biases = {name for name in stored if name.endswith(".experts.gate_up_proj_bias")}
+    biases |= {name for name in stored if name.endswith(".experts.down_proj_bias")}
+    assert len(biases) == (2 * len(layers) if family in BIASED else 0)
+    assert not any(".experts." in name for name in stored.keys() - seen - biases)
     checkpoint.close()
 
 
@@ -234,7 +245,7 @@ def plain_experts(path: Path) -> list[tuple[Tensor, Tensor]]:
     """gate_up_proj and down_proj of every expert, as transformers loads them."""
     model = load_plain(path)
     return [
-        (experts.gate_up_proj[at].detach(), experts.down_proj[at].detach())
+        matrices_of(experts, at)
         for layer in model.model.layers
         if (experts := getattr(layer.mlp, "experts", None)) is not None
         for at in range(experts.gate_up_proj.shape[0])
