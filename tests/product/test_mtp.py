@@ -118,7 +118,7 @@ def test_pieces_make_the_whole(own: tuple[str, ...], tiny: Folder, tmp_path: Pat
 
 
 def test_many_rows_are_read_at_once(model: Path) -> None:
-    """More of them than kernels of few rows take."""
+    """A prompt, whose rows see one another by a mask."""
     opened = open_model(model)
     head = mtp_of(opened).held(torch.float32, torch.device("cpu"))
     opened.close()
