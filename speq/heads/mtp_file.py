@@ -1,5 +1,6 @@
-"""The layer of a checkpoint that predicts tokens ahead (MTP), found, sized, and read when the
-budget is known to hold it.
+"""The layer of a checkpoint that predicts tokens ahead (MTP), on disk.
+
+It is found and sized first, and read when the budget is known to hold it.
 """
 
 import importlib
@@ -65,7 +66,8 @@ class MtpSource:
             # Of their own: what is mapped goes with its file.
             return state[name].to(device, kind, copy=True)
 
-        layer, made = self.layer, {}
+        layer = self.layer
+        made: dict[str, Tensor] = {}
         for name, like in [*layer.named_parameters(), *layer.named_buffers()]:
             if not name.startswith("rotary."):
                 kind = dtype if isinstance(like, torch.nn.Parameter) else like.dtype
@@ -90,7 +92,7 @@ def mtp_of(opened: Opened) -> MtpSource:
             "that predicts tokens ahead; download the model as its authors published it, or choose "
             "another head"
         )
-    parameters = dict(layer.named_parameters())
+    parameters: dict[str, Tensor] = dict(layer.named_parameters())
     buffers = {name: b for name, b in layer.named_buffers() if not name.startswith("rotary.")}
     for name, like in (parameters | buffers).items():
         check(checkpoint, prefix + on_disk(name), tuple(like.shape))

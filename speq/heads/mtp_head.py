@@ -1,8 +1,8 @@
-"""A layer behind a model's last that predicts tokens ahead (MTP), as glm4_moe checkpoints have it
-under `model.layers.N`, N their number of layers.
+"""A layer behind a model's last that predicts tokens ahead (MTP): what it computes.
 
-Entry i takes the exact model's last hidden state f_i, which is normed, and the embedding of token
-i + 1, and says token i + 2. So vLLM has it (vllm/model_executor/models/glm4_moe_mtp.py):
+Checkpoints of glm4_moe have it under `model.layers.N`, N their number of layers. Entry i takes the
+exact model's last hidden state f_i, which is normed, and the embedding of token i + 1, and says
+token i + 2. So vLLM has it (vllm/model_executor/models/glm4_moe_mtp.py):
 
     x = eh_proj [enorm(e(t[i+1])) ; hnorm(f_i)]      the embedding at the first place is 0
     h = a whole decoder layer over x                 with experts; h takes the place of f_{i+1}

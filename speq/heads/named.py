@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from speq.heads.draft_head import HeadSource
-from speq.heads.eagle_file import is_published, read_eagle
+from speq.heads.eagle_file import CONFIG, read_eagle
 from speq.heads.head_file import NAME, head_beside, model_digest, read_head
 from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
@@ -23,7 +23,7 @@ def head_named(name: str, opened: Opened) -> HeadSource:
         return mtp_of(opened)
     checkpoint = opened.checkpoint
     path = head_beside(checkpoint.path) if name == AUTO else Path(name)
-    if is_published(path):
+    if (path / CONFIG).is_file() and not (path / NAME).exists():
         return read_eagle(path, opened.shape)
     path = path / NAME if path.is_dir() else path
     digest = model_digest(checkpoint, opened.family.names)
