@@ -124,9 +124,10 @@ DraftNodes = Annotated[
 Head = Annotated[
     str,
     Option(
-        "The head that drafter head drafts with: auto (.speq/head in the model's folder), or what "
-        "`speq train-head` wrote elsewhere.",
-        Text("auto, or a folder that `speq train-head` wrote", path=True),
+        "The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the "
+        "layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq "
+        "train-head` wrote elsewhere, or a published EAGLE-3 head in safetensors.",
+        Text("auto, mtp, or the folder of a head", path=True),
     ),
 ]
 PruneRows = Annotated[

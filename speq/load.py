@@ -34,7 +34,7 @@ from speq.governor.batches import Governors
 from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.heads.draft_head import DraftHead
+from speq.heads.draft_head import DraftHead, HeadSource
 from speq.heads.named import head_named
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
@@ -148,9 +148,9 @@ def load(
         subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
         if copied is not None:
             subject = replace(subject, copying_bytes=copied.writing_bytes)
-        head = head_of(opened, config)
-        if head is not None:
-            subject = replace(subject, head=head.shape)
+        source = head_of(opened, config)
+        if source is not None:
+            subject = replace(subject, head=source.shape)
         budget = budget_of(config, context, device)
         room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
         subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
@@ -190,9 +190,10 @@ def load(
         graphs_on = recording_device(config.graphs, device, model)
         governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()
-    if head is not None:
-        model.tap(head.shape.tapped)
-        head = head.held(subject.dtype, device.torch)
+    head = None
+    if source is not None:
+        model.tap(source.shape.tapped)
+        head = source.held(subject.dtype, device.torch)
     heap.give_back()
     loaded = Loaded(
         config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governors
@@ -308,8 +309,8 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
     return source
 
 
-def head_of(opened: Opened, config: RunConfig) -> DraftHead | None:
-    """The head that is to draft, in host memory; None where another drafter does.
+def head_of(opened: Opened, config: RunConfig) -> HeadSource | None:
+    """The head that is to draft; None where another drafter does.
 
     Raises SpeqError where it is missing, damaged or another model's.
     """

@@ -4,6 +4,7 @@ A head makes entries out of a text that it hears, one for each token whose featu
 says of each entry what follows. `HeadText` keeps the entries, the drafter chooses.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,17 @@ class HeadState(Protocol):
         """One row of [T, ...], as [1, ...]."""
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureState:
+    """All that many heads make of rows: feature [T, H], in front of their last norm."""
+
+    feature: Tensor
+
+    def row(self, at: int) -> "FeatureState":
+        """One row, as [1, H]."""
+        return FeatureState(self.feature[at:][:1])
+
+
 class Seen:
     """The entries that the rows of a pass see, their own among them.
 
@@ -109,9 +121,6 @@ class DraftHead(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> "DraftHead":
-        """The same to draft with."""
-
     def kept(self, features: Tensor) -> Tensor:
         """What it keeps [T, H] of what the exact model hands over [T, F]."""
 
@@ -132,3 +141,13 @@ class DraftHead(Protocol):
 
     def after_scores(self, state: Any, model: MoEModel) -> Tensor:
         """The same of the token after the next, of a head that says it."""
+
+
+class HeadSource(Protocol):
+    """A head that was checked and sized, before it is known what it will be held in."""
+
+    @property
+    def shape(self) -> HeadSizes: ...
+
+    def held(self, dtype: torch.dtype, device: torch.device) -> DraftHead:
+        """The head to draft with."""

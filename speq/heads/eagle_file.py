@@ -43,11 +43,6 @@ TARGETS, SAID = "d2t", "t2d"
 COMPUTED = "rotary_emb.inv_freq"
 
 
-def is_published(path: Path) -> bool:
-    """Whether a folder may be a published head, and none of our own."""
-    return os.path.isfile(path / CONFIG)
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """Tensors by the names of `PARTS`, and what each is called on disk."""
@@ -58,7 +53,8 @@ class Found:
 
     @classmethod
     def of(cls, shards: Shards) -> "Found":
-        tensors, called = {}, {}
+        tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
+        called: dict[str, str] = {}
         for name, entry in shards.tensors.items():
             usual = name.removeprefix("model.").replace("midlayer.", "layers.0.")
             if not usual.endswith(COMPUTED):

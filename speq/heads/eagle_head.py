@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.heads.draft_head import Seen
+from speq.heads.draft_head import FeatureState, Seen
 from speq.heads.eagle_shape import EagleShape
 from speq.heads.moe_head import product, turned
 from speq.models.moe_model import MoEModel
@@ -24,17 +24,6 @@ from speq.models.moe_model import MoEModel
 # What tokens get that the head cannot say: a number, so that a damaged head is told from this, and
 # no chance, whatever it is divided by.
 FAR = -1e9
-
-
-@dataclass(frozen=True, slots=True)
-class EagleState:
-    """feature  [T, H], before the norm in front of the head: the next entry's g."""
-
-    feature: Tensor
-
-    def row(self, at: int) -> "EagleState":
-        """One row, as [1, H]."""
-        return EagleState(self.feature[at:][:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +59,7 @@ class EagleHead:
             return functional.embedding(model.tokens(token_ids), self.weights["embedding"])
         return model.embed(token_ids)
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> EagleState:
+    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> FeatureState:
         """As `DraftHead.run`."""
         normed = self._normed("feature_norm", features)
         pair = torch.cat((self._normed("embedding_norm", embedded), normed), -1)
@@ -80,7 +69,7 @@ class EagleHead:
         hidden = around + product(attended, self.weights["output"])
         both = product(self._normed("mlp_norm", hidden), self.weights["gate_up"])
         gate, up = both.chunk(2, -1)
-        return EagleState(hidden + product(functional.silu(gate) * up, self.weights["down"]))
+        return FeatureState(hidden + product(functional.silu(gate) * up, self.weights["down"]))
 
     def _queries_keys_values(self, pair: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, 2H] to three of [1, heads, T, width]."""
@@ -94,7 +83,7 @@ class EagleHead:
         rotation = angles.cos() * shape.turn_scale, angles.sin() * shape.turn_scale
         return turned(queries, rotation), turned(keys, rotation), values
 
-    def next_scores(self, state: EagleState, model: MoEModel) -> Tensor:
+    def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
         normed = self._normed("norm", state.feature)
         if not self.shape.own_head:
             return model.logits(normed)
@@ -105,7 +94,7 @@ class EagleHead:
         every = scores.new_full((len(scores), self.shape.vocab_size), FAR)
         return every.index_copy_(1, self.said, scores)
 
-    def after_scores(self, state: EagleState, model: MoEModel) -> Tensor:
+    def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
         raise NotImplementedError("it says one token")
 
     def _normed(self, name: str, rows: Tensor) -> Tensor:

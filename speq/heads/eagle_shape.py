@@ -25,6 +25,8 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 # Their frequencies depend on the length of the text.
 MOVING_ROPES = ("dynamic", "longrope")
+# Larger than any of a head's sizes: a damaged number would take all memory to lay out.
+MOST = 1 << 22
 OTHER_HEAD = "give a head that was made for this model"
 
 
@@ -263,10 +265,10 @@ def whole(config: dict[str, Any], name: str, where: Path, default: int | None = 
     """A size. Raises SpeqError for what is none."""
     value = config.get(name)
     value = default if value is None else value
-    if type(value) is not int or not 1 <= value < 1 << 31:
+    if type(value) is not int or not 1 <= value <= MOST:
         raise SpeqError(
-            f"{where} has {name} {value!r:.40}; it must be a whole number of at least 1: download "
-            "it again"
+            f"{where} has {name} {value!r:.40}; it must be a whole number from 1 to {MOST}: "
+            "download it again"
         )
     return value
 

@@ -1,26 +1,29 @@
-"""The head that options name: our own, or a published one."""
+"""The head that options name: our own, a published one, or a layer of the model's checkpoint."""
 
 from pathlib import Path
 
-from speq.heads.draft_head import DraftHead
-from speq.heads.eagle_file import is_published, read_eagle
+from speq.heads.draft_head import HeadSource
+from speq.heads.eagle_file import CONFIG, read_eagle
 from speq.heads.head_file import NAME, head_beside, model_digest, read_head
+from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
 
 AUTO = "auto"
 
 
-def head_named(name: str, opened: Opened) -> DraftHead:
-    """A model's head, in host memory.
+def head_named(name: str, opened: Opened) -> HeadSource:
+    """A model's head, in host memory or still on disk.
 
-    name  auto (beside the model), a file or folder of `speq train-head`, or the folder of a
-          published head
+    name  auto (beside the model), mtp (the layer of the model's own checkpoint that predicts tokens
+          ahead), a file or folder of `speq train-head`, or the folder of a published head
 
     Raises SpeqError where it is missing, damaged or another model's.
     """
+    if name == MTP:
+        return mtp_of(opened)
     checkpoint = opened.checkpoint
     path = head_beside(checkpoint.path) if name == AUTO else Path(name)
-    if is_published(path):
+    if (path / CONFIG).is_file() and not (path / NAME).exists():
         return read_eagle(path, opened.shape)
     path = path / NAME if path.is_dir() else path
     digest = model_digest(checkpoint, opened.family.names)

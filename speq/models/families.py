@@ -56,6 +56,16 @@ class MoEBlock(NamedTuple):
         return said[0]
 
 
+class Predictor(NamedTuple):
+    """Of a family's module in transformers, the classes that a layer behind the last is made of
+    which predicts tokens ahead (MTP): transformers has none for the whole.
+    """
+
+    layer: str
+    norm: str
+    rotary: str
+
+
 def unchecked(config: Any, num_experts: int, where: object) -> None:
     """For families whose configuration has nothing to check beside what all have."""
 
@@ -126,6 +136,7 @@ class Family:
                   given the config, the number of experts and where the config was read
     on_the_host   what its classes do there in the midst of a pass, which no graph can hold
     since         the first version of transformers that has it as speq needs it
+    predictor     of layers that predict tokens ahead; None: speq reads none of this family
     """
 
     model_type: str
@@ -145,6 +156,7 @@ class Family:
     check: Callable[[Any, int, object], None] = unchecked
     on_the_host: str | None = None
     since: str = "5.17"
+    predictor: Predictor | None = None
 
     @property
     def module(self) -> str:
@@ -242,6 +254,7 @@ FAMILIES = {
             gate=corrected_gate,
             num_experts="n_routed_experts",
             check=check_pairs,
+            predictor=Predictor("Glm4MoeDecoderLayer", "Glm4MoeRMSNorm", "Glm4MoeRotaryEmbedding"),
         ),
         Family(
             "glm4_moe_lite",

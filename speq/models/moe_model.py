@@ -453,7 +453,8 @@ def load(
             f"{missing[0]} among them; download it again"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
-    unexpected = [name for name in unexpected if not family.names.is_expert(name)]
+    count = checkpoint.config.get("num_hidden_layers")
+    unexpected = [name for name in unexpected if is_held(family, count, name)]
     if unexpected:
         logging.getLogger("speq").warning(
             "%s holds %d tensors the model has no use for, %s among them",

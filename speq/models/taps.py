@@ -17,9 +17,10 @@ class Taps:
     def __init__(self, body: nn.Module, layers: tuple[int, ...]) -> None:
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._states: list[Tensor | None] = [None] * len(layers)
+        modules: Any = body.layers
         for layer in layers:
-            module: Any = body.layers[layer]  # type: ignore[union-attr, index]
-            module.register_forward_pre_hook(partial(self._enter, layer), with_kwargs=True)
+            watch = modules[layer].register_forward_pre_hook
+            watch(partial(self._enter, layer), with_kwargs=True)
 
     def _enter(self, layer: int, module: nn.Module, args: tuple[Any, ...], others: Any) -> None:
         self.see(layer, (args[0] if args else others["hidden_states"])[0])

@@ -80,8 +80,9 @@ class RunOptions(TypedDict, total=False):
     drafter: str
     """What proposes tokens; auto is the INT4 copy, where there is one."""
     head: str | Path
-    """The head that drafter head drafts with: auto (.speq/head in the model's folder), or what
-    `speq train-head` wrote elsewhere.
+    """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the
+    layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq
+    train-head` wrote elsewhere, or a published EAGLE-3 head in safetensors.
     """
     codec: str
     """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks

@@ -15,6 +15,7 @@ from speq.stats import StepStats
 from tests.helpers.eagle_files import write_random_eagle
 from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.heads import write_random_head
+from tests.helpers.mtp_files import write_mtp
 from tests.helpers.random_rows import RandomRows
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import BIASED, write_perturbed
@@ -71,10 +72,13 @@ class Folders:
         return str(path)
 
     def of(self, family: str, cell: Cell) -> tuple[Path, str]:
-        """The model a cell runs, and its draft option; with a head beside it that knows nothing,
-        where the cell drafts with one.
+        """The model a cell runs, and its draft option; with a head beside it, or a layer of its own
+        that predicts tokens ahead, which know nothing, where the cell drafts with one.
         """
         model, draft = self.published(family, cell), self.draft(family, cell)
+        if cell.head == "mtp":
+            path = self.root / f"{family}-mtp"
+            return path if path.exists() else write_mtp(path, model), draft
         if cell.drafter == "head" and cell.head == "auto" and not head_beside(model).exists():
             write_random_head(model)
         if cell.store == "plain":

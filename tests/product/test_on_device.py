@@ -155,6 +155,18 @@ def test_experts_in_slots_leave_tokens_as_they_are(at: int, family: str, folders
     assert result.stats["draft_length_mean"] > 0
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("trees", ["none", "small"])
+def test_layers_that_predict_tokens_ahead(trees: str, folders: Folders) -> None:
+    """Their experts lie on the device, and prompts have more rows than a kernel takes."""
+    cell = Cell(3, "half", "own", drafter="head", head="mtp", trees=trees)
+    model, draft = folders.of("glm4_moe", cell)
+    expected = greedy_tokens(load_plain(model), PROMPTS[0], NEW_TOKENS)
+    result = run(cell, model, draft, PROMPTS[0], order=2)
+    assert result.token_ids == expected
+    assert result.stats["draft_length_mean"] > 0
+
+
 @pytest.mark.parametrize("missing", ["launched", "after"])
 def test_a_run_without_an_order_is_caught(
     missing: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
