@@ -304,7 +304,7 @@ class Engine:
         self.cache.advance(len(token_ids))
         drafter = self.drafter
         if isinstance(drafter, Listener):
-            drafter.hear(token_ids, scored.hidden_states)
+            drafter.hear(token_ids, scored.features)
 
     def _drafts(self, asking: list[Asking]) -> list[Draft]:
         """Of each text: in passes that are common to all, where drafters make such."""
