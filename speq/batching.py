@@ -206,6 +206,7 @@ class Batch:
             token_ids = engine.read(reading, progress and partial(progress, request))
         except SpeqError as error:
             self.reading = None
+            engine.caches[request.sequence.row].clear()  # what is there may be no numbers
             return [Emitted(request, [], error=error), *self._end(self._lost, error)]
         request.read(engine.recorder.step)
         if reading.left:

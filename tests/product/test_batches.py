@@ -14,7 +14,7 @@ from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
-from speq.stats import RunStats
+from speq.stats import RunStats, StepStats
 from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.tiny_models import BY_FAMILY, drawn_tokens, greedy_tokens, load_plain
 
@@ -332,5 +332,88 @@ def test_a_lost_pass_ends_all_and_no_more(
             assert again.sequence.finish_reason is None
         made = generator.generate([7] * 4, max_new_tokens=12, ignore_eos=True)
         assert made.token_ids == greedy_tokens(plain, [7] * 4, 12)
+    finally:
+        generator.close()
+
+
+def test_first_tokens_do_not_wait_for_a_round(tiny: Callable[[str], Path]) -> None:
+    """Chunks of prompts and rounds take turns, and say where tokens are from."""
+    generator = Generator.from_pretrained(
+        tiny("olmoe"), ROOMY, dtype="float32", draft_length=2, max_batch=3, context_length=64
+    )
+    try:
+        sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+        with generator.batch() as batch:
+            assert batch.takes(64)
+            first, second = (batch.add(Sequence([at + 1] * 5, sampling)) for at in range(2))
+            assert not batch.takes(5)  # one waits for its cache already
+            (told,) = batch.step()
+            assert (told.request, told.origins, len(told.token_ids)) == (first, ["prompt"], 1)
+            (told,) = batch.step()
+            assert told.request is first and told.origins[-1] == "exact"
+            assert set(told.origins[:-1]) <= {"accepted"}
+            assert len(told.origins) == len(told.token_ids)
+            (told,) = batch.step()
+            assert (told.request, told.origins) == (second, ["prompt"])
+            assert {each.request for each in batch.step()} == {first, second}
+            assert batch.takes(64)
+            batch.add(Sequence([3] * 5, sampling))
+            while not batch.idle:
+                batch.step()
+    finally:
+        generator.close()
+
+
+def test_figures_of_each_text_are_its_share(tiny: Callable[[str], Path]) -> None:
+    """Bytes of steps add up to those of the run; of waits each text has the whole."""
+    generator = Generator.from_pretrained(
+        tiny("olmoe"), "1MiB", dtype="float32", draft="none", max_batch=3, context_length=32
+    )
+    steps: list[StepStats] = []
+    generator.runtime.recorder.listeners.append(steps.append)
+    try:
+        sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+        prompts = [[at + 1] * (at + 3) for at in range(3)]
+        with generator.batch() as batch:
+            requests = [batch.add(Sequence(prompt, sampling)) for prompt in prompts]
+            while not batch.idle:
+                batch.step()
+        figures = [request.figures for request in requests]
+        rounds = [step for step in steps if step.phase == "decode"]
+        chunks = [step for step in steps if step.phase == "prefill"]
+        moved = sum(step.moved_bytes for step in rounds)
+        assert moved > 0
+        assert sum(each["moved_bytes"] for each in figures) == pytest.approx(moved, abs=2)
+        assert [each["prefill_moved_bytes"] for each in figures] == [
+            step.moved_bytes for step in chunks
+        ]
+        # The first text took part in the first eight rounds, and so on.
+        for at, each in enumerate(figures):
+            own = rounds[at : at + 8]
+            assert each["stall_s"] == pytest.approx(sum(step.stall_s for step in own))
+            assert each["batch_mean"] == sum(step.sequences for step in own) / 8
+    finally:
+        generator.close()
+
+
+def test_records_of_texts_without_end_have_an_end(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speq.batching.RECORDED_STEPS", 5)
+    generator = Generator.from_pretrained(
+        tiny("olmoe"), ROOMY, dtype="float32", draft="none", max_batch=2, context_length=32
+    )
+    try:
+        with generator.batch() as batch:
+            batch.add(Sequence([1, 2, 3], SamplingParams(max_new_tokens=13, ignore_eos=True)))
+            lengths, runs = [], []
+            while not batch.idle:
+                batch.step()
+                assert generator.last_run is not None
+                lengths.append(len(generator.last_run.steps))
+                runs.append(generator.last_run)
+            assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3]
+            assert len(set(map(id, runs))) == 3
+            assert generator.runtime.recorder.run is generator.last_run
     finally:
         generator.close()
