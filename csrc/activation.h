@@ -28,6 +28,11 @@ SPEQ_INLINE float activate(Activation activation, float x) {
   }
 }
 
+// Rounds nothing.
+struct AsIs {
+  SPEQ_MEMBER float operator()(float value) const { return value; }
+};
+
 // What comes between an expert's projections. `round` rounds each step as transformers does it; the
 // last one is the caller's.
 template <typename Round>

@@ -64,13 +64,12 @@ void MoeInt4::gate_up(std::int64_t begin, std::int64_t end) {
     dot(matrix, first, last, inputs.data(), count, gate_rows.data());
     dot(matrix, width + first, width + last, inputs.data(), count, up_rows.data());
     const auto &[biases, of_down, word] = problem_.biases;
-    const auto as_is = [](float value) { return value; };
     for (std::int64_t r = 0; r < count; ++r) {
       float *gate = gate_rows[r], *up = up_rows[r];
       add_bias(biases, word, 2 * width, group.expert, first, last - first, gate);
       add_bias(biases, word, 2 * width, group.expert, width + first, last - first, up);
       for (std::int64_t i = 0; i < last - first; ++i) {
-        gate[i] = activate(problem_.activation, gate[i], up[i], as_is);
+        gate[i] = activate(problem_.activation, gate[i], up[i], AsIs());
       }
       inner_rows_.round(group.places[r], first, last - first, gate_rows[r]);
     }

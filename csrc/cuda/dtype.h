@@ -33,16 +33,22 @@ SPEQ_DEVICE void store_value(float value, void *values, Dtype dtype, std::int64_
   }
 }
 
-// value as it is after a visit to dtype.
-SPEQ_DEVICE float rounded(float value, Dtype dtype) {
-  switch (dtype) {
-  case Dtype::bfloat16:
-    return rounded_to<BFloat16>(value);
-  case Dtype::float16:
-    return rounded_to<Float16>(value);
-  default:
-    return value;
+// Values as they are after a visit to dtype.
+struct Rounding {
+  Dtype dtype;
+
+  SPEQ_MEMBER float operator()(float value) const {
+    switch (dtype) {
+    case Dtype::bfloat16:
+      return rounded_to<BFloat16>(value);
+    case Dtype::float16:
+      return rounded_to<Float16>(value);
+    default:
+      return value;
+    }
   }
-}
+};
+
+SPEQ_DEVICE float rounded(float value, Dtype dtype) { return Rounding{dtype}(value); }
 
 } // namespace speq::cuda

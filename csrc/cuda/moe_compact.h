@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
     const Lane lane;
     const int output = found_again(quad) * kRows + lane.row(), r = int(lane.id) / sum_lanes;
     // Rounded where transformers rounds.
-    const auto round = [&](float value) { return rounded(value, p.dtype); };
+    const Rounding round{p.dtype};
     if (p.bias != nullptr && works && output < p.outputs) {
       const int rows_of_weights = p.gated ? 2 * p.outputs : p.outputs;
       const std::int64_t row = m == 1 ? p.outputs + output : output;

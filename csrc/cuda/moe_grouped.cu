@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     if (lane_id() < rows) {
       const std::int64_t target = std::int64_t(members[lane_id()]) * p.outputs + output;
       // Rounded where transformers rounds.
-      const auto round = [&](float value) { return rounded(value, p.dtype); };
+      const Rounding round{p.dtype};
       if (p.bias != nullptr && !bad) {
         const std::int64_t of_expert = id * p.weights.rows;
         of_first = round(of_first) + load_value(p.bias, p.dtype, of_expert + output);

@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_gate_up(const 
             gate += load_value(p.biases.gate_up, p.biases.dtype, of_expert + row);
             up += load_value(p.biases.gate_up, p.biases.dtype, of_expert + width + row);
           }
-          const auto as_is = [](float value) { return value; };
-          const float inner = activate(p.activation, gate, up, as_is);
+          const float inner = activate(p.activation, gate, up, AsIs());
           shared.inner[r][local] = column < width ? inner : 0.0f;
         }
       }

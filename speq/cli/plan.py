@@ -70,6 +70,8 @@ def show(made: "BudgetPlan") -> None:
 
 def findings(made: "BudgetPlan") -> list[str]:
     """What the tables do not say."""
+    from speq.files.published_format import WORDS
+
     assumed = made.assumptions
     lines = [f"best: {made.reason}"]
     if made.budget.texts > 1:
@@ -92,9 +94,12 @@ def findings(made: "BudgetPlan") -> list[str]:
             f"weights outside the experts are {form.name}: matrices of "
             f"{format_bytes(sum(form.words_bytes))} take about {format_bytes(form.nbytes)}"
         )
-    at_hand = made.subject.codec.name
-    lines.append(f"the experts at hand are {at_hand}; `speq pack --codec` makes others of them")
-    elsewhere = made.subject.count * made.subject.codec.shape.nbytes
+    codec = made.subject.codec
+    in_words = codec.shape.published == WORDS
+    others = "`speq pack --codec` makes others of them" if in_words else "as they are published"
+    lines.append(f"the experts at hand are {codec.name}; {others}")
+    each = codec.shape.nbytes if in_words else codec.record_range[1]
+    elsewhere = made.subject.count * each
     if made.host is None:
         place = "on the disk" if made.budget.on_cpu else "in host memory"
         lines.append(f"all exact experts, {format_bytes(elsewhere)} as published, stay {place}")

@@ -74,14 +74,18 @@ class Turned:
     in_turns: bool
 
     def put(self, stored: Tensor, room: Tensor) -> None:
-        """Write the bytes of the matrix into `room`; both [rows * columns * itemsize] uint8."""
-        given = stored.view(self.dtype).view(self.columns, self.rows)
-        made = room.view(self.dtype).view(self.rows, self.columns)
-        if not self.in_turns:
-            made.copy_(given.t())
-            return
-        for first, half in enumerate(made.chunk(2)):
-            half.copy_(given[:, first::2].t())
+        """Write the bytes of the matrix into `room`; both [rows * columns * itemsize] uint8.
+
+        What is in `stored` may be lost.
+        """
+        given, made = stored.view(self.dtype), room.view(self.dtype).view(self.rows, self.columns)
+        # torch is fast at whole matrices that are transposed, and at rows.
+        made.copy_(given.view(self.columns, self.rows).t())
+        if self.in_turns:
+            ordered = given.view(self.rows, self.columns)
+            for first, half in enumerate(ordered.chunk(2)):
+                half.copy_(made[first::2])
+            made.copy_(ordered)
 
 
 class ExpertStore(Protocol):

@@ -116,6 +116,8 @@ class BiasedExperts(OffloadedExperts):
     ) -> None:
         """Puts the biases of gate before those of up besides, as the kernels take them."""
         super().attach(layer, switch, router, next_logits)
+        if self.biases is not None:  # attached before
+            return
         in_turns = self.gate_up_proj_bias.data
         self.gate_up_proj_bias.data = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
         self.biases = ExpertBiases(self.gate_up_proj_bias.data, self.down_proj_bias.data)

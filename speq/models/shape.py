@@ -194,7 +194,9 @@ def skeleton(family: Family, config: Any, where: object) -> nn.Module:
     try:
         with family.without_experts(), torch.device("meta"):
             # Of a copy, in which it notes the dtype.
-            return AutoModelForCausalLM.from_config(deepcopy(config), dtype=SKELETON_DTYPE)
+            return AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=SKELETON_DTYPE, attn_implementation=family.attention_by
+            )
     except Exception as error:  # an impossible config can fail anywhere in the model's code
         raise SpeqError(
             f"no {family.model_type} model can be built from {where}: {type(error).__name__}: "

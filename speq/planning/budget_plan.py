@@ -118,7 +118,7 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
     left_out: dict[str, str] = {}
     ways = [way for way in ways_of(subject, budget.on_cpu) if assumptions.timed(way, budget.on_cpu)]
     if subject.draft is None:
-        left_out["with a draft"] = "experts of these dimensions have no INT4 copy"
+        left_out["with a draft"] = "no INT4 copy of these experts is much smaller than they are"
     elif not assumptions.drafted:
         left_out["with a draft"] = "the profile was measured without one"
         ways = [way for way in ways if not way.drafts]

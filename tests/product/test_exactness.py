@@ -280,7 +280,7 @@ def test_greedy_tokens_in_every_cell(family: str, folders: Folders) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss"])
 def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
     cells = [
         Cell(1, "half", "own", "packed", 4),
@@ -434,6 +434,15 @@ VARIANTS = {
     "hunyuan_v1_moe without scaled turns": (
         "hunyuan_v1_moe",
         {"rope_scaling": None, "moe_topk": 2, "attention_bias": True},
+    ),
+    "gpt_oss with windows in all layers and tied weights": (
+        "gpt_oss",
+        {
+            "layer_types": ["sliding_attention"] * 3,
+            "sliding_window": 16,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
     ),
 }
 

@@ -130,6 +130,8 @@ def test_models_of_the_paper(
         ("ERNIE-4.5-21B-A3B-PT", 27, 64, 6, 20.4, 2.7),
         ("Hunyuan-A13B-Instruct", 32, 64, 8, 77.3, 5.76),
         ("Solar-Open-100B", 48, 128, 8, 96.6, 11.2),
+        ("gpt-oss-20b", 24, 32, 4, 19.1, 3.36),
+        ("gpt-oss-120b", 36, 128, 4, 114.66, 4.04),
     ],
 )
 def test_models_of_later_families(
@@ -142,6 +144,15 @@ def test_models_of_later_families(
     assert of.shape.resident_bytes(torch.bfloat16) / GIB == pytest.approx(rest_gib, abs=0.06)
     made = planned(LATER / name, f"{int(rest_gib) + 20}GiB")
     assert max(by_way(made).values()) > 2 * top_k
+
+
+def test_experts_published_in_mxfp4_are_planned_as_they_are() -> None:
+    """4.25 bits a weight, and no draft, which would be as large."""
+    of, made = subject(LATER / "gpt-oss-20b"), planned(LATER / "gpt-oss-20b", "8GiB")
+    codes = 3 * 2880 * 2880 // 2
+    assert of.codec.slot_bytes == -(-(codes + codes // 16) // 4096) * 4096
+    assert of.draft is None
+    assert {way: slots > 2 * 4 for way, slots in by_way(made).items()} == {("mxfp4", False): True}
 
 
 @pytest.mark.parametrize("path", [QWEN, DEEPSEEK, PHI])
