@@ -28,6 +28,9 @@ class HeadDrafter:
     """Drafts a chain or a tree, one token to each pass over the head.
 
     next_token  chooses what follows each; measurements may put another one in its place
+    shape       of the head
+    contrast    whether a path's last token comes from the pass before it; measurements may have
+                it take a pass of its own
     """
 
     needs_int4: ClassVar[bool] = False
@@ -35,7 +38,8 @@ class HeadDrafter:
     def __init__(self, base: DraftBase) -> None:
         assert base.head is not None, "read before the weights"
         self._text = HeadText(base.model, base.head, base.cache.capacity)
-        self._contrast = base.head.shape.contrast
+        self.shape = base.head.shape
+        self.contrast = self.shape.contrast
         self._confidence = base.confidence
         self._confidence.assume(LEAD_SCALE)
         self.next_token = next_token_on(base.sampler, OTHERS)
@@ -78,7 +82,7 @@ class HeadDrafter:
                 break
             if not go_on(passes, leads[-1]):
                 break
-            if self._contrast and len(tokens) == length - 1:
+            if self.contrast and len(tokens) == length - 1:
                 tokens += self._beyond(state, sequence, tokens)
                 leads += [None] * (len(tokens) - len(leads))
                 break
@@ -91,7 +95,7 @@ class HeadDrafter:
         """Nodes that are run are the first of the tree, in the order in which they are run."""
         growing = BestFirst(self._confidence.probability)
         draft, node, states = growing.draft, 0, {0: state}
-        contrast = self._contrast and length > 1
+        contrast = self.contrast and length > 1
         passes = min(length - contrast, nodes)
         while True:
             above = draft.above(node)
@@ -120,7 +124,7 @@ class HeadDrafter:
         """The token after the next, by the state that the last of `ahead` was chosen by; none where
         the head tells none.
         """
-        if not self._contrast:
+        if not self.contrast:
             return []
         logits = self._text.after_logits(state)
         chosen = self.next_token(lambda on_layer: logits, sequence, ahead, nobody)
