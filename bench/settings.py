@@ -719,6 +719,59 @@ class BudgetSettings(Options):
     ] = field(default_factory=dict)
 
 
+# Those with `tree` draft trees of tree_nodes tokens.
+COMPARED_DRAFTERS = (
+    *("none", "ngram", "int4", "int4-tree", "cached", "cached-tree"),
+    *("head", "head-tree", "head-no-contrast"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftersSettings(Options):
+    """run: what all runs share."""
+
+    budgets: Budgets
+    drafters: Annotated[
+        tuple[str, ...],
+        Option(
+            "Which drafters; default: all that the model, its head and the budget allow.",
+            Several(Choice(COMPARED_DRAFTERS), "names separated by commas", optional=True),
+        ),
+    ] = ()
+    heads: Annotated[
+        tuple[Path, ...],
+        Option(
+            "Heads that `speq train-head` wrote, each compared with the others, such as one "
+            "without contrast and one of a single branch; default: the one beside the model.",
+            Several(File("a folder"), "a folder or several", repeated=True),
+        ),
+    ] = ()
+    temperatures: Annotated[
+        tuple[float, ...],
+        Option(
+            "How freely tokens are drawn; 0 is greedy.",
+            Several(Number(1e4), "numbers separated by commas, such as 0,1"),
+        ),
+    ] = (0.0, 1.0)
+    draft_length: FixedLength = 4
+    tree_nodes: Annotated[int, Option("Tokens of a tree, at most.", Whole(1, MAX_DRAFT_NODES))] = 8
+    prompts: PromptKinds = ()
+    num_prompts: NumPrompts = 4
+    max_new_tokens: MaxNewTokens = 64
+    rounds: Rounds = 3
+    run: Annotated[
+        dict[str, Any],
+        Some(
+            RunConfig,
+            without=(
+                *("memory_budget", "draft_length", "draft_nodes", "drafter", "head", "max_batch"),
+                *("tpot_slo_ms", "latency_slo_ms"),
+                *BUDGET_OPTIONS,
+            ),
+        ),
+    ] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class WidenSettings(Options):
     """hidden_size and expert_width are multiples of the source's."""

@@ -115,6 +115,12 @@ BENCHES = (
         "Experts the draft chooses beside those of the exact model, by layer and along a draft.",
     ),
     Bench(
+        "drafters",
+        "runs.drafters",
+        declared.DraftersSettings,
+        "All drafters beside each other: what stands, by depth and rank, bytes and time per token.",
+    ),
+    Bench(
         "coverage",
         "paper.coverage",
         declared.CoverageSettings,

@@ -35,9 +35,9 @@ class RunOptions(TypedDict, total=False):
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     draft_nodes: int | None
-    """Let the INT4 copy or the head draft trees of so many tokens at most, with as many passes as
-    tokens are drafted per step; with draft length auto the governor chooses between these and
-    chains. Default: chains.
+    """Let int4, cached or head draft trees of so many tokens at most, with as many passes as tokens
+    are drafted per step; with draft length auto the governor chooses between these and chains.
+    Default: chains.
     """
     prune_rows: str
     """Give up drafted tokens in the midst of a verification where their experts cost more than they
@@ -301,9 +301,9 @@ class TuneOptions(TypedDict, total=False):
     eight bits); auto is all.
     """
     draft_nodes: int | None
-    """Let the INT4 copy or the head draft trees of so many tokens at most, with as many passes as
-    tokens are drafted per step; with draft length auto the governor chooses between these and
-    chains. Default: chains.
+    """Let int4, cached or head draft trees of so many tokens at most, with as many passes as tokens
+    are drafted per step; with draft length auto the governor chooses between these and chains.
+    Default: chains.
     """
     prune_rows: str
     """Give up drafted tokens in the midst of a verification where their experts cost more than they

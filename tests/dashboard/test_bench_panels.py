@@ -565,6 +565,23 @@ OTHERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
             ("tpot", "time per output token, ms", "1.5"): 7.0,
         },
     ),
+    "drafters": (
+        [
+            {
+                "budget": "1GiB",
+                "temperature": 1.0,
+                "drafter": "cached",
+                "tpot_ms": 9.0,
+                "by_depth": [0.5, None],
+                "by_rank": [0.25],
+            }
+        ],
+        {
+            ("tpot", "temperature 1", "cached"): 9.0,
+            ("depth", "cached, temperature 1", "1"): 50.0,
+            ("rank", "cached, temperature 1", "1"): 25.0,
+        },
+    ),
     "serve": (
         [{"rate": 2.0, "whole": 5, "tokens_per_s": 40.0, "ttft_p50_ms": 9.0, "ttft_p95_ms": 12.0}],
         {

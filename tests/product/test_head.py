@@ -287,7 +287,9 @@ def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) ->
         end = forced.start + forced.tokens
         if end < len(text):
             turns = [engine.attempt(behind(end), bounds) for _ in range(2)]
-            assert turns[0].draft == turns[1].draft
+            # A pass of one row rounds otherwise than one of several.
+            first, again = (turn.draft for turn in turns)
+            assert (first.token_ids, first.parents) == (again.token_ids, again.parents)
             assert engine.cache.length == end
             found[end] = turns[0].draft
             counts.run_freely(runtime, text[: end + 1])

@@ -243,6 +243,7 @@ def test_a_word_means_the_same_in_every_command() -> None:
         ("bench kernels", "dtype"),  # of the rows
         *((f"bench {name}", "draft_length") for name in ("hit-rate", "schedule", "fidelity")),
         ("bench budget", "draft_length"),
+        ("bench drafters", "draft_length"),
         # text
         *((f"bench {name}", "memory_budget") for name in ("step", "soak", "fidelity", "ablation")),
         *((f"bench {name}", "memory_budget") for name in ("hit-rate", "equal-memory", "budget")),

@@ -29,6 +29,9 @@ class HeadDrafter:
     """Drafts a chain or a tree, one token to each pass over the head.
 
     next_token  chooses what follows each; measurements may put another one in its place
+    shape       of the head
+    says_after  whether a path's last token comes from the pass before it; measurements may have
+                it take a pass of its own
     """
 
     needs_int4: ClassVar[bool] = False
@@ -36,7 +39,7 @@ class HeadDrafter:
     def __init__(self, base: DraftBase) -> None:
         assert base.head is not None, "read before the weights"
         self._text = HeadText(base.model, base.head, base.cache.capacity)
-        self._says_after = base.head.beyond
+        self.shape, self.says_after = base.head.shape, base.head.beyond
         self._confidence = base.confidence
         self._confidence.assume(LEAD_SCALE)
         self.next_token = next_token_on(base.sampler, OTHERS)
@@ -79,7 +82,7 @@ class HeadDrafter:
                 break
             if not go_on(passes, leads[-1]):
                 break
-            if self._says_after and len(tokens) == length - 1:
+            if self.says_after and len(tokens) == length - 1:
                 tokens += self._beyond(state, sequence, tokens)
                 leads += [None] * (len(tokens) - len(leads))
                 break
@@ -92,8 +95,8 @@ class HeadDrafter:
         """Nodes that are run are the first of the tree, in the order in which they are run."""
         growing = BestFirst(self._confidence.probability)
         draft, node, states = growing.draft, 0, {0: state}
-        says_after = self._says_after and length > 1
-        passes = min(length - says_after, nodes)
+        beyond = self.says_after and length > 1
+        passes = min(length - beyond, nodes)
         while True:
             above = draft.above(node)
             chosen = self._after(states[node], sequence, above)
@@ -121,7 +124,7 @@ class HeadDrafter:
         """The token after the next, by the state that the last of `ahead` was chosen by; none where
         the head tells none.
         """
-        if not self._says_after:
+        if not self.says_after:
             return []
         scores = self._text.after_scores(state)
         chosen = self.next_token(lambda on_layer: scores, sequence, ahead, nobody)

@@ -1,0 +1,284 @@
+"""All drafters beside each other, on the same texts and under the same budgets.
+
+What a drafter proposes is counted in a pass over the texts that is not timed. Timed rounds follow
+in rotation. Texts are the exact model's own, greedy or drawn by the same seeds, whoever drafts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from speq.bench.kinds import texts_of
+from speq.bench.rotation import rotated
+from speq.bench.runs.draft_counts import DraftCounts, counting
+from speq.bench.settings import COMPARED_DRAFTERS
+from speq.bench.settings import DraftersSettings as Settings
+from speq.config import RunConfig
+from speq.decode.drafters.head import HeadDrafter
+from speq.errors import SpeqError
+from speq.files.atomic_file import check_target
+from speq.generator import Generator
+from speq.heads.head_shape import HeadShape
+from speq.measure.report import Column, Report
+from speq.stats import RunStats
+from speq.units import Progress, format_bytes, tracked
+
+TREE, NO_CONTRAST = "-tree", "-no-contrast"
+WARM_UP_TOKENS = 8
+MEDIANS = (
+    *("tpot_ms", "moved_bytes_per_token", "hit_rate", "route_recall"),
+    *("stall_s", "draft_s", "verify_s"),
+)
+
+
+def _shares(values: list[float | None]) -> str:
+    return " ".join("-" if each is None else f"{each:.0%}" for each in values) or "-"
+
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "T": ("temperature", "{:g}"),
+    "drafter": ("drafter", "{}"),
+    "memory": ("draft_bytes", format_bytes),
+    "slots": ("slots", "{}"),
+    "accept length": ("accept_length", "{:.2f}"),
+    "by depth": ("by_depth", _shares),
+    "by rank": ("by_rank", _shares),
+    "TDI": ("tdi", "{:.2f}"),
+    "unique drafted": ("unique_drafted", "{:.0f}"),
+    "unique accepted": ("unique_accepted", "{:.0f}"),
+    "moved/token": ("moved_bytes_per_token", format_bytes),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "of none": ("tpot_of_none", "{:.2f}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A drafter under a budget. head: its folder; None: the one beside the model."""
+
+    budget: str
+    name: str
+    head: Path | None = None
+
+    @property
+    def drafter(self) -> str:
+        return self.name.removesuffix(TREE).removesuffix(NO_CONTRAST)
+
+    @property
+    def shown(self) -> str:
+        return self.name if self.head is None else f"{self.name} ({self.head})"
+
+    def options(self, settings: Settings) -> dict[str, Any]:
+        """Those of the run."""
+        given: dict[str, Any] = {"drafter": self.drafter}
+        if self.name.endswith(TREE):
+            given["draft_nodes"] = settings.tree_nodes
+        if self.head is not None:
+            given["head"] = str(self.head)
+        return settings.run | given
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one drafter at one temperature. runs: of each text in each timed round."""
+
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of one drafter. held: what it takes, and what it is."""
+
+    held: dict[str, Any] = field(default_factory=dict)
+    found: dict[float, Found] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class DraftersReport(Report):
+    """left_out: drafters that the model or the budget does not allow, and why."""
+
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def notes(report: DraftersReport) -> list[str]:
+    return [f"left out: {name}: {reason}" for name, reason in report.left_out.items()]
+
+
+def run(
+    model: str,
+    settings: Settings,
+    json_file: Path | None,
+    force: bool,
+    progress: Progress | None = None,
+) -> DraftersReport:
+    """Measure every drafter under every budget and at every temperature.
+
+    Raises SpeqError for nonsense settings, for drafters that were named and cannot be had, and
+    where none is left.
+    """
+    check_target(json_file, force)
+    prompts = [text for _, text in texts_of(settings.prompts, settings.num_prompts)]
+    cells = [*cells_of(settings)]
+    for cell in cells:
+        RunConfig.of(cell.budget, settings.draft_length, **cell.options(settings))
+    measured: dict[Compared, Measured] = {cell: Measured() for cell in cells}
+    left_out: dict[Compared, str] = {}
+    turns = [(turn, cell) for turn in range(settings.rounds) for cell in rotated(cells, turn)]
+    for turn, cell in tracked("comparing drafters", turns, len(turns), progress):
+        if cell in left_out:
+            continue
+        try:
+            measure(model, settings, cell, prompts, measured[cell], counted=turn > 0)
+        except SpeqError as error:
+            if cell.name in settings.drafters or turn:
+                raise SpeqError(f"{cell.shown}, budget {cell.budget}: {error}") from error
+            left_out[cell] = str(error)
+    rows = [
+        row_of(cell, temperature, measured[cell], settings)
+        for cell in cells
+        if cell not in left_out
+        for temperature in settings.temperatures
+    ]
+    if not rows:
+        raise SpeqError(f"no drafter can be had: {next(iter(left_out.values()))}")
+    beside_none(rows)
+    said = {f"{cell.shown}, {cell.budget}": reason for cell, reason in left_out.items()}
+    report = DraftersReport("drafters", model, settings.as_json(), rows, left_out=said)
+    if json_file is not None:
+        report.write(json_file)
+    return report
+
+
+def cells_of(settings: Settings) -> Iterator[Compared]:
+    """What is compared, if it can be had: drafters with a head once for each head."""
+    for budget, name in product(settings.budgets, settings.drafters or COMPARED_DRAFTERS):
+        cell = Compared(budget, name)
+        if cell.drafter == "head" and settings.heads:
+            yield from (replace(cell, head=head) for head in settings.heads)
+        else:
+            yield cell
+
+
+def measure(
+    model: str,
+    settings: Settings,
+    cell: Compared,
+    prompts: list[str],
+    into: Measured,
+    counted: bool,
+) -> None:
+    """One round over the texts, at all temperatures. counted: whether drafts were counted before.
+
+    Raises SpeqError where the drafter cannot be had.
+    """
+    length = settings.draft_length if cell.drafter != "none" else 0
+    options = cell.options(settings)
+    generator = Generator.from_pretrained(model, cell.budget, draft_length=length, **options)
+    try:
+        longest = max(len(generator.encode(prompt)) for prompt in prompts)
+        generator.reserve(longest + settings.max_new_tokens)
+        into.held = held(generator, cell)
+        if cell.name.endswith(NO_CONTRAST):
+            without_contrast(generator)
+        generator.generate(prompts[-1], max_new_tokens=WARM_UP_TOKENS)
+        engine = generator.runtime.engine
+        for temperature in settings.temperatures:
+            found = into.found.setdefault(temperature, Found())
+            if not counted:
+                with counting(engine, found.counts):
+                    for _ in written(generator, settings, prompts, temperature, found.counts):
+                        pass
+            runs = written(generator, settings, prompts, temperature)
+            found.runs += [run.summary() for run in runs]
+    finally:
+        generator.close()
+
+
+def written(
+    generator: Generator,
+    settings: Settings,
+    prompts: list[str],
+    temperature: float,
+    counts: DraftCounts | None = None,
+) -> Iterator[RunStats]:
+    """Generate each text to its full length, drawn by a seed of its own."""
+    for seed, prompt in enumerate(prompts):
+        if counts is not None:
+            counts.begin_text()
+        generator.generate(
+            prompt,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=True,
+        )
+        assert generator.last_run is not None, "a run has ended"
+        yield generator.last_run
+
+
+def held(generator: Generator, cell: Compared) -> dict[str, Any]:
+    """What a drafter takes, and the shape of a head. Raises SpeqError where it was given up."""
+    runtime = generator.runtime
+    if runtime.holding.drafter != cell.drafter:
+        raise SpeqError(f"{cell.drafter} does not fit the budget; give a larger one")
+    items = runtime.plan.items
+    drafter = runtime.engine.drafter
+    head = drafter if isinstance(drafter, HeadDrafter) else None
+    branches = None
+    if head is not None:
+        branches = head.shape.branches if isinstance(head.shape, HeadShape) else 1
+    return {
+        "draft_bytes": items["draft"] + items.get("head", 0),
+        "slots": runtime.plan.slots,
+        "branches": branches,
+        "contrast": None if head is None else head.says_after,
+    }
+
+
+def without_contrast(generator: Generator) -> None:
+    """Have the last token of each path take a pass. Raises SpeqError where it does already."""
+    drafter = generator.runtime.engine.drafter
+    assert isinstance(drafter, HeadDrafter)
+    if not drafter.says_after:
+        raise SpeqError("the head was trained without contrast; head is the same")
+    drafter.says_after = False
+
+
+def row_of(
+    cell: Compared, temperature: float, measured: Measured, settings: Settings
+) -> dict[str, Any]:
+    """Figures of drafts as they were counted, and medians over texts and rounds."""
+    found = measured.found[temperature]
+    row = {
+        "budget": cell.budget,
+        "temperature": temperature,
+        "drafter": cell.shown,
+        "draft_length": settings.draft_length if cell.drafter != "none" else 0,
+        "draft_nodes": settings.tree_nodes if cell.name.endswith(TREE) else None,
+        **measured.held,
+        **found.counts.row(),
+    }
+    if cell.name.endswith(NO_CONTRAST):
+        row["contrast"] = False
+    for name in MEDIANS:
+        values = [each[name] for each in found.runs if each[name] is not None]
+        row[name] = median(values) if values else None
+    row["samples"] = len(found.runs)
+    return row
+
+
+def beside_none(rows: list[dict[str, Any]]) -> None:
+    """Add each row's time as a share of that without a draft, where that was measured."""
+    plain = {
+        (row["budget"], row["temperature"]): row["tpot_ms"]
+        for row in rows
+        if row["drafter"] == "none"
+    }
+    for row in rows:
+        beside = plain.get((row["budget"], row["temperature"]))
+        row["tpot_of_none"] = row["tpot_ms"] / beside if beside else None
