@@ -79,9 +79,7 @@ def test_what_it_is_not_for_is_refused(tiny: Folder) -> None:
     assert generator.runtime.engine.drafter.next_token is chooses  # type: ignore[attr-defined]
     generator.close()
     ngram = Generator.from_pretrained(tiny(FAMILY), "1GiB", draft_length=2, drafter="ngram")
-    with pytest.raises(
-        SpeqError, match="or of a head and another drafter is asked for; leave draft"
-    ):
+    with pytest.raises(SpeqError, match="or of a head and another drafter is asked for; leave draft"):
         synthetic_acceptance(ngram, [TEXT], 8, 0.5).__enter__()
     ngram.close()
 
