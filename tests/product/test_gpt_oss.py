@@ -1,4 +1,4 @@
-"""What is gpt_oss' own: biases of experts, numbers of its activation, experts that lie transposed."""
+"""What is gpt_oss' own: biases of experts, its activation's numbers, transposed experts."""
 
 import json
 import shutil

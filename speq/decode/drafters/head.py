@@ -95,8 +95,8 @@ class HeadDrafter:
         """Nodes that are run are the first of the tree, in the order in which they are run."""
         growing = BestFirst(self._confidence.probability)
         draft, node, states = growing.draft, 0, {0: state}
-        beyond = self.says_after and length > 1
-        passes = min(length - beyond, nodes)
+        says_after = self.says_after and length > 1
+        passes = min(length - says_after, nodes)
         while True:
             above = draft.above(node)
             chosen = self._after(states[node], sequence, above)
