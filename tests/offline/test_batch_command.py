@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from speq.batching import Batch, Emitted
-from speq.cli import batch as batch_command
+from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.offline.answer_folder import AnswerFolder
+from speq.offline.batch_run import MAY_DIFFER
 from tests.helpers.command import Command, Ended
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -220,8 +221,4 @@ def test_answers_never_replace_their_requests(
 
 
 def test_what_may_differ_is_an_option() -> None:
-    from speq.config import RunConfig
-    from speq.offline.batch_run import MAY_DIFFER
-
     assert set(MAY_DIFFER) <= RunConfig.of("1GiB").as_json().keys()
-    assert batch_command.SIDE_BY_SIDE.defaults == (("max_batch", 8),)
