@@ -77,7 +77,7 @@ class RayWorkers:
 
     def wait(self) -> News:
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError, RayTaskError
 
         streams = {stream: number for number, (_, stream) in self._busy.items()}
         (ready,), _ = ray.wait([*streams], num_returns=1)
@@ -89,7 +89,9 @@ class RayWorkers:
             del self._busy[number]
             self._idle.append(actor)
             return News(number, ended=True)
-        except RayActorError as error:
+        except RayTaskError:
+            raise  # a fault of ours
+        except RayError as error:
             del self._busy[number]
             self._idle.append(self._made())
             return News(number, lost=str(error).strip().partition("\n")[0].rstrip("."))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,11 @@ def cluster(settings: RaySettings) -> Iterator[None]:
         if settings.ray_address is None:
             # Not None, which would have Ray look for clusters by itself.
             ray.init(
-                "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+                "local",
+                num_cpus=max(os.cpu_count() or 1, settings.most * settings.cpus),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
             )
         else:
             ray.init(settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)

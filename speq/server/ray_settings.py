@@ -40,6 +40,11 @@ class RaySettings(Options):
         """Cores of a replica."""
         return self.replica_cpus or max((os.cpu_count() or 1) // self.replicas, 1)
 
+    @property
+    def most(self) -> int:
+        """Replicas at a time, at most."""
+        return self.replicas
+
     def check_together(self) -> None:
         """Raise SpeqError for options of a cluster where there is none."""
         for name in ("replicas", "replica_cpus", "replica_gpus", "ray_address"):
@@ -58,6 +63,11 @@ class RayServeSettings(RaySettings):
             Whole(1, MOST_REPLICAS),
         ),
     ] = None
+
+    @property
+    def most(self) -> int:
+        """With those that Ray adds."""
+        return self.max_replicas or self.replicas
 
     def check_together(self) -> None:
         """Raise SpeqError for fewer replicas at most than at least, too."""

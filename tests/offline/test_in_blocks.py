@@ -61,7 +61,7 @@ def numbers(workers: FakeWorkers, requests: int, block: int) -> list[int]:
 def test_each_request_is_answered_once(count: int, block: int) -> None:
     workers = FakeWorkers(count)
     assert sorted(numbers(workers, 20, block)) == [*range(20)]
-    assert sum(workers.given, []) == [*range(20)]
+    assert [number for each in workers.given for number in each] == [*range(20)]
     assert all(len(each) <= block for each in workers.given)
 
 
