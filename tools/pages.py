@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 ROOMS = (
     *("speq", "speq/decode", "speq/planning", "speq/models", "speq/layers", "speq/experts"),
     *("speq/drafts", "speq/kernels", "speq/files", "speq/quantizing", "speq/measure"),
-    *("speq/dashboard", "speq/server", "speq/options", "speq/text", "speq/cli"),
+    *("speq/dashboard", "speq/server", "speq/offline", "speq/options", "speq/text", "speq/cli"),
     *("scheduler", "governor", "bench", "tools"),
 )
 FILES = """# Files: one line each

@@ -33,6 +33,7 @@ STAND_INS = {
     "Qwen/Qwen1.5-MoE-A2.7B": MODEL,
 }
 TEXTS = ("humaneval.jsonl", "text.jsonl")
+REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "paper-systems", "step")
 SLOW = ("bench", "quantize", "tune", "check")
@@ -117,6 +118,7 @@ def prepare(scratch: Path) -> None:
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")
     for name in TEXTS:
         shutil.copy(ROOT / PROMPTS, scratch / name)
+    (scratch / REQUESTS).write_text('{"prompt": "The sea", "max_new_tokens": 8}\n' * 3)
 
 
 def run(arguments: list[str], scratch: Path, timeout_s: float) -> str | None:

@@ -6,6 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from speq.cli.batch import batch
 from speq.cli.bench import bench_app
 from speq.cli.chat import chat
 from speq.cli.check import check
@@ -33,7 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    *(generate, chat, serve, profile, report, dashboard),
+    *(generate, chat, batch, serve, profile, report, dashboard),
     *(check, pack, quantize, train_head, plan, tune, doctor),
 )
 for function in COMMANDS:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from speq.cli import options as opt
 from speq.config import Model, RunConfig
+from speq.server.ray_settings import RayServeSettings
 from speq.server.settings import ServeSettings
 
 if TYPE_CHECKING:
     from speq.dashboard.live.metrics import Metrics
     from speq.generator import Generator
+    from speq.server.keys import Keys
     from speq.server.watched import Watched
 
 
@@ -23,12 +25,14 @@ def serve(
     model: Model,
     settings: ServeSettings,
     run: RunConfig,
+    replicas: RayServeSettings,
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Serve chats and completions as OpenAI's API has them; Ctrl-C ends it.
 
     It prints the base URL for clients, then the address of the page that shows what is generated,
-    if there is one. So many requests run side by side as --max-batch says; others wait.
+    if there is one. So many requests run side by side as --max-batch says, by each replica with
+    --ray; others wait.
     """
     from speq.dashboard.live.needed import check_serve
 
@@ -43,6 +47,9 @@ def serve(
 
     name = settings.served_model_name or name_of(model)
     keys = None if settings.api_key_file is None else Keys.of(settings.api_key_file)
+    if replicas.ray:
+        serve_on_ray(model, name, settings, run, replicas, keys, output)
+        return
     metrics = Metrics(name)
     with ExitStack() as stack:
         stack.enter_context(opt.log_of(output.quiet))
@@ -65,6 +72,35 @@ def serve(
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         print(server.url, *addresses, sep="\n", flush=True)
         server.run()
+
+
+def serve_on_ray(
+    model: str,
+    name: str,
+    settings: ServeSettings,
+    run: RunConfig,
+    replicas: RayServeSettings,
+    keys: "Keys | None",
+    output: opt.Output,
+) -> None:
+    """The same by replicas on a Ray cluster; it prints the base URL once they can answer."""
+    from speq.errors import SpeqError
+    from speq.server.ray_cluster import check_ray, cluster
+
+    check_ray()
+    if settings.dashboard:
+        raise SpeqError("dashboard and ray are both given; the page shows a single generator")
+    from speq.server.ray_app import replicas_on_ray
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        opt.log_of(output.quiet),
+        terminated_as_interrupted(),
+        cluster(replicas),
+        replicas_on_ray(model, name, run, settings, replicas, keys) as url,
+    ):
+        print(url, flush=True)
+        threading.Event().wait()
 
 
 def name_of(model: str) -> str:

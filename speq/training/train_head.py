@@ -4,12 +4,10 @@ The work lies in a folder of its own until the head is whole: a journal, feature
 the last step that was saved. The same command goes on from there, to the same bits.
 """
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -18,6 +16,7 @@ from typing import Any, Unpack
 import torch
 
 from speq.errors import SpeqError
+from speq.files.alone import alone_in
 from speq.files.atomic_file import remove_abandoned, write_whole, writing
 from speq.files.checkpoint import locate
 from speq.files.journal import Journal
@@ -92,7 +91,11 @@ def trained(
     folder = run.folder()
     with writing(folder, REMEDY):
         (folder / WORK).mkdir(parents=True, exist_ok=True)
-        with alone_in(folder / WORK):
+        another = (
+            f"another process trains a head in {folder / WORK}; wait for its end, or give another "
+            "--out"
+        )
+        with alone_in(folder / WORK, another):
             return run.run(folder)
 
 
@@ -291,24 +294,6 @@ class HeadRun:
                 name: measured(generator, prompts, temperature, self.progress).to_json()
                 for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
             }
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Raise SpeqError where another process has entered this block with the same folder."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise SpeqError(
-                    f"another process trains a head in {folder}; wait for its end, or give "
-                    "another --out"
-                ) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def vocabulary_of(generator: Generator) -> Vocabulary:

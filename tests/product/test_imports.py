@@ -115,6 +115,10 @@ TABLE = {
         ("speq.server",),
         ("leaves", "devices", "files", "text", "generator", "dashboard", "server"),
     ),
+    "offline": Layer(
+        ("speq.offline",),
+        ("leaves", "files", "text", "decode", "generator", "dashboard", "server", "offline"),
+    ),
     "bench": Layer(
         ("speq.bench",),
         (
@@ -127,7 +131,7 @@ TABLE = {
         (
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "training"),
-            *("measure", "dashboard", "server", "cli", "bench commands"),
+            *("measure", "dashboard", "server", "offline", "cli", "bench commands"),
         ),
     ),
     "bench commands": Layer(

@@ -236,6 +236,7 @@ def test_a_word_means_the_same_in_every_command() -> None:
     """Each option that has a run's name has its default and takes the same, but for those named."""
     run = {option.name: option for option in declared(RunConfig)}
     own = {
+        ("batch", "max_batch"),  # nobody waits for a single text
         ("pack", "codec"),  # what is written, where auto is raw
         ("quantize", "memory_budget"),
         ("quantize", "dense"),  # whether such layers are quantised as well
@@ -276,7 +277,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 11 + 18  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 12 + 18  # all but doctor, and benches of machines, routes and many
 
 
 def test_json_and_trace_mean_one_thing() -> None:

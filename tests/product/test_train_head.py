@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import speq
 from speq import Generator, SpeqError
 from speq.cli import app
+from speq.files.alone import alone_in
 from speq.files.journal import Journal
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import rotations
@@ -429,9 +430,9 @@ def test_minutes_choose_windows_and_steps(
 def test_two_trainings_do_not_share_a_folder(model: Path, texts: Path, tmp_path: Path) -> None:
     work, refused = tmp_path / "out" / "training", "another process trains a head in"
     work.mkdir(parents=True)
-    with command.alone_in(work), pytest.raises(SpeqError, match=refused):
+    with alone_in(work, "never said"), pytest.raises(SpeqError, match=refused):
         speq.train_head(model, texts, out=tmp_path / "out")
-    with command.alone_in(work):
+    with alone_in(work, "never said"):
         assert [*work.iterdir()] == []
 
 

@@ -1,0 +1,26 @@
+"""Folders that one process at a time writes to."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from speq.errors import SpeqError
+
+
+@contextmanager
+def alone_in(folder: Path, sentence: str) -> Iterator[None]:
+    """Raise SpeqError with this sentence where another process is in this block with the same
+    folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise SpeqError(sentence) from error
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Files of requests, answered as a whole."""

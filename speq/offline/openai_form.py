@@ -1,0 +1,127 @@
+"""Requests as OpenAI's Batch API has them: {"custom_id", "method", "url", "body"}.
+
+A body is what `speq serve` takes at that URL, and is answered as it would be there.
+"""
+
+import asyncio
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from speq.config import SamplingParams
+from speq.decode.logprobs import Logprobs
+from speq.decode.sequence import Sequence
+from speq.errors import SpeqError, checked_choice, checked_text
+from speq.generator import Generator, Token
+from speq.offline.answer import Answer
+from speq.offline.request_file import RequestLine
+from speq.options.declared import refuse_unknown
+from speq.server.api_error import ApiError, error_of, error_of_fields
+from speq.server.defaults import sampling_defaults
+from speq.server.engine_worker import End, EngineRequest
+from speq.server.fields import ChatBody, CompletionBody, SampledBody
+from speq.server.forms import Form
+from speq.server.service import Service
+
+FIELDS = ("custom_id", "method", "url", "body")
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+class Refused(SpeqError):
+    """What a client would have been told."""
+
+    def __init__(self, told: ApiError) -> None:
+        super().__init__(told.message)
+        self.told = told
+
+
+@dataclass(slots=True)
+class OpenAIAsked:
+    """A request of that form. form: writes the answer's body."""
+
+    number: int
+    heading: dict[str, Any]
+    sequence: Sequence
+    form: Form
+
+    def hear(self, tokens: list[Token]) -> None:
+        for token in tokens:
+            for _ in self.form.chunks(token):
+                continue
+
+    def answer(self, figures: dict[str, Any]) -> Answer:
+        prompt_tokens = len(self.sequence.prompt_ids)
+        new_tokens = len(self.sequence.generated_ids)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
+            "speq": figures,
+        }
+        end = End(self.sequence.finish_reason or "", figures)
+        for _ in self.form.closing(end):
+            continue
+        content = responded(self.heading, 200, self.form.whole(end, usage))
+        return Answer(self.number, content, None, prompt_tokens, new_tokens)
+
+
+@dataclass(slots=True)
+class OpenAIForm:
+    """name: what bodies call the model; sampling: gives the tokens of a chat that does not say."""
+
+    generator: Generator
+    sampling: SamplingParams
+    name: str
+    _service: Service = field(init=False)
+
+    def __post_init__(self) -> None:
+        folder = self.generator.runtime.opened.checkpoint.path
+        self._service = Service(
+            self.generator, self.name, self.sampling.max_new_tokens, sampling_defaults(folder)
+        )
+
+    def asked(self, request: RequestLine, given: dict[str, Any]) -> OpenAIAsked:
+        refuse_unknown(given, FIELDS)
+        missing = [name for name in FIELDS if name not in given]
+        if missing:
+            raise SpeqError(f"{', '.join(missing)} must be given")
+        checked_text("custom_id", given["custom_id"])
+        checked_choice("method", given["method"], ("POST",))
+        checked_choice("url", given["url"], (CHAT, COMPLETION))
+        try:
+            asked, form = self._asked(given["url"], given["body"])
+        except ApiError as error:
+            raise Refused(error) from error
+        sequence = self.generator.prepare(asked.prompt, None, asdict(asked.sampling))  # type: ignore[arg-type]
+        if asked.top_logprobs is not None:
+            sequence.odds = Logprobs(asked.top_logprobs)
+        return OpenAIAsked(request.number, heading(request, given), sequence, form)
+
+    def _asked(self, url: str, fields: Any) -> tuple[EngineRequest, Form]:
+        """Raises ApiError and SpeqError as the server does."""
+        wanted: type[SampledBody] = ChatBody if url == CHAT else CompletionBody
+        try:
+            body = wanted.model_validate(fields)
+        except ValidationError as error:
+            raise error_of_fields(error.errors()) from error  # type: ignore[arg-type]
+        if body.stream:
+            raise SpeqError("stream is true, and a file of answers has no streams; leave it out")
+        if isinstance(body, ChatBody):
+            return asyncio.run(self._service.chat(body))
+        assert isinstance(body, CompletionBody)
+        return asyncio.run(self._service.completion(body))
+
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+        told = error.told if isinstance(error, Refused) else error_of(error)
+        content = responded(heading(request, given), told.status, told.content)
+        return Answer(request.number, content, told.message)
+
+
+def heading(request: RequestLine, given: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"batch_req_{request.line}", "custom_id": given.get("custom_id")}
+
+
+def responded(heading: dict[str, Any], status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": heading["id"], "body": body}
+    return heading | {"response": response, "error": None}

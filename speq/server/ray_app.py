@@ -1,0 +1,143 @@
+"""Replicas of the server's application under Ray Serve: each has a generator of its own.
+
+Ray's proxy listens and hands requests on. A replica that dies, or whose engine does, is made anew;
+what it was answering fails with a 5xx, which clients retry.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from speq.config import RunConfig
+from speq.dashboard.live.guard import App, authorities_of, authority
+from speq.dashboard.live.metrics import Metrics
+from speq.dashboard.live.server import listening_on
+from speq.errors import SpeqError
+from speq.generator import Generator
+from speq.server.application import application
+from speq.server.defaults import sampling_defaults
+from speq.server.gate import Access, Gate
+from speq.server.keys import Keys
+from speq.server.ray_settings import RayServeSettings
+from speq.server.server import BESIDE
+from speq.server.service import Service
+from speq.server.settings import ServeSettings
+from speq.server.single_worker import SingleWorker
+
+APP_NAME = "speq"
+# Requests with the same `x-session-id` go to the same replica, which has what they began with.
+STICKY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+HEALTH_CHECK_S = 2.0
+# Beside the time that requests have to finish.
+PATIENCE_S = 5.0
+CONSTRUCTOR_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What a replica is made of. authorities: what may stand in `Host` where there are no keys."""
+
+    model: str
+    name: str
+    run: RunConfig
+    settings: ServeSettings
+    keys: Keys | None
+    authorities: frozenset[str]
+
+
+class Replica:
+    """One generator behind the routes of `speq serve`, as Ray Serve wants it."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        """Load the model. Raises SpeqError as `Generator.load`."""
+        settings = spec.settings
+        metrics = Metrics(spec.name)
+        with ExitStack() as stack:
+            generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
+            stack.enter_context(metrics.listening(generator.runtime.recorder))
+            self._worker = stack.enter_context(
+                closing(SingleWorker(generator, metrics, settings.max_waiting))
+            )
+            folder = generator.runtime.opened.checkpoint.path
+            service = Service(
+                generator, spec.name, settings.default_max_tokens, sampling_defaults(folder)
+            )
+            access = Access(
+                spec.authorities, spec.keys, settings.max_body, settings.max_waiting + BESIDE
+            )
+            self._app: App = Gate(application(service, self._worker, metrics), access)
+            self._stack = stack.pop_all()
+
+    def __serve_build_asgi_app__(self) -> App:
+        return self._app
+
+    def check_health(self) -> None:
+        """Raise SpeqError where the engine has died: `GET /health` would say 503."""
+        if self._worker.failure is not None:
+            raise SpeqError(self._worker.failure)
+
+    def __del__(self) -> None:
+        # Not there where the model could not be loaded.
+        stack = getattr(self, "_stack", None)
+        if stack is not None:
+            stack.close()
+
+
+def deployment_options(
+    run: RunConfig, settings: ServeSettings, replicas: RayServeSettings
+) -> dict[str, Any]:
+    """How Ray Serve holds replicas, by the names of its options."""
+    options: dict[str, Any] = {
+        # A replica refuses what is too much itself, with 429.
+        "max_ongoing_requests": settings.max_waiting + BESIDE,
+        "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.replica_gpus},
+        "health_check_period_s": HEALTH_CHECK_S,
+        "graceful_shutdown_timeout_s": settings.shutdown_seconds + PATIENCE_S,
+        "max_constructor_retry_count": CONSTRUCTOR_TRIES,
+        "request_router_config": {"request_router_class": STICKY_ROUTER},
+    }
+    if replicas.max_replicas is None:
+        return options | {"num_replicas": replicas.replicas}
+    return options | {
+        "autoscaling_config": {
+            "min_replicas": replicas.replicas,
+            "max_replicas": replicas.max_replicas,
+            # As many as run: the next replica is for those that wait.
+            "target_ongoing_requests": run.max_batch,
+        }
+    }
+
+
+@contextmanager
+def replicas_on_ray(
+    model: str,
+    name: str,
+    run: RunConfig,
+    settings: ServeSettings,
+    replicas: RayServeSettings,
+    keys: Keys | None,
+) -> Iterator[str]:
+    """Serve as long as the block lasts, on a cluster that we are connected to; the base URL.
+
+    Raises SpeqError where the port is not to be had, or no replica can be made.
+    """
+    from ray import serve
+
+    with closing(listening_on(settings.host, settings.port)) as listening:
+        host, port = listening.getsockname()[:2]
+    spec = ReplicaSpec(model, name, run, settings, keys, authorities_of(host, port))
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    try:
+        made = serve.deployment(serve.ingress()(Replica))
+        options = deployment_options(run, settings, replicas)
+        try:
+            serve.run(made.options(**options).bind(spec), name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise SpeqError(
+                "no replica could be made; `speq serve` without --ray says why, and so do Ray's "
+                "logs in /tmp/ray/session_latest/logs/serve"
+            ) from error
+        yield f"http://{authority(host, port)}/v1"
+    finally:
+        serve.shutdown()

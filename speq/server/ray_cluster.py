@@ -1,0 +1,45 @@
+"""A Ray cluster: one that runs, or one on this machine that ends with us."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from speq.errors import SpeqError
+from speq.server.ray_settings import RaySettings
+
+
+def check_ray() -> None:
+    """Raise SpeqError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise SpeqError("Ray is not installed here; pip install 'speq[ray]'")
+
+
+@contextmanager
+def cluster(settings: RaySettings) -> Iterator[None]:
+    """Be connected to the cluster as long as the block lasts. Raises SpeqError where none is."""
+    import ray
+
+    try:
+        if settings.ray_address is None:
+            # Not None, which would have Ray look for clusters by itself.
+            ray.init(
+                "local",
+                num_cpus=max(os.cpu_count() or 1, settings.most * settings.cpus),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = settings.ray_address or "this machine"
+        raise SpeqError(
+            f"there is no Ray cluster at {where}: {' '.join(str(error).split())}; start one with "
+            "`ray start --head`, or leave --ray-address out"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

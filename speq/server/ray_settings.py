@@ -1,0 +1,83 @@
+"""Options of commands that run on a Ray cluster. Nothing here needs Ray."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+from speq.errors import SpeqError
+from speq.options.declared import Option, Options
+from speq.options.kinds import Switch, Text, Whole
+
+MOST_REPLICAS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings(Options):
+    """How many generators there are, and where. Each has the memory budget to itself."""
+
+    ray: Annotated[bool, Option("Run replicas of the model on a Ray cluster.", Switch())] = False
+    replicas: Annotated[
+        int, Option("Replicas; where Ray may add some, at least.", Whole(1, MOST_REPLICAS))
+    ] = 1
+    replica_cpus: Annotated[
+        int | None,
+        Option(
+            "Cores of a replica; default: those of this machine, shared by the replicas.",
+            Whole(1, 1024),
+        ),
+    ] = None
+    replica_gpus: Annotated[int, Option("GPUs of a replica.", Whole(0, 64))] = 0
+    ray_address: Annotated[
+        str | None,
+        Option(
+            "Address of a Ray cluster that runs, or auto; default: one is started on this machine.",
+            Text("an address, or auto"),
+        ),
+    ] = None
+
+    @property
+    def cpus(self) -> int:
+        """Cores of a replica."""
+        return self.replica_cpus or max((os.cpu_count() or 1) // self.replicas, 1)
+
+    @property
+    def most(self) -> int:
+        """Replicas at a time, at most."""
+        return self.replicas
+
+    def check_together(self) -> None:
+        """Raise SpeqError for options of a cluster where there is none."""
+        for name in ("replicas", "replica_cpus", "replica_gpus", "ray_address"):
+            if not self.ray and getattr(self, name) != getattr(RaySettings(), name):
+                raise SpeqError(f"{name} is given and ray is not; give --ray too")
+
+
+@dataclass(frozen=True, slots=True)
+class RayServeSettings(RaySettings):
+    """The same, of a server."""
+
+    max_replicas: Annotated[
+        int | None,
+        Option(
+            "Let Ray add replicas, up to so many, as requests wait, and take them away again.",
+            Whole(1, MOST_REPLICAS),
+        ),
+    ] = None
+
+    @property
+    def most(self) -> int:
+        """With those that Ray adds."""
+        return self.max_replicas or self.replicas
+
+    def check_together(self) -> None:
+        """Raise SpeqError for fewer replicas at most than at least, too."""
+        RaySettings.check_together(self)
+        if self.max_replicas is None:
+            return
+        if not self.ray:
+            raise SpeqError("max_replicas is given and ray is not; give --ray too")
+        if self.max_replicas < self.replicas:
+            raise SpeqError(
+                f"max_replicas is {self.max_replicas} and replicas is {self.replicas}; give as "
+                "many at most as at least, or more"
+            )
