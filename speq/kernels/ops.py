@@ -264,7 +264,7 @@ def moe_int4(
         raise ValueError(f"the INT4 bank is on {bank.device} and hidden_states on {device}")
     code = activation_code(activation)
     width = bank.down[0].shape[2] * 2
-    added = pair_of(biases, hidden_states, base_slots, width)
+    added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)
     if hidden_states.dtype == torch.float64:
         added = tuple(bias.float() for bias in added)
     weights = topk_weights.float()

@@ -72,7 +72,9 @@ def attention_out(
     cached_keys[:, start:end] = turned[1]
     cached_values[:, start:end] = values.view(rows, kv_heads, width).transpose(0, 1)
     group = queries.shape[1] // (kv_heads * width)
-    seen = [cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)]
+    seen_keys, seen_values = (
+        cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)
+    )
     if parents is None:
         parents = torch.arange(-1, rows - 1)
     depths, above = _tree(parents.tolist())
@@ -83,10 +85,10 @@ def attention_out(
     visible = torch.cat([past, above[-rows:]], dim=1) & (positions > own - window)
     if sinks is None:
         attended = F.scaled_dot_product_attention(
-            turned[0][None], seen[0][None], seen[1][None], attn_mask=visible, scale=scale
+            turned[0][None], seen_keys[None], seen_values[None], attn_mask=visible, scale=scale
         )[0]
     else:
-        attended = beside_sinks(turned[0], *seen, visible, scale, sinks)
+        attended = beside_sinks(turned[0], seen_keys, seen_values, visible, scale, sinks)
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))
 
 

@@ -157,7 +157,8 @@ class ChainDecoder:
 def whole_turns(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """What gives cos and sin of whole heads."""
     if type(rotary_emb).__name__ not in HALF_TURNS:
-        return rotary_emb  # type: ignore[no-any-return]
+        turns_whole: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
+        return turns_whole
 
     def turns(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary_emb(like, position_ids=position_ids)

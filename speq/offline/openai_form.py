@@ -104,7 +104,7 @@ class OpenAIForm:
         try:
             body = wanted.model_validate(fields)
         except ValidationError as error:
-            raise error_of_fields(error.errors()) from error  # type: ignore[arg-type]
+            raise error_of_fields(error.errors()) from error
         if body.stream:
             raise SpeqError("stream is true, and a file of answers has no streams; leave it out")
         if isinstance(body, ChatBody):

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from transformers import GenerationConfig
 
@@ -252,7 +252,7 @@ class BatchWorker:
         stream = taken.stream
         asked = stream.request
         try:
-            options = SamplingOptions(**asdict(asked.sampling))
+            options = cast(SamplingOptions, asdict(asked.sampling))
             sequence = self._engine.prepare(asked.prompt, None, options, asked.top_logprobs)
             self._requests[batch.add(sequence, stream.asked_s)] = taken
         except SpeqError as error:

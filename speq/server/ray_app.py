@@ -17,13 +17,13 @@ from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.server.application import application
 from speq.server.defaults import sampling_defaults
+from speq.server.batch_worker import BatchWorker
 from speq.server.gate import Access, Gate
 from speq.server.keys import Keys
 from speq.server.ray_settings import RayServeSettings
 from speq.server.server import BESIDE
 from speq.server.service import Service
 from speq.server.settings import ServeSettings
-from speq.server.single_worker import SingleWorker
 
 APP_NAME = "speq"
 # Requests with the same `x-session-id` go to the same replica, which has what they began with.
@@ -57,14 +57,14 @@ class Replica:
             generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
             stack.enter_context(metrics.listening(generator.runtime.recorder))
             self._worker = stack.enter_context(
-                closing(SingleWorker(generator, metrics, settings.max_waiting))
+                closing(BatchWorker(generator, metrics, settings.max_waiting))
             )
             folder = generator.runtime.opened.checkpoint.path
             service = Service(
                 generator, spec.name, settings.default_max_tokens, sampling_defaults(folder)
             )
             access = Access(
-                spec.authorities, spec.keys, settings.max_body, settings.max_waiting + BESIDE
+                spec.authorities, spec.keys, settings.max_body, self._worker.capacity + BESIDE
             )
             self._app: App = Gate(application(service, self._worker, metrics), access)
             self._stack = stack.pop_all()
@@ -90,7 +90,7 @@ def deployment_options(
     """How Ray Serve holds replicas, by the names of its options."""
     options: dict[str, Any] = {
         # A replica refuses what is too much itself, with 429.
-        "max_ongoing_requests": settings.max_waiting + BESIDE,
+        "max_ongoing_requests": settings.max_waiting + run.max_batch + BESIDE,
         "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.replica_gpus},
         "health_check_period_s": HEALTH_CHECK_S,
         "graceful_shutdown_timeout_s": settings.shutdown_seconds + PATIENCE_S,
