@@ -16,8 +16,8 @@ from speq.dashboard.live.server import listening_on
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.server.application import application
-from speq.server.defaults import sampling_defaults
 from speq.server.batch_worker import BatchWorker
+from speq.server.defaults import sampling_defaults
 from speq.server.gate import Access, Gate
 from speq.server.keys import Keys
 from speq.server.ray_settings import RayServeSettings
