@@ -40,6 +40,8 @@ SLOW = ("bench", "quantize", "tune", "check")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")
 ASKING = ("bench", "serve")
+# They need a package of hundreds of megabytes, and start processes that outlive them for a while.
+ON_RAY = "--ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,9 @@ def main() -> None:
             for command in commands_of(page):
                 if command.words[0] in ENDLESS or command.words[:2] == ASKING:
                     print(f"left out, serves until an interrupt or asks a server: {command}")
+                    continue
+                if ON_RAY in command.words:
+                    print(f"left out, starts a Ray cluster: {command}")
                     continue
                 if slow(command) and not options.slow:
                     print(f"left out, measures for minutes: {command}")
