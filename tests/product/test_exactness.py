@@ -53,6 +53,11 @@ TREES = ("none", "small", "pruned")
 # Two runs of different length, so that prompts end inside and at the end of a chunk.
 PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# All families, and two of them in float64 as well.
+IN_BOTH_DTYPES = [
+    *((family, "float32") for family in FAMILIES),
+    *((family, "float64") for family in ("qwen2_moe", "deepseek_v2")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -218,8 +223,7 @@ def test_experts_in_slots_draft_what_stands_and_what_does_not(folders: Folders) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", BY_FAMILY)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("family", "dtype"), IN_BOTH_DTYPES)
 def test_experts_in_slots_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
     for cell in CACHED:
         plain = load_plain(folders.published(family, cell), DTYPES[dtype])
@@ -263,8 +267,7 @@ def test_heads_go_on_from_tokens_that_stand(trees: str, head: str, folders: Fold
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", BY_FAMILY)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("family", "dtype"), IN_BOTH_DTYPES)
 def test_heads_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
     plain = load_plain(folders.float32(family), DTYPES[dtype])
     for prompt in PROMPTS:
