@@ -236,9 +236,10 @@ class BatchWorker:
             with self._engine.batch() as batch:
                 self._join(batch, first)
                 while not batch.idle and self.failure is None:
-                    for emitted in batch.step(self._engine.fixed_draft_length, self._read):
-                        self._tell(emitted)
+                    emitted = batch.step(self._engine.fixed_draft_length, self._read)
                     self._let_go(batch)
+                    for each in emitted:
+                        self._tell(each)
                     # Who comes when all have left begins another batch, with records of its own.
                     while not batch.idle and (taken := self._take(batch.takes)) is not None:
                         self._join(batch, taken)
@@ -274,7 +275,7 @@ class BatchWorker:
     def _tell(self, emitted: Emitted) -> None:
         request, sequence = emitted.request, emitted.request.sequence
         taken = self._requests.get(request)
-        if taken is None:  # the device was lost, and the text with it
+        if taken is None:  # it was let go, or the device was lost
             return
         if emitted.error is not None:
             self._end(taken, failed(emitted.error))
@@ -282,8 +283,6 @@ class BatchWorker:
         if emitted.origins[:1] == ["prompt"]:
             ttft_s = request.first_s - request.given_s
             self._observer.prompted(len(sequence.prompt_ids), request.cached, ttft_s)
-        if self._unwanted(taken) or not emitted.token_ids:
-            return
         tokens = tokens_of(sequence, emitted.token_ids)
         for token in tokens:
             taken.stream.put(token)

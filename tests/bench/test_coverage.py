@@ -17,12 +17,13 @@ from speq.bench.paper import coverage, expert_shares
 from speq.bench.paper.coverage import Settings
 from speq.bench.paper.route_sample import RouteSample, TextSample, TreePlan, TreeSample, recorded
 from speq.dashboard.bench_panels import coverage as bench_panels
+from speq.decode.drafter import DraftBounds
 from speq.decode.engine import Engine
-from speq.decode.sequence import Draft
+from speq.decode.sequence import Draft, Sequence
+from speq.decode.turn import Turn
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.layers.expert_counts import ExpertCounts
-from speq.models.moe_model import Scored
 from speq.routing import Route
 from tests.helpers.tiny_models import load_plain, write_model
 
@@ -245,14 +246,14 @@ def test_routes_are_those_of_transformers(
 ) -> None:
     """Of the text, and of each node of a tree, as if its path were a text of its own."""
     drafts: list[Draft] = []
-    verify = Engine.verify
+    attempt = Engine.attempt
 
-    def heard(engine: Engine, pending_id: int, draft: Draft) -> Scored:
-        if engine.recorder.step.phase == "tree":
-            drafts.append(draft)
-        return verify(engine, pending_id, draft)
+    def heard(engine: Engine, sequence: Sequence, bounds: DraftBounds) -> Turn:
+        turn = attempt(engine, sequence, bounds)
+        drafts.append(turn.draft)
+        return turn
 
-    monkeypatch.setattr(Engine, "verify", heard)
+    monkeypatch.setattr(Engine, "attempt", heard)
     prompts, new = ["Once upon", "two plus 2 ="], 14
     generator = small(tiny(family), draft=str(poor_draft(family)))
     try:

@@ -152,7 +152,7 @@ def test_a_disk_that_fails_ends_the_job_and_no_request(
         if next(steps) == 6:
             error = SpeqError("reading failed; look after the disk and run again")
             error.__cause__ = OSError("of the disk")
-            return [Emitted(request, [], error) for request in batch.clear()]
+            return [Emitted(request, [], error=error) for request in batch.clear()]
         return own(batch, draft_length)
 
     with monkeypatch.context() as patch:
@@ -178,7 +178,7 @@ def test_a_text_that_the_engine_cannot_finish_fails_alone(
             seen.append(request)
             batch.drop(request)
             others = [each for each in emitted if each.request is not request]
-            return [*others, Emitted(request, [], SpeqError("the logits are not numbers"))]
+            return [*others, Emitted(request, [], error=SpeqError("the logits are not numbers"))]
         return emitted
 
     monkeypatch.setattr(Batch, "step", failing)
