@@ -136,7 +136,7 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
     assert [row["drafter"] for row in report.rows] == names[:6]
     said = notes(report)
     assert len(said) == 3
-    assert "left out: head, 64MiB: no head at" in said[0]
+    assert "left out: head, 64MiB: there is no head at" in said[0]
     asked = settings_of(temperatures="0", drafters="head")
-    with pytest.raises(SpeqError, match="head, budget 64MiB: no head at"):
+    with pytest.raises(SpeqError, match="head, budget 64MiB: there is no head at"):
         run(str(model), asked, None, force=False)
