@@ -93,7 +93,8 @@ class OpenAIForm:
             asked, form = self._asked(given["url"], given["body"])
         except ApiError as error:
             raise Refused(error) from error
-        sequence = self.generator.prepare(asked.prompt, None, asdict(asked.sampling))  # type: ignore[arg-type]
+        options: Any = asdict(asked.sampling)
+        sequence = self.generator.prepare(asked.prompt, None, options)
         if asked.top_logprobs is not None:
             sequence.odds = Logprobs(asked.top_logprobs)
         return OpenAIAsked(request.number, heading(request, given), sequence, form)
@@ -104,7 +105,7 @@ class OpenAIForm:
         try:
             body = wanted.model_validate(fields)
         except ValidationError as error:
-            raise error_of_fields(error.errors()) from error  # type: ignore[arg-type]
+            raise error_of_fields(error.errors()) from error
         if body.stream:
             raise SpeqError("stream is true, and a file of answers has no streams; leave it out")
         if isinstance(body, ChatBody):
