@@ -94,7 +94,7 @@ class PlainForm:
             raise SpeqError("messages must be a list of objects with role and content")
         own = {name: given[name] for name in SAMPLING if name in given}
         options: Any = asdict(self.sampling) | own
-        sequence = self.generator.prepare(prompt, None, options)  # type: ignore[arg-type]
+        sequence = self.generator.prepare(prompt, None, options)
         return PlainAsked(request.number, heading(request, given), sequence)
 
     def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:

@@ -93,7 +93,8 @@ class OpenAIForm:
             asked, form = self._asked(given["url"], given["body"])
         except ApiError as error:
             raise Refused(error) from error
-        sequence = self.generator.prepare(asked.prompt, None, asdict(asked.sampling))  # type: ignore[arg-type]
+        options: Any = asdict(asked.sampling)
+        sequence = self.generator.prepare(asked.prompt, None, options)
         if asked.top_logprobs is not None:
             sequence.odds = Logprobs(asked.top_logprobs)
         return OpenAIAsked(request.number, heading(request, given), sequence, form)

@@ -33,7 +33,7 @@ def cluster(settings: RaySettings) -> Iterator[None]:
             )
         else:
             ray.init(settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray's own, of a cluster that does not start, is no other
         where = settings.ray_address or "this machine"
         raise SpeqError(
             f"there is no Ray cluster at {where}: {' '.join(str(error).split())}; start one with "
