@@ -58,7 +58,8 @@ def serve(
         listening = stack.enter_context(closing(listening_on(settings.host, settings.port)))
         generator = stack.enter_context(closing(opt.load_generator(model, run, quiet=output.quiet)))
         stack.enter_context(metrics.listening(generator.runtime.recorder))
-        viewers, addresses = [], []
+        viewers: list[Watched] = []
+        addresses: list[str] = []
         if settings.dashboard:
             port = settings.dashboard_port
             watched, address = stack.enter_context(page_of(generator, metrics, port))
