@@ -87,7 +87,7 @@ class PlainForm:
         refuse_unknown(given, (*FIELDS, *SAMPLING))
         if ("prompt" in given) == ("messages" in given):
             raise SpeqError("prompt or messages must be given, and not both")
-        prompt = given.get("prompt", given.get("messages"))
+        prompt: Any = given.get("prompt", given.get("messages"))
         if "messages" in given and not (
             isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)
         ):

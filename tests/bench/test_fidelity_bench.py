@@ -18,16 +18,16 @@ from speq.bench.runs.fidelity import Settings
 from speq.bench.runs.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
 from speq.dashboard.bench_panels import fidelity as bench_panels
-from speq.decode.drafter import DraftBase
+from speq.decode.drafter import DraftBase, DraftBounds
 from speq.decode.drafters.int4 import Int4Drafter
 from speq.decode.engine import Engine
 from speq.decode.sampler import HostSampler
 from speq.decode.sequence import Sequence
+from speq.decode.turn import Turn
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.routing import Route
 from speq.runtime import Runtime
-from speq.stats import StepStats
 from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -254,15 +254,15 @@ def test_the_exact_side_is_that_of_transformers(family: str, tiny: Folder) -> No
 def test_free_drafts_are_the_engines_own_steps(
     tiny: Folder, poor_draft: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[list[int], StepStats]] = []
-    step = Engine.step
+    seen: list[tuple[list[int], Turn, tuple[int, int]]] = []
+    attempt = Engine.attempt
 
-    def recorded(engine: Engine, sequence: Sequence) -> list[int]:
-        emitted = step(engine, sequence)
-        seen.append((sequence.prompt_ids, engine.recorder.step))
-        return emitted
+    def recorded(engine: Engine, sequence: Sequence, bounds: DraftBounds) -> Turn:
+        turn = attempt(engine, sequence, bounds)
+        seen.append((sequence.prompt_ids, turn, engine.lookahead.recall(turn.kept)))
+        return turn
 
-    monkeypatch.setattr(Engine, "step", recorded)
+    monkeypatch.setattr(Engine, "attempt", recorded)
     generator = small(tiny("qwen3_moe"), draft=str(poor_draft("qwen3_moe")))
     try:
         found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)
@@ -270,17 +270,17 @@ def test_free_drafts_are_the_engines_own_steps(
         generator.close()
     first, second = TEXTS
     starts = [first[:7], first[:13], first[:19], first[:25], second[:7]]
-    assert [prompt_ids for prompt_ids, _ in seen] == starts
-    steps = [stats for _, stats in seen]
-    assert {stats.draft_length for stats in steps} == {DRAFT_LENGTH}
-    assert 0 < sum(stats.accepted for stats in steps) < DRAFT_LENGTH * len(steps)
+    assert [prompt_ids for prompt_ids, _, _ in seen] == starts
+    assert {turn.draft.depth for _, turn, _ in seen} == {DRAFT_LENGTH}
+    steps = [turn.outcome.accepted for _, turn, _ in seen]
+    assert 0 < sum(steps) < DRAFT_LENGTH * len(steps)
     for at, position in enumerate(found.positions):
-        assert position.accepted == sum(stats.accepted > at for stats in steps)
+        assert position.accepted == sum(accepted > at for accepted in steps)
         # The pending token and the accepted ones have been run by the draft, short of the last.
-        assert position.kept.pairs == len(found.layers) * sum(s.accepted >= at for s in steps)
+        assert position.kept.pairs == len(found.layers) * sum(each >= at for each in steps)
     kept = total(position.kept for position in found.positions)
-    assert kept.named == sum(stats.named for stats in steps)
-    assert kept.choices == sum(stats.choices for stats in steps)
+    assert kept.named == sum(named for _, _, (named, _) in seen)
+    assert kept.choices == sum(choices for _, _, (_, choices) in seen)
     free = total(position.free for position in found.positions)
     assert free.pairs == len(found.layers) * DRAFT_LENGTH * len(steps) > kept.pairs
     # A poor draft mistakes experts, but never those before which nothing was rounded.
