@@ -63,7 +63,8 @@ class Holding:
     @property
     def name(self) -> str:
         encoded = " encoded as read," if self.encode_s else ""
-        return f"{self.codec}{encoded} {'with' if self.drafts else 'without'} a draft"
+        drafter = {"none": "without a draft", "head": "with a head"}
+        return f"{self.codec}{encoded} {drafter.get(self.drafter, 'with a draft')}"
 
     @property
     def cycle(self) -> Cycle:

@@ -8,6 +8,9 @@ telling ways apart. A run measures its own cycles and goes by those.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 from speq.errors import SpeqError
 from speq.governor.averages import Line
@@ -42,6 +45,8 @@ class PassBytes:
     draft_fixed_bytes  what a draft's pass reads of these, or codes in their place
     draft_token_bytes  the INT4 experts of one token, in all layers
     token_experts      exact experts of one token, in all layers
+    head_bytes         what a draft head's pass reads, with the matrix that says its tokens; 0:
+                       there is no head
     """
 
     layers: int
@@ -49,6 +54,7 @@ class PassBytes:
     draft_fixed_bytes: int
     draft_token_bytes: int
     token_experts: int
+    head_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Speeds:
     expert_s  time of each distinct exact expert, by codec
     row_s     of each further row of a verification, its experts apart
     miss_s    of the processor for each expert that is moved
+    head_token_s  of a token that a draft head drafts
     """
 
     pass_s: float
@@ -68,6 +75,7 @@ class Speeds:
     expert_s: dict[str, float]
     row_s: float = 0.0
     miss_s: float = 0.0
+    head_token_s: float = 0.0
 
     @classmethod
     def of_rates(cls, rates: Rates, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
@@ -81,6 +89,7 @@ class Speeds:
             0.0,
             layers_s + (sizes.draft_fixed_bytes + sizes.draft_token_bytes) / memory,
             {h.codec: h.read_bytes / memory for h in holdings},
+            head_token_s=rates.layer_s + sizes.head_bytes / memory,
         )
 
     @classmethod
@@ -100,13 +109,20 @@ class Speeds:
             {h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory) for h in holdings},
             survey.row_s,
             survey.miss_s,
+            survey.layer_s + sizes.head_bytes / memory,
         )
 
     @classmethod
     def of_profile(
-        cls, profile: Profile, distinct: Callable[[float], float], holdings: Iterable[Holding]
+        cls,
+        profile: Profile,
+        sizes: PassBytes,
+        distinct: Callable[[float], float],
+        holdings: Iterable[Holding],
     ) -> "Speeds":
-        """Measured times. A pass's growth with its distinct experts tells their share of it.
+        """Measured times. A pass's growth with its distinct experts tells their share of it. A head
+        was not timed: it takes as much of a pass without experts as it reads of its bytes, and a
+        layer's part of it.
 
         distinct  gives the experts that a pass of so many rows asks for in all layers, if the
                   profile has not counted them
@@ -117,11 +133,14 @@ class Speeds:
         slope = line.slope
         read_bytes = {holding.codec: holding.read_bytes for holding in holdings}
         base = _cost(profile, profile.codec, read_bytes)
+        pass_s = line.y - slope * line.x
         return cls(
-            line.y - slope * line.x,
+            pass_s,
             profile.draft_base_s,
             profile.draft_token_s,
             {codec: slope * _cost(profile, codec, read_bytes) / base for codec in read_bytes},
+            head_token_s=max(pass_s, 0.0)
+            * (sizes.head_bytes / sizes.fixed_bytes + 1 / sizes.layers),
         )
 
 
@@ -133,14 +152,41 @@ def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
     return float(read_bytes.get(codec, profile.expert_bytes))
 
 
+class Drafts(NamedTuple):
+    """What one drafter's tokens take, and how far they stand.
+
+    stand      by depth, probability that a token stands, given that those before it did; the last
+               one is that of all deeper tokens
+    base_s, token_s  T_draft(k) = base + k * token
+    ahead      whether experts move while the draft that named them goes on
+    """
+
+    stand: tuple[float, ...]
+    base_s: float
+    token_s: float
+    ahead: bool
+
+    def stands(self, draft_length: int) -> list[float]:
+        """p_1 to p_k."""
+        return [self.stand[min(depth, len(self.stand) - 1)] for depth in range(draft_length)]
+
+    @property
+    def acceptance(self) -> float:
+        """Of all depths together: a depth counts as often as it is reached."""
+        reached = accumulate(self.stand[:-1], mul, initial=1.0)
+        weights = list(reached)
+        return sum(map(mul, weights, self.stand)) / sum(weights)
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """A model on a machine.
 
     num_layers  number of layers with experts
-    acceptance  probability that a drafted token stands, given that those before it did
+    acceptance  probability that an INT4 draft's token stands, given that those before it did
     lengths     draft lengths to choose from
     ahead       whether experts move while the draft that named them goes on
+    head_stand  the same probability of a head's tokens by depth; empty: it was not measured
     """
 
     num_layers: int
@@ -150,6 +196,7 @@ class Outlook:
     acceptance: float
     lengths: tuple[int, ...] = tuple(k for k in LENGTHS if k)
     ahead: bool = True
+    head_stand: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -158,6 +205,16 @@ class Outlook:
             raise SpeqError(
                 f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
             )
+
+    def drafts(self, drafter: str) -> Drafts | None:
+        """None of a drafter of which nothing is known beforehand."""
+        speeds = self.speeds
+        if drafter == "int4":
+            stand = (self.acceptance,)
+            return Drafts(stand, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
+        if drafter == "head" and self.head_stand:
+            return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
+        return None
 
     def asked(self, rows: float) -> float:
         """Distinct experts of all layers that a pass of so many rows asks for."""
@@ -182,29 +239,37 @@ class Outlook:
         rows, speeds = draft_length + 1, self.speeds
         moved = self.missed(holding, rows)
         moved_bytes = moved * holding.moved_bytes
+        tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
+        if draft_length:
+            drafts = self.drafts(holding.drafter)
+            assert drafts is not None, "known beforehand"
+            tokens += accepted_tokens(drafts.stands(draft_length))
+            draft_s = drafts.base_s + draft_length * drafts.token_s
+            exposed = EXPOSED_AHEAD if drafts.ahead else exposed
         return Cycle(
             draft_length,
-            1 + accepted_tokens([self.acceptance] * draft_length),
-            speeds.draft_base_s + draft_length * speeds.draft_token_s if draft_length else 0.0,
+            tokens,
+            draft_s,
             self.verify_s(holding, rows) + moved * (speeds.miss_s + holding.encode_s),
             self.link.transfer_s(moved_bytes),
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
-            EXPOSED_AHEAD if draft_length and self.ahead else EXPOSED_ON_DEMAND,
+            exposed,
         )
 
     def prior(self, holding: Holding) -> Prior:
         """What a run begins with, of a holding that was weighed. What a miss takes of the processor
         counts as a part of its transfer.
         """
-        speeds = self.speeds
+        speeds, drafts = self.speeds, self.drafts(holding.drafter)
+        assert drafts is not None, "known beforehand"
         rows = [length + 1 for length in LENGTHS]
         best = holding.cycle.draft_length + 1
         return Prior(
             verify=tuple((float(t), self.verify_s(holding, t)) for t in rows),
             distinct=tuple((float(t), self.asked(t)) for t in rows),
-            draft_base_s=speeds.draft_base_s,
-            draft_token_s=speeds.draft_token_s,
+            draft_base_s=drafts.base_s,
+            draft_token_s=drafts.token_s,
             drafts=PLANNED,
             transfer_s=self.link.transfer_s(holding.moved_bytes) + holding.encode_s + speeds.miss_s,
             expert_bytes=holding.moved_bytes,
@@ -212,26 +277,27 @@ class Outlook:
                 self.missed(holding, 1) / self.asked(1),
                 self.missed(holding, best) / self.asked(best),
             ),
-            exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if self.ahead else EXPOSED_ON_DEMAND),
-            acceptance=self.acceptance,
+            exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if drafts.ahead else EXPOSED_ON_DEMAND),
+            acceptance=drafts.acceptance,
             tokens=PLANNED_TOKENS,
         )
 
     def weighed(self, holding: Holding) -> Holding:
         """The holding at its best draft length: 0 without a draft, at least 1 with one.
 
-        Only INT4 drafts are timed: another drafter is weighed as plain decoding.
+        A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
-        lengths = self.lengths if holding.drafter == "int4" else (0,)
+        lengths = self.lengths if self.drafts(holding.drafter) is not None else (0,)
         cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
         return replace(holding, expected=min(cycles, key=lambda cycle: cycle.token_s))
 
     def gain(self, holdings: Sequence[Holding]) -> float | None:
-        """Time per token of the best way without a draft over that of the best way with one.
+        """Time per token of the best way without a draft over that of the best one with an INT4
+        draft.
 
         None if there are not both.
         """
-        drafting = [self.weighed(h).tpot_s for h in holdings if h.drafts]
+        drafting = [self.weighed(h).tpot_s for h in holdings if h.drafter == "int4"]
         plain = [self.weighed(h).tpot_s for h in holdings if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 

@@ -265,7 +265,8 @@ class RunConfig(Options):
     drafter: Annotated[
         str,
         Option(
-            "What proposes tokens; auto is the INT4 copy, where there is one.",
+            "What proposes tokens; auto is the INT4 copy or a head beside the model, by what is "
+            "expected.",
             Choice(("auto", "none"), DRAFTERS),
         ),
     ] = "auto"

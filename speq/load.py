@@ -35,7 +35,7 @@ from speq.governor.draft_length import LONGEST, Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.heads.draft_head import DraftHead, HeadSource
-from speq.heads.named import head_named
+from speq.heads.named import head_named, head_worth_weighing
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
@@ -150,7 +150,7 @@ def load(
             subject = replace(subject, copying_bytes=copied.writing_bytes)
         source = head_of(opened, config)
         if source is not None:
-            subject = replace(subject, head=source.shape)
+            subject = replace(subject, head=source.shape, head_stand=source.stand)
         budget = budget_of(config, context, device)
         room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
         subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
@@ -160,6 +160,8 @@ def load(
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
+        if settled.holding.drafter != "head":
+            source = None
         drafting = settled.holding.drafter == "int4"
         codes = DraftMatrices(dense, opened.checkpoint, device.torch) if drafting else None
         model = moe_model.load(
@@ -310,10 +312,12 @@ def draft_source(opened: Opened, config: RunConfig) -> DraftSource:
 
 
 def head_of(opened: Opened, config: RunConfig) -> HeadSource | None:
-    """The head that is to draft; None where another drafter does.
+    """The head that is to draft, or may; None where another drafter does.
 
-    Raises SpeqError where it is missing, damaged or another model's.
+    Raises SpeqError where one is asked for that is missing, damaged or another model's.
     """
+    if config.drafter == "auto" and drafter_of(config) != "none":
+        return head_worth_weighing(opened)
     return head_named(config.head, opened) if drafter_of(config) == "head" else None
 
 
@@ -477,10 +481,14 @@ def measured(store: EncodingStore, subject: Subject, settled: Settled, budget: B
 
 
 def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) -> Governor:
-    """The governor of runs that draft. Nothing is known beforehand of others than INT4 drafts."""
+    """The governor of runs that draft. A profile knows INT4 drafts, a plan also those of a head
+    that says how far they stand; of others nothing is known beforehand.
+    """
     prior = None
     if settled.holding.drafter == "int4":
         prior = settled.prior if profile is None else Prior.of_profile(profile)
+    elif settled.holding.drafter == "head":
+        prior = settled.prior
     objectives, nodes = objectives_of(config), config.draft_nodes
     return make_governor(config.draft_length, objectives, prior, settled.longest, nodes)
 

@@ -55,7 +55,7 @@ def show(made: "BudgetPlan") -> None:
     for at, entry in enumerate(entries["candidates"]):
         ways.add_row(
             f"{entry['codec']}, encoded" if entry["encoded"] else entry["codec"],
-            "INT4" if entry["draft"] else "none",
+            {"int4": "INT4"}.get(entry["drafter"], entry["drafter"]),
             str(entry["slots"]),
             f"{entry['slots'] / made.subject.count:.0%}",
             str(entry["draft_length"]),
@@ -80,7 +80,7 @@ def findings(made: "BudgetPlan") -> list[str]:
     lines.append(
         f"were routes independent, the worst there can be: {made.worst.partition(' (')[0]}"
     )
-    if len({holding.drafts for holding in made.candidates}) == 2:
+    if {"none", "int4"} <= {holding.drafter for holding in made.candidates}:
         lines.append(_acceptance_line(made.break_even_acceptance))
         link = assumed.link.bandwidth_bytes_per_s
         lines.append(_link_line(made.break_even_link_bytes_per_s, link))
@@ -121,9 +121,14 @@ def _head_line(made: "BudgetPlan") -> str:
     kv_bytes = elements * made.subject.dtype.itemsize
     return (
         f"with --drafter head: the head takes {format_bytes(held.items['head'])} and "
-        f"{format_bytes(kv_bytes)} of the KV cache, which leaves {held.slots} slots; a run "
-        "measures whether it pays"
+        f"{format_bytes(kv_bytes)} of the KV cache, which leaves {held.slots} slots; "
+        + (_stand_line(made.subject.head_stand) or "a run measures whether it pays")
     )
+
+
+def _stand_line(stand: tuple[float, ...]) -> str:
+    shares = ", ".join(f"{share:.0%}" for share in stand)
+    return shares and f"where it was trained, {shares} of its tokens stood, by depth"
 
 
 def _acceptance_line(value: float | None) -> str:

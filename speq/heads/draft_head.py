@@ -149,5 +149,11 @@ class HeadSource(Protocol):
     @property
     def shape(self) -> HeadSizes: ...
 
+    @property
+    def stand(self) -> tuple[float, ...]:
+        """By depth, the share of its tokens that stood where it was trained, of those behind a
+        token that stands; empty: nobody says.
+        """
+
     def held(self, dtype: torch.dtype, device: torch.device) -> DraftHead:
         """The head to draft with."""

@@ -39,6 +39,11 @@ class EagleHead:
     said: Tensor | None
 
     @property
+    def stand(self) -> tuple[float, ...]:
+        """Nobody says."""
+        return ()
+
+    @property
     def beyond(self) -> bool:
         return False
 

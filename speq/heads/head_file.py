@@ -1,7 +1,7 @@
 """A head on disk: one safetensors file beside its model, tied to it by a digest.
 
-Its metadata say of which model it is, what its sizes are, and the SHA-256 of its weights. Nothing
-of it is trusted before all three were compared.
+Its metadata say of which model it is, what its sizes are, how far its drafts stood where it was
+trained, and the SHA-256 of its weights. Nothing of it is trusted before all were checked.
 """
 
 import hashlib
@@ -68,6 +68,7 @@ def write_head(path: Path, head: MoEHead, model: str, dtype: torch.dtype) -> Non
         "format": FORMAT,
         "model": model,
         "shape": json.dumps(head.shape.as_json()),
+        "stand": json.dumps(head.stand),
         "sha256": sum_of(weights),
     }
     entries = {name: (dtype, tuple(weight.shape)) for name, weight in weights.items()}
@@ -105,7 +106,7 @@ def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
         raise SpeqError(
             f"{path} is damaged: its weights are not those of its checksum; {TRAIN_AGAIN}"
         )
-    return MoEHead(shape, weights).requires_grad_(False)
+    return MoEHead(shape, weights, _stand_in(path, file.metadata)).requires_grad_(False)
 
 
 def copy_head(source: Path, target: Path) -> bool:
@@ -127,6 +128,21 @@ def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:
     except (ValueError, TypeError) as error:  # of JSON, or SpeqError
         reason = str(error).split(";")[0]
         raise SpeqError(f"{path} is damaged: {reason}; {TRAIN_AGAIN}") from error
+
+
+def _stand_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
+    """Shares by depth; none in files of versions that did not say them."""
+    try:
+        shares = parse_json(metadata.get("stand", "[]"))
+    except ValueError:  # of JSON, or SpeqError
+        shares = None
+    numbers = isinstance(shares, list) and all(type(each) in (int, float) for each in shares)
+    if not numbers or not all(0 <= share <= 1 for share in shares):
+        raise SpeqError(
+            f"{path} is damaged: it says that drafts stand in shares of {metadata['stand']:.80}; "
+            f"{TRAIN_AGAIN}"
+        )
+    return tuple(map(float, shares))
 
 
 def _weights_in(file: SafetensorsFile, shape: HeadShape) -> dict[str, Tensor]:

@@ -62,10 +62,15 @@ class MoEHead(nn.Module):
     `queries_keys_values`, attention by whoever keeps the entries, `leave`.
     """
 
-    def __init__(self, shape: HeadShape, weights: Mapping[str, Tensor]) -> None:
-        """weights: by the names of `HeadShape.tensors`, of any float dtype."""
+    def __init__(
+        self, shape: HeadShape, weights: Mapping[str, Tensor], stand: tuple[float, ...] = ()
+    ) -> None:
+        """
+        weights  by the names of `HeadShape.tensors`, of any float dtype
+        stand    by depth, the share of its tokens that stood where it was trained; empty: unknown
+        """
         super().__init__()
-        self.shape = shape
+        self.shape, self.stand = shape, stand
         # Names of files have dots, those of parameters must not.
         self._weights = nn.ParameterDict(
             {name.replace(".", "-"): nn.Parameter(weights[name]) for name, _ in shape.tensors()}
@@ -96,7 +101,7 @@ class MoEHead(nn.Module):
     def held(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
         """The same to draft with: nothing is learnt."""
         weights = {name: w.to(device, dtype) for name, w in self.weights().items()}
-        return MoEHead(self.shape, weights).requires_grad_(False)
+        return MoEHead(self.shape, weights, self.stand).requires_grad_(False)
 
     @property
     def beyond(self) -> bool:

@@ -51,6 +51,11 @@ class MtpSource:
     owned: tuple[str, ...]
     store: SafetensorsExpertStore
 
+    @property
+    def stand(self) -> tuple[float, ...]:
+        """Nobody says."""
+        return ()
+
     def held(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
         """The layer, its experts as they are published, read from the checkpoint."""
         prefix = prefix_of(self.opened)

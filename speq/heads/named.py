@@ -1,12 +1,16 @@
 """The head that options name: our own, a published one, or a layer of the model's checkpoint."""
 
+import logging
 from pathlib import Path
 
+from speq.errors import SpeqError
 from speq.heads.draft_head import HeadSource
 from speq.heads.eagle_file import CONFIG, read_eagle
 from speq.heads.head_file import NAME, head_beside, model_digest, read_head
 from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
+
+logger = logging.getLogger("speq")
 
 AUTO = "auto"
 
@@ -28,3 +32,17 @@ def head_named(name: str, opened: Opened) -> HeadSource:
     path = path / NAME if path.is_dir() else path
     digest = model_digest(checkpoint, opened.family.names)
     return read_head(path, digest, opened.shape.hidden_size)
+
+
+def head_worth_weighing(opened: Opened) -> HeadSource | None:
+    """The head beside a model, if it says how far its drafts stand; None where there is none. One
+    that is damaged or another model's is left aside, and the log says so: nobody asked for it.
+    """
+    if not head_beside(opened.checkpoint.path).exists():
+        return None
+    try:
+        head = head_named(AUTO, opened)
+    except SpeqError as error:
+        logger.warning("the head beside the model is left aside: %s", error)
+        return None
+    return head if head.stand else None

@@ -19,7 +19,7 @@ from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.heads.head_file import head_beside, model_digest, read_head
-from speq.heads.head_shape import HeadShape
+from speq.heads.moe_head import MoEHead
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -113,19 +113,22 @@ def subject_of(model: str, dtype: str) -> tuple[Subject, Opened | None]:
     opened = open_model(path)
     try:
         subject = Subject.of_model(model, opened, dtype)
-        return replace(subject, head=head_shape_beside(opened)), opened
+        head = head_beside_model(opened)
+        if head is not None:
+            subject = replace(subject, head=head.shape, head_stand=head.stand)
+        return subject, opened
     except BaseException:
         opened.close()
         raise
 
 
-def head_shape_beside(opened: Opened) -> HeadShape | None:
-    """Of the head beside a model; None where there is none that fits, which a run refuses."""
+def head_beside_model(opened: Opened) -> MoEHead | None:
+    """None where there is none that fits, which a run refuses."""
     checkpoint = opened.checkpoint
     with contextlib.suppress(SpeqError):
         digest = model_digest(checkpoint, opened.family.names)
         path = head_beside(checkpoint.path)
-        return read_head(path, digest, opened.shape.hidden_size).shape
+        return read_head(path, digest, opened.shape.hidden_size)
     return None
 
 

@@ -78,7 +78,8 @@ class RunOptions(TypedDict, total=False):
     prefetch: str
     """Which experts come before they are needed."""
     drafter: str
-    """What proposes tokens; auto is the INT4 copy, where there is one."""
+    """What proposes tokens; auto is the INT4 copy or a head beside the model, by what is expected.
+    """
     head: str | Path
     """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the
     layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq

@@ -91,17 +91,26 @@ class Assumptions:
         encode_s = words_bytes / self.encode_bytes_per_s[holding.codec]
         return replace(holding, encode_s=encode_s, start_s=count * encode_s)
 
-    def outlook(self, num_layers: int, sizes: PassBytes, holdings: Iterable[Holding]) -> Outlook:
+    def outlook(
+        self,
+        num_layers: int,
+        sizes: PassBytes,
+        holdings: Iterable[Holding],
+        head_stand: tuple[float, ...] = (),
+    ) -> Outlook:
+        """head_stand: by depth, how often tokens of the model's head stand; empty: not measured"""
         machine, locality = self.machine, self.locality
         if isinstance(machine, Profile):
             speeds = Speeds.of_profile(
-                machine, lambda rows: num_layers * locality.distinct(rows), holdings
+                machine, sizes, lambda rows: num_layers * locality.distinct(rows), holdings
             )
         elif isinstance(machine, Survey):
             speeds = Speeds.of_survey(machine, sizes, holdings)
         else:
             speeds = Speeds.of_rates(machine, sizes, holdings)
-        return Outlook(num_layers, locality, speeds, self.link, self.acceptance)
+        return Outlook(
+            num_layers, locality, speeds, self.link, self.acceptance, head_stand=head_stand
+        )
 
 
 def routes_of(profile: Profile, shape: ModelShape) -> RouteCurve | None:

@@ -15,8 +15,9 @@ from speq.planning.demand import Budget
 from speq.planning.fitting import fit, fitted, least_refusal
 from speq.planning.host_memory import HostPlan, host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
+from speq.planning.settle import outlook_of
 from speq.planning.subject import Subject
-from speq.planning.ways import ways_of
+from speq.planning.ways import ways_of, with_measured_head
 from speq.units import format_bytes
 
 
@@ -99,6 +100,7 @@ def candidate_entry(holding: Holding) -> dict[str, Any]:
         "codec": holding.codec,
         "encoded": holding.encode_s > 0,
         "draft": holding.drafts,
+        "drafter": holding.drafter,
         "slots": holding.slots,
         "draft_length": cycle.draft_length,
         "tpot_ms": holding.tpot_s * 1e3,
@@ -117,11 +119,12 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
     """
     left_out: dict[str, str] = {}
     ways = [way for way in ways_of(subject, budget.on_cpu) if assumptions.timed(way, budget.on_cpu)]
+    ways += with_measured_head(subject, ways)
     if subject.draft is None:
         left_out["with a draft"] = "no INT4 copy of these experts is much smaller than they are"
     elif not assumptions.drafted:
         left_out["with a draft"] = "the profile was measured without one"
-        ways = [way for way in ways if not way.drafts]
+        ways = [way for way in ways if way.drafter != "int4"]
     words_bytes = subject.codec.shape.nbytes
     ways = [assumptions.priced(way, words_bytes, budget.on_cpu, subject.count) for way in ways]
     fitting, refused = fitted(subject, ways, budget)
@@ -131,7 +134,7 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
     if not fitting:
         raise least_refusal(refused)
     holdings = [holding for holding, _ in fitting]
-    outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
+    outlook = outlook_of(subject, assumptions, holdings)
     independent = replace(assumptions.locality, curve=None)
     made = BudgetPlan(
         subject,
@@ -153,8 +156,7 @@ def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPl
 def with_head(
     subject: Subject, holdings: Sequence[Holding], budget: Budget, left_out: dict[str, str]
 ) -> MemoryPlan | None:
-    """Memory of the first way without a draft, if the model's head drafts in it. Nothing is known
-    of its time: a run measures that.
+    """Memory of the first way without a draft, if the model's head drafts in it.
 
     left_out  is told why it does not fit
     """

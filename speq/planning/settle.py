@@ -44,7 +44,8 @@ class Settled:
     reason          the planner's; None where there was nothing to weigh
     gives_up_draft  whether a draft would fit and is expected to lose
     longest         no draft is longer: by the plan, longer ones miss the time objectives
-    prior           of the run's cycles; None where nothing was weighed
+    prior           of the run's cycles; None where nothing was weighed, or nothing is known of who
+                    drafts
     """
 
     holding: Holding
@@ -168,7 +169,7 @@ def by_profile(
         [(holding, made)] = known
         if any(way.codec != holding.codec for way, _ in fitting):
             return None  # other codecs were not measured
-        outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, [holding])
+        outlook = outlook_of(subject, assumptions, [holding])
         outlook = replace(outlook, ahead=config.prefetch != "none")
         return Settled(holding, made, longest=longest_for(config, outlook, holding))
     return weighed(subject, budget, config, assumptions, known)
@@ -190,7 +191,7 @@ def weighed(
     holdings = [
         assumptions.priced(way, words_bytes, budget.on_cpu, subject.count) for way, _ in fitting
     ]
-    outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
+    outlook = outlook_of(subject, assumptions, holdings)
     outlook = replace(outlook, ahead=config.prefetch != "none")
     if config.draft_length:
         outlook = replace(outlook, lengths=(config.draft_length,))
@@ -205,7 +206,13 @@ def weighed(
     )
     at = holdings.index(replace(chosen, expected=None))
     longest = longest_for(config, outlook, chosen)
-    return Settled(chosen, fitting[at][1], reason, gives_up, longest, outlook.prior(chosen))
+    prior = None if outlook.drafts(chosen.drafter) is None else outlook.prior(chosen)
+    return Settled(chosen, fitting[at][1], reason, gives_up, longest, prior)
+
+
+def outlook_of(subject: Subject, assumptions: Assumptions, holdings: Sequence[Holding]) -> Outlook:
+    """A subject's, with what is known of its head."""
+    return assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings, subject.head_stand)
 
 
 def must_draft(config: RunConfig) -> bool:
@@ -219,7 +226,7 @@ def longest_for(config: RunConfig, outlook: Outlook, holding: Holding) -> int:
     to tell.
     """
     objectives = objectives_of(config)
-    timed = holding.drafter == "int4"  # profiles time no other drafts
+    timed = outlook.drafts(holding.drafter) is not None
     if not timed or config.draft_length is not None or objectives == Objectives():
         return LONGEST
     longest = longest_within(

@@ -41,6 +41,7 @@ class Subject:
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
     head           sizes of the head that may draft; None: there is none
+    head_stand     by depth, how often its tokens stood where it was trained; empty: not measured
     """
 
     name: str
@@ -57,6 +58,7 @@ class Subject:
     copying_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
     head: HeadSizes | None = None
+    head_stand: tuple[float, ...] = ()
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
@@ -185,6 +187,8 @@ class Subject:
             draft_fixed_bytes=fixed_bytes - replaced_bytes + codes.nbytes,
             draft_token_bytes=token_experts * self.base_bytes // self.count,
             token_experts=token_experts,
+            # Tokens are said by a matrix of the embedding's shape.
+            head_bytes=self.head.nbytes(self.dtype) + self.dense.sizes[0] if self.head else 0,
         )
 
 

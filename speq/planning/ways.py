@@ -1,5 +1,6 @@
 """The ways to hold a model's exact experts: all there are, and those that options leave open."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from speq.config import RunConfig
@@ -52,9 +53,19 @@ def open_ways(subject: Subject, config: RunConfig, on_cpu: bool) -> list[Holding
         elif way.needs_draft and way.codec in (given, config.codec):
             # Only as a base: who does not draft needs no codes of other layers.
             found.append(replace(way, drafter=drafter, draft_bytes=subject.base_bytes))
+    if config.drafter == "auto" and drafter != "none":
+        found += with_measured_head(subject, found)
     if subject.dense.name == "residual":  # read over the draft's codes
         return [replace(way, dense_base=True) for way in found if way.drafter == "int4"]
     return found
+
+
+def with_measured_head(subject: Subject, ways: Sequence[Holding]) -> list[Holding]:
+    """The ways without a draft once more, with the model's head in it, if it is known how far its
+    drafts stand.
+    """
+    plain = [way for way in ways if not way.drafts and not way.needs_draft]
+    return [replace(way, drafter="head") for way in plain] if subject.head_stand else []
 
 
 def agree(store: ExpertStore, config: RunConfig) -> None:

@@ -140,6 +140,10 @@ class HeadRun:
         trainer = self._trainer(features, vocabulary)
         losses = self._train(trainer, work)
         write_head(folder / NAME, trainer.head, digest, dtype)
+        acceptance = self._acceptance(folder / NAME, prompts, budget)
+        # Once more, with what runs can now know beforehand.
+        trainer.head.stand = stand_of(acceptance)
+        write_head(folder / NAME, trainer.head, digest, dtype)
         report = {
             "format": FORMAT,
             "speq": __version__,
@@ -154,7 +158,7 @@ class HeadRun:
             "head_bytes": trainer.head.shape.nbytes(dtype),
             "losses": losses,
             "draft_length": DRAFT_LENGTH,
-            "acceptance": self._acceptance(folder / NAME, prompts, budget),
+            "acceptance": acceptance,
             "seconds": monotonic() - self.start_s,
         }
         write_whole(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")
@@ -308,6 +312,13 @@ def vocabulary_of(generator: Generator) -> Vocabulary:
         held if same else table.float().clone(),
         held,
         None if bias is None else bias.float().clone(),
+    )
+
+
+def stand_of(acceptance: dict[str, Any]) -> tuple[float, ...]:
+    """What a head may be expected to do at any temperature: the lesser share of each depth."""
+    return (
+        tuple(map(min, *(each["by_depth"] for each in acceptance.values()))) if acceptance else ()
     )
 
 

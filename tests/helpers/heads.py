@@ -22,15 +22,22 @@ def random_head(shape: HeadShape, seed: int = 0) -> MoEHead:
     return MoEHead(shape, weights)
 
 
-def write_random_head(model: Path, seed: int = 0, **sizes: Any) -> Path:
-    """A head that knows nothing, beside its model, where drafter head finds it."""
+def write_random_head(
+    model: Path, seed: int = 0, stand: tuple[float, ...] = (), **sizes: Any
+) -> Path:
+    """A head that knows nothing, beside its model, where drafter head finds it.
+
+    stand  what it says of its drafts
+    """
     opened = open_model(model)
     digest = model_digest(opened.checkpoint, opened.family.names)
     hidden_size = opened.shape.hidden_size
     opened.close()
     shape = HeadShape(hidden_size, **({"width": 32, "window": 48} | sizes))
-    path = head_beside(model)
-    write_head(path, random_head(shape, seed), digest, torch.float32)
+    path, head = head_beside(model), random_head(shape, seed)
+    head.stand = stand
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_head(path, head, digest, torch.float32)
     return path
 
 

@@ -186,7 +186,10 @@ def test_what_is_written_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
     path = tmp_path / "h.safetensors"
     write_head(path, head, "of that model", dtype)
     again = read_head(path, "of that model", 16)
-    assert again.shape == head.shape
+    assert again.shape == head.shape and again.stand == ()
+    head.stand = 0.75, 1.0
+    write_head(path, head, "of that model", dtype)
+    assert read_head(path, "of that model", 16).held(dtype, torch.device("cpu")).stand == (0.75, 1)
     plain = load_file(path)
     assert plain.keys() == dict(head.shape.tensors()).keys()
     for name, weight in head.weights().items():
@@ -242,6 +245,8 @@ def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
     assert "is damaged" in refused(with_header(shape='{"hidden_size": 64}'))
     sizes = json.loads(header["__metadata__"]["shape"])
     assert "is damaged" in refused(with_header(shape=json.dumps(sizes | {"width": "x"})))
+    for shares in ("{", "{}", '["x"]', "[1.5]", "[true]", "[NaN]"):
+        assert f"stand in shares of {shares}" in refused(with_header(stand=shares))
     assert "are not those of a head" in refused(with_header(shape=json.dumps(sizes | {"width": 8})))
     path.write_bytes(whole)
     assert read_head(path, digest, 64).shape.width == 32

@@ -347,13 +347,13 @@ def test_speeds_of_a_survey_by_hand() -> None:
     assert speeds.draft_token_s == pytest.approx(2e-3 + 10e-3 + 1e-3 + 0.5e-3)
     assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(4e-6)}
     of = outlook(speeds=speeds, locality=Locality(32, 4, None))
-    resident = replace(PLAIN, slots=256)
-    cycle = of.cycle(resident, 3)
+    way = replace(PLAIN, drafter="int4")
+    cycle = of.cycle(replace(way, slots=256), 3)
     asked = of.asked(4)
     assert cycle.verify_s == pytest.approx(speeds.pass_s + 3e-4 + asked * 1e-6)
     # What is moved takes the processor, beside the link.
-    missed = of.missed(PLAIN, 4)
-    assert of.cycle(PLAIN, 3).verify_s == pytest.approx(cycle.verify_s + missed * 3e-4)
+    missed = of.missed(way, 4)
+    assert of.cycle(way, 3).verify_s == pytest.approx(cycle.verify_s + missed * 3e-4)
 
 
 def test_a_run_begins_with_what_was_planned() -> None:
@@ -427,14 +427,17 @@ def test_speeds_of_a_profile_are_those_measured() -> None:
     def never(rows: float) -> float:
         raise AssertionError("the profile counted them")
 
-    speeds = Speeds.of_profile(profile(), never, [PLAIN, DRAFT])
+    sizes = PassBytes(10, 2_000_000, 1_000_000, 500_000, 40, head_bytes=500_000)
+    speeds = Speeds.of_profile(profile(), sizes, never, [PLAIN, DRAFT])
     # A prior of little weight holds the slope, hence some percent.
     assert speeds.pass_s == pytest.approx(10e-3, rel=0.1)
     assert speeds.expert_s["raw"] == pytest.approx(1e-4, rel=0.05)
     assert speeds.expert_s["residual"] == pytest.approx(0.9 * speeds.expert_s["raw"])
     assert (speeds.draft_base_s, speeds.draft_token_s) == (1e-3, 4e-3)
+    # A quarter of what a pass reads, and a tenth of its layers.
+    assert speeds.head_token_s == pytest.approx(0.35 * speeds.pass_s)
     timed = profile(decode_bytes_per_s={"raw": 2e9, "residual": 1e9})
-    speeds = Speeds.of_profile(timed, never, [PLAIN, DRAFT])
+    speeds = Speeds.of_profile(timed, sizes, never, [PLAIN, DRAFT])
     assert speeds.expert_s["residual"] == pytest.approx(2 * speeds.expert_s["raw"])
 
 
@@ -447,6 +450,36 @@ def test_the_best_draft_length_is_the_best() -> None:
     assert f"{chosen.tpot_s * 1e3:.1f} ms" in reason
     with pytest.raises(SpeqError, match="no way"):
         choose(of, [])
+
+
+HEAD = replace(PLAIN, drafter="head", slots=90)
+
+
+def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
+    speeds = replace(outlook().speeds, head_token_s=1e-3)
+    of = outlook(speeds=speeds, head_stand=(0.8, 0.5))
+    drafts = of.drafts("head")
+    assert drafts is not None and drafts.stands(4) == [0.8, 0.5, 0.5, 0.5]
+    # The second depth is reached by eight drafts of ten.
+    assert drafts.acceptance == pytest.approx((0.8 + 0.8 * 0.5) / 1.8)
+    cycle = of.cycle(HEAD, 3)
+    assert cycle.tokens == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25)
+    assert cycle.draft_s == pytest.approx(3e-3)
+    assert cycle.verify_s == of.verify_s(HEAD, 4)
+    assert cycle.exposed == of.cycle(PLAIN, 0).exposed  # it names no experts
+    prior = of.prior(of.weighed(HEAD))
+    assert (prior.draft_token_s, prior.acceptance) == (1e-3, drafts.acceptance)
+    chosen, reason = choose(of, [PLAIN, HEAD])
+    assert chosen == min((of.weighed(way) for way in (PLAIN, HEAD)), key=lambda way: way.tpot_s)
+    assert "raw with a head" in reason and "raw without a draft" in reason
+
+
+def test_a_head_that_says_nothing_is_weighed_as_plain_decoding() -> None:
+    of = outlook()
+    assert of.drafts("head") is None and of.drafts("ngram") is None
+    assert of.weighed(HEAD).cycle == of.cycle(HEAD, 0)
+    # Break-evens are those of INT4 drafts.
+    assert of.gain([PLAIN, HEAD]) is None
 
 
 def test_a_draft_must_save_its_margin() -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.slo import Objectives
 from speq.governor.survey import Survey
+from speq.heads.head_file import head_beside
 from speq.measure import codec_speed
 from speq.models.opened import open_model
 from speq.planning import profiles
@@ -39,6 +41,7 @@ from speq.planning.settle import Settled, settle
 from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
 from speq.text.tokenizer import load_tokenizer, tokens_of
+from tests.helpers.heads import write_random_head
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 BUDGET_BYTES = 5 << 19
@@ -266,6 +269,70 @@ def test_what_a_way_takes_is_what_its_run_takes(model: Path) -> None:
         items = fit(subject, way, budget)[1].items
         assert items | {"slots": 0} == real | {"slots": 0}
         assert items["slots"] == pytest.approx(real["slots"], rel=0.05)
+
+
+# Heads.
+
+# One pass of a head takes nothing, and its tokens stand: beside it an INT4 copy only takes room.
+STANDS = (1.0, 1.0)
+
+
+@pytest.fixture
+def headed(model: Path, tmp_path: Path) -> Path:
+    """The model with a head of random weights that claims to be good."""
+    path = tmp_path / "headed"
+    shutil.copytree(model, path, ignore=shutil.ignore_patterns(".speq"))
+    write_random_head(path, stand=STANDS)
+    return path
+
+
+def test_a_head_that_is_expected_to_win_drafts(
+    headed: Path, exact: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
+    with running(headed, profile="none", codec="raw", reader_threads=1) as generator:
+        made = generator.generate(PROMPT, max_new_tokens=2 * TOKENS, ignore_eos=True)
+        assert generator.runtime.holding.drafter == "head"
+        assert made.stats["planned"].startswith("raw with a head, k=")
+        assert made.token_ids[:TOKENS] == exact
+        assert generator.runtime.draft_bank is None
+        run = generator.last_run
+    assert run is not None and run.decode[0].ground == "best" and run.decode[0].draft_length > 0
+
+
+@pytest.mark.parametrize(
+    ("stand", "options", "drafter"),
+    [
+        (STANDS, {"drafter": "int4"}, "int4"),
+        (STANDS, {"draft": "none"}, "none"),
+        (STANDS, {"draft_length": 0}, "none"),
+        ((0.0,), {}, "int4"),
+        ((), {}, "int4"),
+    ],
+)
+def test_heads_that_are_not_wanted_draft_nothing(
+    stand: tuple[float, ...],
+    options: dict[str, Any],
+    drafter: str,
+    headed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_random_head(headed, stand=stand)
+    monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
+    with running(headed, profile="none", codec="raw", **options) as generator:
+        assert generator.runtime.holding.drafter == drafter
+        assert "head" not in generator.runtime.plan.items
+
+
+def test_a_damaged_head_that_nobody_asked_for_is_left_aside(
+    headed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
+    path = head_beside(headed)
+    path.write_bytes(path.read_bytes()[:-4])
+    with running(headed, profile="none", codec="raw") as generator:
+        assert generator.runtime.holding.drafter == "int4"
+    assert "the head beside the model is left aside" in caplog.text and "truncated" in caplog.text
 
 
 # What is left open.

@@ -17,6 +17,7 @@ from speq import Generator, SpeqError
 from speq.cli import app
 from speq.files.alone import alone_in
 from speq.files.journal import Journal
+from speq.heads.head_file import read_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import rotations
 from speq.stats import StepStats
@@ -355,6 +356,10 @@ def test_the_command_trains_a_head_that_drafts(model: Path, texts: Path) -> None
     for found in report["acceptance"].values():
         assert len(found["by_depth"]) == report["draft_length"] == 4
         assert found["tried"][0] == found["steps"] > 4
+    # What runs go by is the lesser of both.
+    greedy, drawn = (report["acceptance"][name]["by_depth"] for name in ("greedy", "drawn"))
+    stand = read_head(folder / "head.safetensors", report["model"], 64).stand
+    assert stand == tuple(min(pair) for pair in zip(greedy, drawn, strict=True))
     prompt = [*range(40, 60)]
     expected = greedy_tokens(load_plain(model), prompt, 40)
     for nodes in (None, 8):
