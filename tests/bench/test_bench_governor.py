@@ -145,6 +145,7 @@ def test_simulated_machines_are_judged_and_summed_up(tmp_path: Path) -> None:
     assert written["verdicts"] == json.loads(json.dumps(report.verdicts))
 
 
+@pytest.mark.wide
 def test_verdicts_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     given = governor_sim.Settings(ROUTES, 1, tokens=20, layers=1, seed=5, processes=1)
     governor_sim.run(given, tmp_path / "sim.json", force=False)

@@ -99,6 +99,7 @@ def test_drafters_with_heads_come_once_for_each() -> None:
     assert shown == [(budget, name) for budget in ("1GiB", "2GiB") for name in of_heads]
 
 
+@pytest.mark.wide
 def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
     """A head with contrast; and without one what is left out is told, or refused where asked for.
 

@@ -195,11 +195,11 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families that are mostly built like another one here run in the wider checks, and those that
 # differ in next to nothing in the long ones.
-LIKE_OTHERS = (
-    *("qwen3_moe", "phimoe", "glm4_moe_lite"),
-    *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
+LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe"),)
+ALIKE = (
+    *("olmoe", "deepseek_v3", "dots1", "solar_open"),
+    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
 )
-ALIKE = ("olmoe", "deepseek_v3", "dots1", "solar_open")
 MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
 MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
 BY_FAMILY = [

@@ -763,7 +763,13 @@ def test_results_of_check_are_not_replaced(tiny: Folder, tmp_path: Path, command
 # Drafts.
 
 
-@pytest.mark.parametrize("budget", [820_000, pytest.param(BUDGET, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(820_000, marks=pytest.mark.wide),
+        pytest.param(BUDGET, marks=pytest.mark.full),
+    ],
+)
 def test_drafts_that_are_none(budget: int, tiny: Folder, tmp_path: Path, command: Command) -> None:
     """With room for a draft and without: nonsense is not passed over."""
     model = tiny("qwen2_moe")

@@ -232,7 +232,7 @@ def test_experts_in_slots_in_every_cell(family: str, dtype: str, folders: Folder
             run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", *wide("phimoe", "glm4_moe")])
+@pytest.mark.parametrize("family", ["qwen3_moe", *wide("deepseek_v2", "glm4_moe")])
 def test_published_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     plain = load_plain(folders.float32(family))
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}

@@ -113,7 +113,7 @@ HEADS = [
 @pytest.mark.parametrize(
     ("at", "family"),
     [
-        pytest.param(at, family, marks=[pytest.mark.wide] if at else [])
+        pytest.param(at, family, marks=[pytest.mark.full if at % 8 else pytest.mark.wide])
         for at, family in enumerate(FAMILIES)
     ],
 )
@@ -141,7 +141,7 @@ CACHED = [
 @pytest.mark.parametrize(
     ("at", "family"),
     [
-        pytest.param(at, family, marks=[pytest.mark.wide] if at else [])
+        pytest.param(at, family, marks=[pytest.mark.full if at % 8 else pytest.mark.wide])
         for at, family in enumerate(FAMILIES)
     ],
 )
