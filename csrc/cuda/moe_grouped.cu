@@ -175,9 +175,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       // Rounded where transformers rounds.
       const Rounding round{p.dtype};
       if (p.bias != nullptr && !bad) {
-        const std::int64_t of_expert = id * p.weights.rows;
-        of_first = round(of_first) + load_value(p.bias, p.dtype, of_expert + output);
-        of_second = round(of_second) + load_value(p.bias, p.dtype, of_expert + second);
+        // Read and computed anew: registers are short in the loop above.
+        const std::int64_t of_expert =
+            p.route.topk_ids[members[lane_id()]] * p.weights.rows + output;
+        const int beside = p.gated ? p.outputs : second_output;
+        of_first = round(of_first) + load_value(p.bias, p.dtype, of_expert);
+        of_second = round(of_second) + load_value(p.bias, p.dtype, of_expert + beside);
       }
       if (p.gated) {
         of_first = activate(p.activation, round(of_first), round(of_second), round);

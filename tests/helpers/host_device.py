@@ -8,7 +8,7 @@ accesses to slots by the streams and events between them, not by what happened t
 
 import random
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -295,6 +295,11 @@ class HostDevice(Machine):
         self._ends[start] = max(self._ends.get(start, 0), start + tensor.nbytes)
         return {start}
 
+    def _has_slots(self, pointer: int, nbytes: int) -> bool:
+        """Whether anything was copied to a slot there."""
+        at = bisect_left(self._starts, pointer)
+        return at < len(self._starts) and self._starts[at] < pointer + nbytes
+
     def slot_at(self, pointer: int) -> int | None:
         at = bisect_right(self._starts, pointer) - 1
         if at >= 0 and pointer < self._ends[self._starts[at]]:
@@ -338,6 +343,8 @@ class HostDevice(Machine):
         for at in ARENAS.get(name, FIRST_ARENA):
             arena = args[at].inner
             stride = arena.stride(0) * arena.element_size()
+            if not self._has_slots(arena.data_ptr(), len(arena) * stride):
+                continue  # of experts that are held for good
             for slot in set(table[ids.flatten()].tolist()):
                 if slot >= 0:
                     start = self.slot_at(arena.data_ptr() + slot * stride)
