@@ -8,7 +8,7 @@ accesses to slots by the streams and events between them, not by what happened t
 
 import random
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +33,12 @@ POISON = 0xA5
 # The arguments that hold experts in slots, and route and table before them.
 IDS, TABLE, ARENAS = 1, 2, {"moe_grouped_out": (3, 4)}
 FIRST_ARENA = (3,)
+
+
+def whole(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory lies that a tensor is part of, and how large it is."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 class Race(AssertionError):
@@ -156,6 +162,7 @@ class HostDevice(Machine):
         self._staged: dict[int, Tensor] = {}
         self._events = 0
         self._starts: list[int] = []
+        self._arenas: set[tuple[int, int]] = set()  # as `whole` has them
         self._ends: dict[int, int] = {}
 
     # What the runtime asks of a device.
@@ -290,15 +297,11 @@ class HostDevice(Machine):
         if not isinstance(tensor, HostTensor):
             return set()
         start = tensor.data_ptr()
+        self._arenas.add(whole(tensor.inner))
         if start not in self._ends:
             self._starts.insert(bisect_right(self._starts, start), start)
         self._ends[start] = max(self._ends.get(start, 0), start + tensor.nbytes)
         return {start}
-
-    def _has_slots(self, pointer: int, nbytes: int) -> bool:
-        """Whether anything was copied to a slot there."""
-        at = bisect_left(self._starts, pointer)
-        return at < len(self._starts) and self._starts[at] < pointer + nbytes
 
     def slot_at(self, pointer: int) -> int | None:
         at = bisect_right(self._starts, pointer) - 1
@@ -343,7 +346,7 @@ class HostDevice(Machine):
         for at in ARENAS.get(name, FIRST_ARENA):
             arena = args[at].inner
             stride = arena.stride(0) * arena.element_size()
-            if not self._has_slots(arena.data_ptr(), len(arena) * stride):
+            if whole(arena) not in self._arenas:
                 continue  # of experts that are held for good
             for slot in set(table[ids.flatten()].tolist()):
                 if slot >= 0:
