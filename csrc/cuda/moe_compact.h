@@ -86,11 +86,14 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
     const int output = found_again(quad) * kRows + lane.row(), r = int(lane.id) / sum_lanes;
     // Rounded where transformers rounds.
     const Rounding round{p.dtype};
-    if (p.bias != nullptr && works && output < p.outputs) {
-      const int rows_of_weights = p.gated ? 2 * p.outputs : p.outputs;
-      const std::int64_t row = m == 1 ? p.outputs + output : output;
-      const std::int64_t at = std::int64_t(found_again(expert)) * rows_of_weights + row;
-      sum = round(sum) + load_value(p.bias, p.dtype, at);
+    if (p.bias != nullptr && output < p.outputs) {
+      // Read anew: registers are short in the loops above. Of no expert the sum is no number.
+      const std::int64_t of_rows = p.route.topk_ids[found_again(int(blockIdx.y))];
+      if (of_rows >= 0 && of_rows < p.route.experts) {
+        const int rows_of_weights = p.gated ? 2 * p.outputs : p.outputs;
+        const std::int64_t row = m == 1 ? p.outputs + output : output;
+        sum = round(sum) + load_value(p.bias, p.dtype, of_rows * rows_of_weights + row);
+      }
     }
     if (p.gated) {
       sum = round(sum);
