@@ -396,7 +396,7 @@ def test_a_head_goes_on_from_what_a_budget_made_of_the_text(trees: str, folders:
 
         def score(pending_id: int, draft: Draft) -> Scored:
             scored = verify(pending_id, draft)
-            made.append(scored.hidden_states.clone())
+            made.append(scored.features.clone())
             return scored
 
         def listen(token_ids: list[int], hidden_states: Tensor) -> None:

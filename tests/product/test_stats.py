@@ -355,6 +355,7 @@ def test_summary_of_a_run() -> None:
         "prefill_s": 3.5,
         "prefill_moved_bytes": 9000,
         "prefill_hit_rate": 12 / 30,
+        "cached_tokens": 0,
         "select_s": 0.0,
         "audit_s": 0.0,
     }
