@@ -172,9 +172,14 @@ class DeltaLayer:
     def _run(
         self, state: Tensor, windows: Tensor, places: slice | list[int], parts: DeltaParts
     ) -> Tensor:
-        mixed = convolved(windows, parts.weight)
+        """Each token by itself: torch's sums and functions of several rows have other last bits."""
+        out, weight = [], parts.weight
         decays, betas = self._decays[places], self._betas[places]
-        return delta_steps(state, heads_of(mixed, decays, betas, parts.sizes))
+        for window, decay, beta in zip(windows, decays, betas, strict=True):
+            mixed = convolved(window[None], weight)
+            tokens = heads_of(mixed, decay[None], beta[None], parts.sizes)
+            out.append(delta_steps(state, tokens))
+        return torch.cat(out)
 
     def _branch(self, parts: DeltaParts) -> Tensor:
         """Nodes of a tree, whose inputs are there: each behind its parent."""

@@ -408,9 +408,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def is_held(family: Family, num_layers: int | None, name: str) -> bool:
-    """Whether a model holds a tensor of that name outside its experts; layers behind its last are
-    for predicting tokens ahead.
+    """Whether a model holds a tensor of that name outside its experts; layers behind its last, and
+    those below `mtp`, are for predicting tokens ahead.
     """
+    if name.startswith("mtp."):
+        return False
     layer = LAYER.search(name)
     beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
     return not beyond and not family.names.is_expert(name)

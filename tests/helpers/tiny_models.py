@@ -65,7 +65,7 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         "head_dim": 32,
         "partial_rotary_factor": 0.25,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
