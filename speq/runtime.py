@@ -241,9 +241,8 @@ class Runtime:
         parts = slots.split(max(TAKEN_BYTES // self.holding.slot_bytes, 1))
         for part in tracked("taking memory for slots", parts, len(parts), progress):
             part.zero_()
-        kv_shapes = shape.attention.kv_shapes
         caches = [
-            KVCache(shape.num_layers, kv_shapes, plan.context, self.dtype, self.device, number)
+            shape.cache(plan.context, self.dtype, self.device, number)
             for number in range(self.config.max_batch)
         ]
         transfer, timed = self._transfer(slots)
@@ -295,7 +294,7 @@ class Runtime:
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
-            prefixes=Prefixes(caches, plan.chunk, self.config.prefix_reuse),
+            prefixes=Prefixes(caches, plan.chunk, self._prefix_reuse),
         )
 
     def _draft_base(
@@ -333,6 +332,11 @@ class Runtime:
         assert self._loaded.host is not None
         clock = DeviceClock(device, recorder)
         return StreamTransfer(device, self._loaded.host, slots, clock, readers), clock.timed
+
+    @property
+    def _prefix_reuse(self) -> str:
+        """States of a text's end say nothing of its beginning."""
+        return "none" if self.shape.delta.layers else self.config.prefix_reuse
 
     def _no_draft_reason(self) -> str:
         if self._loaded.settled.gives_up_draft:

@@ -262,6 +262,8 @@ class Engine:
         """Draft for each text, as long as each pass is worth it by the experts named so far and the
         chance that the token that it runs stands.
         """
+        for turn in turns:
+            turn.cache.settle()
         prefetcher = self.offload.prefetcher
         prefetcher.begin(max(turn.bounds.length for turn in turns), len(turns))
         lookahead = prefetcher.lookahead
@@ -302,6 +304,7 @@ class Engine:
         entries are kept, and its drafter hears of them. `begin` is what forgets the text before.
         """
         self.cache.advance(len(token_ids))
+        self.cache.settle()
         drafter = self.drafter
         if isinstance(drafter, Listener):
             drafter.hear(token_ids, scored.features)

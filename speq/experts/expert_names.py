@@ -55,7 +55,9 @@ class ExpertNames:
     @cached_property
     def within_layer(self) -> str:
         """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""
-        return rf"layers\.(?P<layer>\d{{1,9}})\.{_any(self.blocks)}\.{re.escape(self.experts)}\."
+        blocks = _any(self.blocks)
+        # Layers below `mtp` predict tokens ahead, and have numbers of their own.
+        return rf"(?<!mtp\.)layers\.(?P<layer>\d{{1,9}})\.{blocks}\.{re.escape(self.experts)}\."
 
     @cached_property
     def router(self) -> re.Pattern[str]:

@@ -1,6 +1,6 @@
 """What attention caches and computes of a token, by its kind."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ def cached_heads(config: Any) -> AttentionShape:
     # Shared heads are repeated for all queries; heads of one's own are read where they lie.
     expanded_width = heads * 2 * width if kv_heads != heads else 0
     return AttentionShape(((kv_heads, width),) * 2, heads * width, expanded_width, score_heads=0)
+
+
+def gated_heads(config: Any) -> AttentionShape:
+    """As `cached_heads`, each query beside a gate of its size."""
+    shape = cached_heads(config)
+    return replace(shape, query_width=2 * shape.query_width)
 
 
 def cached_latents(config: Any) -> AttentionShape:

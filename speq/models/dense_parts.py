@@ -12,6 +12,8 @@ from speq.experts.expert_names import PROJECTIONS
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 # It multiplies the whole context at each pass, so that reading its weights is not what takes time.
 EXPANDING = "kv_b_proj"
+# Small matrices that say how fast states fade.
+DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -52,6 +54,8 @@ def dense_shapes(model: Any, block: str) -> tuple[DenseShape, ...]:
 def part_of(name: str, block: str) -> str | None:
     """The part of a module inside a layer; None where drafts run the exact one."""
     *inside, own = name.split(".")
+    if "linear_attn" in inside:
+        return None if own in DECAYING else ATTENTION
     if "self_attn" in inside:
         return None if own == EXPANDING else ATTENTION
     return MLP if block in inside and own in PROJECTIONS else None

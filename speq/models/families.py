@@ -31,8 +31,11 @@ from speq.models.attention import (
     AttentionShape,
     cached_heads,
     cached_latents,
+    gated_heads,
     heads_with_sinks,
 )
+from speq.models.delta_cache import NO_STATES, DeltaShape
+from speq.models.delta_net import delta_shape
 
 # transformers' modules are shared by all threads: two at a time would leave ours behind.
 _PATCHING = threading.Lock()
@@ -68,6 +71,11 @@ class Predictor(NamedTuple):
 
 def unchecked(config: Any, num_experts: int, where: object) -> None:
     """For families whose configuration has nothing to check beside what all have."""
+
+
+def without_states(config: Any) -> DeltaShape:
+    """For families whose layers all keep entries."""
+    return NO_STATES
 
 
 def check_groups(config: Any, num_experts: int, where: object) -> None:
@@ -137,6 +145,7 @@ class Family:
     on_the_host   what its classes do there in the midst of a pass, which no graph can hold
     since         the first version of transformers that has it as speq needs it
     predictor     of layers that predict tokens ahead; None: speq reads none of this family
+    delta         which layers keep states in place of entries, from the config
     """
 
     model_type: str
@@ -157,6 +166,7 @@ class Family:
     on_the_host: str | None = None
     since: str = "5.17"
     predictor: Predictor | None = None
+    delta: Callable[[Any], DeltaShape] = without_states
 
     @property
     def module(self) -> str:
@@ -220,6 +230,14 @@ FAMILIES = {
     for family in (
         Family("qwen2_moe", "Qwen2MoeExperts", typed_masks=True),
         Family("qwen3_moe", "Qwen3MoeExperts", window=True),
+        Family(
+            "qwen3_next",
+            "Qwen3NextExperts",
+            typed_masks=True,
+            attention=gated_heads,
+            delta=delta_shape,
+            on_the_host="states of family qwen3_next are cut back by the host",
+        ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
         Family(
             "mixtral",

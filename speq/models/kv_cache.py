@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-
-class Length:
-    """Entries of a text that are kept; all layers of its cache share it."""
-
-    def __init__(self) -> None:
-        self.count = 0
+from speq.models.delta_cache import NO_STATES, DeltaLayer, DeltaShape
+from speq.models.length import Length
+from speq.models.tree import Tree
 
 
 class KVLayer(CacheLayerMixin):
@@ -34,6 +31,15 @@ class KVLayer(CacheLayerMixin):
         self.row = keys[0], values[0]
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+    def keep(self, start: int, nodes: Tensor) -> None:
+        """Of entries from `start` on keep those at `nodes`, in that order."""
+        for entries in self.row:
+            entries[:, start : start + len(nodes)] = entries[:, nodes]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -93,6 +99,7 @@ class KVCache(Cache):
 
     kv_shapes  (heads, width) of keys and of values
     number     among the caches of texts that run side by side
+    delta      layers that keep states in place of entries
     known      tokens that the first entries are of, where another text may begin with the same ones
     """
 
@@ -104,21 +111,22 @@ class KVCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
         number: int = 0,
+        delta: DeltaShape = NO_STATES,
     ) -> None:
         self.capacity, self.number = capacity, number
         self.known: list[int] = []
-        self._length = Length()
+        self._length = length = Length()
 
         def storage(shape: tuple[int, int]) -> Tensor:
             heads, width = shape
             return torch.zeros(1, heads, capacity, width, dtype=dtype, device=device)
 
-        super().__init__(
-            layers=[
-                KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), self._length)
-                for _ in range(num_layers)
-            ]
-        )
+        def made(layer: int) -> Any:
+            if layer in delta.layers:
+                return DeltaLayer(delta.sizes, dtype, device, length)
+            return KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), length)
+
+        super().__init__(layers=[made(layer) for layer in range(num_layers)])
 
     @property
     def length(self) -> int:
@@ -128,11 +136,22 @@ class KVCache(Cache):
     @length.setter
     def length(self, count: int) -> None:
         assert 0 <= count <= self.capacity
-        self._length.count = count
+        length = self._length
+        if not count:
+            length.text, length.settled = length.text + 1, 0
+        length.count, length.settled = count, min(length.settled, count)
         del self.known[count:]
 
+    def settle(self) -> None:
+        """All entries that are kept will not be given up as long as the text lasts."""
+        self._length.settled = self._length.count
+
+    def begin_pass(self, tree: Tree | None) -> None:
+        """Tokens are about to be run behind the length; tree: as whose nodes."""
+        self._length.tree = tree
+
     def tensors(self) -> list[Tensor]:
-        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        return [tensor for layer in self.layers for tensor in layer.tensors]
 
     def placed(self, places: Tensor, seen: int) -> Cache:
         """The same entries, seen and written as `PlacedKVLayer` says."""
@@ -174,10 +193,9 @@ class KVCache(Cache):
         """Of the tree last written, keep the nodes of `path`, in that order."""
         start = self.length
         if path != list(range(len(path))):
-            nodes = torch.tensor(path, device=self.layers[0].keys.device) + start
+            nodes = torch.tensor(path, device=self.tensors()[0].device) + start
             for layer in self.layers:
-                for entries in layer.row:
-                    entries[:, start : start + len(path)] = entries[:, nodes]
+                layer.keep(start, nodes)
         self.length = start + len(path)
 
 

@@ -23,6 +23,7 @@ from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.models.bounds import LAYER
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
+from speq.models.delta_net import hold_states
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
 from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
@@ -85,7 +86,9 @@ class MoEModel:
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         self._taps: Taps | None = None
-        if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
+        hold_states(hf_model.model.layers)
+        keeps_entries = not family.delta(self._config).layers
+        if isinstance(device, Processor) and self.dtype in EXACT_DTYPES and keeps_entries:
             count = len(hf_model.model.layers)
             kinds = self._config.layer_types[:count] if family.typed_masks else [ANY_KIND] * count
             walk_chains(hf_model, family, kinds, ahead=host_rope(hf_model.model) is None)
@@ -164,7 +167,8 @@ class MoEModel:
         found["head"].append(self._hf_model.get_output_embeddings())
         blocks = self._family.moe_blocks(self._hf_model)
         for index, layer in enumerate(body.layers):
-            found.setdefault("attention", []).append(layer.self_attn)
+            mixer = getattr(layer, "self_attn", None) or layer.linear_attn
+            found.setdefault("attention", []).append(mixer)
             kind = "shared experts" if index in blocks else "dense layers"
             found.setdefault(kind, []).append(getattr(layer, self._family.names.blocks[0]))
         found[EXPERTS] = [block.experts for block in blocks.values()]
@@ -194,6 +198,7 @@ class MoEModel:
         if self._walks and count <= MAX_LINEAR_ROWS:
             return self._run(bank, cache, token_ids, None, Windows([span], self._windows))
         positions, mask = self._seen(span)
+        cache.begin_pass(span.tree)
         return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
 
     @torch.inference_mode()
@@ -212,6 +217,8 @@ class MoEModel:
         if self._walks and packed.shape[1] <= MAX_LINEAR_ROWS:
             return self._run(bank, None, packed, None, Windows(spans, self._windows))
         seen = [self._seen(span) for span in spans]
+        for span in spans:
+            span.cache.begin_pass(span.tree)
         positions = torch.cat([positions for positions, _ in seen], 1)
         masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
         with turned_by_text(self._hf_model.model, spans):
@@ -331,6 +338,7 @@ class MoEModel:
         """
         hidden = self.forward(bank, cache, torch.tensor([token_ids]))[0]
         cache.advance(len(token_ids))
+        cache.settle()
         if on_hidden is not None:
             on_hidden(token_ids, self.features(hidden))
         return hidden[-1:]
@@ -400,9 +408,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def is_held(family: Family, num_layers: int | None, name: str) -> bool:
-    """Whether a model holds a tensor of that name outside its experts; layers behind its last are
-    for predicting tokens ahead.
+    """Whether a model holds a tensor of that name outside its experts; layers behind its last, and
+    those below `mtp`, are for predicting tokens ahead.
     """
+    if name.startswith("mtp."):
+        return False
     layer = LAYER.search(name)
     beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
     return not beyond and not family.names.is_expert(name)

@@ -18,9 +18,11 @@ from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape
 from speq.models.bounds import check_sizes
+from speq.models.delta_cache import NO_STATES, DeltaShape
 from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family
+from speq.models.kv_cache import KVCache
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -55,6 +57,7 @@ class ModelShape:
     own_bytes         what is held beside all these in a dtype of its own
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
+    delta             layers that keep states in place of entries
     """
 
     experts: ExpertLayout
@@ -73,6 +76,7 @@ class ModelShape:
     own_bytes: int
     draft_layers: tuple[DenseShape, ...]
     max_context: int
+    delta: DeltaShape = NO_STATES
 
     @property
     def resident_weights(self) -> int:
@@ -82,7 +86,15 @@ class ModelShape:
 
     @property
     def kv_elements_per_token(self) -> int:
-        return self.num_layers * sum(heads * width for heads, width in self.attention.kv_shapes)
+        layers = self.num_layers - len(self.delta.layers)
+        return layers * sum(heads * width for heads, width in self.attention.kv_shapes)
+
+    def cache(
+        self, capacity: int, dtype: torch.dtype, device: torch.device, number: int = 0
+    ) -> KVCache:
+        """Room for a text of so many tokens; number: among those that run side by side."""
+        kv_shapes = self.attention.kv_shapes
+        return KVCache(self.num_layers, kv_shapes, capacity, dtype, device, number, self.delta)
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of everything but experts as words, computing in `dtype`."""
@@ -261,6 +273,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         own_bytes=sum(tensor.nbytes for tensor in own),
         draft_layers=dense_shapes(model, family.names.blocks[0]),
         max_context=max_context(config, where),
+        delta=family.delta(config),
     )
 
 

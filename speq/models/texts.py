@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from speq.models.delta_cache import DeltaLayer, DeltaTexts
 from speq.models.kv_cache import KVCache, KVLayer
 from speq.models.tree import Tree
 
@@ -106,7 +107,12 @@ def cache_of(spans: Sequence[Span]) -> Cache:
     """The entries of several texts as if they were one's, whose tokens do not see one another."""
     counts = [span.last - span.first for span in spans]
     layers = zip(*(span.cache.layers for span in spans), strict=True)
-    return Cache(layers=[TextsLayer(list(of_texts), counts) for of_texts in layers])
+
+    def together(of_texts: list[Any]) -> Any:
+        kind = DeltaTexts if isinstance(of_texts[0], DeltaLayer) else TextsLayer
+        return kind(of_texts, counts)
+
+    return Cache(layers=[together(list(of_texts)) for of_texts in layers])
 
 
 def mask_of(masks: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from speq.devices.device import Processor
 from speq.models.families import Family
-from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.shape import hf_config, skeleton
@@ -41,9 +40,7 @@ class PassTimes:
         layer = only_layer(model, opened.family, dtype)
         body = model.eval().model
         shape = opened.shape
-        cache = KVCache(
-            shape.num_layers, shape.attention.kv_shapes, 2 * WIDE, dtype, torch.device("cpu")
-        )
+        cache = shape.cache(2 * WIDE, dtype, torch.device("cpu"))
 
         def timed(layers: int, rows: int) -> float:
             body.layers = nn.ModuleList([layer] * layers)  # type: ignore[union-attr]

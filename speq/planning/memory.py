@@ -23,6 +23,7 @@ class Demand:
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
     draft_bytes    of the INT4 copy of all experts, and codes of other layers; 0: none is held
     kv_bytes_per_token  of the contexts of all texts together
+    state_bytes    of the same, what layers keep however long a text is
     texts          that run side by side, at most
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
@@ -44,6 +45,7 @@ class Demand:
     overhead: Callable[[int], int] | None = None
     graphs: Callable[[int], int] | None = None
     head_bytes: int = 0
+    state_bytes: int = 0
 
 
 class BudgetTooSmall(SpeqError):
@@ -87,7 +89,7 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     items = {
         "non_expert_weights": demand.non_expert_bytes,
         "draft": demand.draft_bytes,
-        "kv_cache": context * demand.kv_bytes_per_token,
+        "kv_cache": context * demand.kv_bytes_per_token + demand.state_bytes,
         "read_buffers": demand.reading_bytes,
     }
     if demand.head_bytes:

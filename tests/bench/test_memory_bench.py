@@ -13,7 +13,6 @@ from speq.bench.paper import memory
 from speq.bench.paper.memory import Held, Settings, Sizes, scenarios
 from speq.errors import SpeqError
 from speq.experts.packed_store import PackedExpertStore
-from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from tests.helpers.packing import pack_to
 from tests.helpers.paths import ROOT
@@ -102,7 +101,7 @@ def test_words_are_those_of_the_files(bundled: Path) -> None:
         words = sum(info.nbytes for _, info in opened.checkpoint.tensors.values())
         shape = opened.shape
         dtype, cpu = opened.store.codec.shape.dtype, torch.device("cpu")
-        cache = KVCache(shape.num_layers, shape.attention.kv_shapes, 100, dtype, cpu)
+        cache = shape.cache(100, dtype, cpu)
     kv = sum(tensor.nbytes for tensor in cache.tensors())
     row = rows_of(bundled, "all", context=100)["independent"]
     assert row["sizes"] == "measured"

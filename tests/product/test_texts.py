@@ -10,7 +10,7 @@ import torch
 from speq.devices.device import Processor
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models import moe_model
-from speq.models.kv_cache import KVCache
+from speq.models.kv_cache import KVCache, KVLayer
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from speq.models.texts import TextTokens
@@ -48,13 +48,18 @@ def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, list[KVCache]]:
     shape, cpu = opened.shape, torch.device("cpu")
     caches = []
     for number, length in enumerate(LENGTHS):
-        kv_shapes = shape.attention.kv_shapes
-        cache = KVCache(shape.num_layers, kv_shapes, 160, dtype, cpu, number)
+        cache = shape.cache(160, dtype, cpu, number)
         tokens = [(7 * at * at + 31 * number) % 250 for at in range(length)]
         model.read(SomeExperts(), cache, tokens)
         caches.append(cache)
     opened.close()
     return model, caches
+
+
+def entries_of(cache: KVCache) -> list[torch.Tensor]:
+    """Of layers that keep entries."""
+    kept = (layer for layer in cache.layers if isinstance(layer, KVLayer))
+    return [tensor for layer in kept for tensor in layer.tensors]
 
 
 def texts_of(caches: list[KVCache], trees: bool) -> list[TextTokens]:
@@ -81,9 +86,9 @@ def test_rows_are_those_of_their_text(
     model, caches = loaded(tiny(family), torch.float32)
     texts = texts_of(caches, trees)
     wanted = torch.cat([alone(model, text) for text in texts], 1)
-    entries = [[tensor.clone() for tensor in cache.tensors()] for cache in caches]
+    entries = [[tensor.clone() for tensor in entries_of(cache)] for cache in caches]
     for cache in caches:
-        for tensor in cache.tensors():
+        for tensor in entries_of(cache):
             tensor[:, :, cache.length :] = float("nan")
     experts = SomeExperts()
     found = model.forward_texts(experts, texts)
@@ -94,7 +99,7 @@ def test_rows_are_those_of_their_text(
     for cache, kept, text in zip(caches, entries, texts, strict=True):
         assert cache.length == LENGTHS[cache.number]
         end = cache.length + len(text.token_ids)
-        for tensor, before in zip(cache.tensors(), kept, strict=True):
+        for tensor, before in zip(entries_of(cache), kept, strict=True):
             torch.testing.assert_close(tensor[:, :, :end], before[:, :, :end])
             assert tensor[:, :, end:].isnan().all()
 

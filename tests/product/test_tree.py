@@ -12,6 +12,7 @@ from speq.config import SamplingParams
 from speq.decode.drafter import DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
+from speq.models.kv_cache import KVLayer
 from tests.helpers.random_rows import RandomRows
 from tests.helpers.tiny_models import BY_FAMILY, drawn_tokens, greedy_tokens, load_plain
 
@@ -57,11 +58,12 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     result = generator.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert 0 < result.stats["acceptance_rate"] < 1
     cache = generator.runtime.engine.cache
-    kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    with_entries = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
+    kept = [(layer.keys.clone(), layer.values.clone()) for layer in with_entries]
     length = cache.length
     assert length == len(PROMPT) + 39
     generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
-    for (keys, values), layer in zip(kept, cache.layers, strict=True):
+    for (keys, values), layer in zip(kept, with_entries, strict=True):
         torch.testing.assert_close(keys[:, :, :length], layer.keys[:, :, :length])
         torch.testing.assert_close(values[:, :, :length], layer.values[:, :, :length])
 

@@ -1,0 +1,129 @@
+"""The gated delta net of qwen3_next and qwen3_5_moe over a cache that goes back.
+
+transformers runs one token by one rule and several by another, and cuts no state back. Here a few
+tokens are run one after another, as each would be alone, by the layer's cache.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speq.kernels.delta_rule import DeltaSizes, convolved
+from speq.models.delta_cache import DeltaRows, DeltaShape
+
+
+class DeltaNet:
+    """Stands in for the forward of a layer's module, whose parameters it uses."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.sizes = DeltaSizes(
+            module.num_k_heads,
+            module.num_v_heads,
+            module.head_k_dim,
+            module.head_v_dim,
+            module.conv_kernel_size,
+        )
+        # transformers' rule for many tokens at a time.
+        family = importlib.import_module(type(module).__module__)
+        self._chunked = family.torch_chunk_gated_delta_rule
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the convolution: [channels, taps]."""
+        weight: Tensor = self._module.conv1d.weight
+        return weight[:, 0]
+
+    def __call__(self, hidden_states: Tensor, cache_params: Any = None, **others: Any) -> Tensor:
+        """hidden_states [1, T, H] to [1, T, H]. cache_params: of all layers; None: the tokens are a
+        whole text.
+        """
+        module = self._module
+        inputs, gate, b, a = self._projected(hidden_states)
+        decays = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
+        rows = DeltaRows(inputs, decays, b.sigmoid().float())
+        if cache_params is None:
+            attended = self._alone(rows)
+        else:
+            attended = cache_params.layers[module.layer_idx].run(rows, self)
+        attended = attended.to(hidden_states.dtype)
+        shape = attended.shape
+        made = module.norm(attended.flatten(0, 1), gate.reshape(-1, shape[-1]))
+        out: Tensor = module.out_proj(made.view(shape).flatten(1)[None])
+        return out
+
+    def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Many tokens behind a state: [T, value heads, value width] float32, and the state behind
+        them.
+
+        windows  [T, taps, channels] of their inputs
+        """
+        mixed, sizes = convolved(windows, self.weight), self.sizes
+        keys = sizes.key_heads * sizes.key_width
+        queries, keys, values = (
+            part.unflatten(1, (-1, width))[None]
+            for part, width in zip(
+                mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1),
+                (sizes.key_width, sizes.key_width, sizes.value_width),
+                strict=True,
+            )
+        )
+        out, last = self._chunked(
+            queries,
+            keys,
+            values,
+            g=rows.decays[None],
+            beta=rows.betas[None],
+            initial_state=state[None],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out[0].float(), last[0]
+
+    def _alone(self, rows: DeltaRows) -> Tensor:
+        before = rows.inputs.new_zeros(self.sizes.taps - 1, self.sizes.channels)
+        windows = torch.cat([before, rows.inputs]).unfold(0, self.sizes.taps, 1).transpose(1, 2)
+        state = torch.zeros(self.sizes.state, device=rows.inputs.device)
+        return self.prompt(windows, rows, state)[0]
+
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of the convolution [T, channels], the output's gate [T, value heads, value width],
+        strengths and decays before their functions, [T, value heads] each.
+        """
+        module = self._module
+        if hasattr(module, "in_proj_qkvz"):
+            parts = module.fix_query_key_value_ordering(
+                module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states)
+            )
+            query, key, value, gate, b, a = (part[0] for part in parts)
+            inputs = torch.cat([part.flatten(1) for part in (query, key, value)], 1)
+            return inputs, gate, b, a
+        inputs = module.in_proj_qkv(hidden_states)[0]
+        gate = module.in_proj_z(hidden_states)[0].unflatten(-1, (-1, module.head_v_dim))
+        return inputs, gate, module.in_proj_b(hidden_states)[0], module.in_proj_a(hidden_states)[0]
+
+
+def delta_shape(config: Any) -> DeltaShape:
+    """Of the layers that a config calls linear attention."""
+    kinds = config.layer_types[: config.num_hidden_layers]
+    return DeltaShape(
+        frozenset(at for at, kind in enumerate(kinds) if kind == "linear_attention"),
+        DeltaSizes(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.linear_conv_kernel_dim,
+        ),
+    )
+
+
+def hold_states(layers: Any) -> None:
+    """Have the layers that keep states run over caches that go back."""
+    for layer in layers:
+        module: nn.Module | None = getattr(layer, "linear_attn", None)
+        if module is not None:
+            module.forward = DeltaNet(module)  # type: ignore[method-assign]

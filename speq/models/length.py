@@ -1,0 +1,17 @@
+"""How much of a text its caches hold."""
+
+from speq.models.tree import Tree
+
+
+class Length:
+    """Of one text; all layers of its caches share it.
+
+    count    entries that are kept
+    settled  of these, entries that will not be given up as long as the text lasts
+    text     a number of the text, which changes with it
+    tree     the nodes of the pass under way; None: its tokens follow one another
+    """
+
+    def __init__(self) -> None:
+        self.count = self.settled = self.text = 0
+        self.tree: Tree | None = None
