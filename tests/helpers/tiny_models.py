@@ -208,9 +208,10 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
-# Families that are mostly built like another one here run in the wider checks, and those that
-# differ in next to nothing in the long ones.
-LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe"),)
+# Families that are mostly built like another one here run in the wider checks, as does one whose
+# own part has tests of its own (test_delta.py). Those that differ in next to nothing run in the
+# long ones.
+LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next"),)
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
