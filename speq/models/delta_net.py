@@ -126,4 +126,4 @@ def hold_states(layers: Any) -> None:
     for layer in layers:
         module: nn.Module | None = getattr(layer, "linear_attn", None)
         if module is not None:
-            module.forward = DeltaNet(module)  # type: ignore[method-assign]
+            module.forward = DeltaNet(module)
