@@ -127,6 +127,9 @@ class Recorded:
         logits = torch.stack([~accepted, accepted], dim=1).float()
         return Scored(logits, logits)
 
+    def settle(self) -> None:
+        """Nothing waits to be kept or forgotten."""
+
     def keep_path(self, path: list[int]) -> None:
         """There is no KV cache to keep anything in."""
 
