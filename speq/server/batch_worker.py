@@ -311,9 +311,10 @@ class BatchWorker:
         for viewer in self._viewers:
             viewer.ended(taken.stream, end)
         if isinstance(end, SpeqError):
-            taken.stream.fail(end)
+            # Before its client hears of it, who may ask again at once.
             if isinstance(end.__cause__, RuntimeError) and of_the_device(end.__cause__):
                 self._die(str(end))
+            taken.stream.fail(end)
         elif self._aborting and end.finish_reason == STOPPED:
             taken.stream.fail(Unavailable(CLOSING))
         else:
