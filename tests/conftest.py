@@ -1,5 +1,6 @@
 """Checkpoints shared by the tests, made once a run."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="what tests may not be skipped for lack of, such as a backend of kernels",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Loading a model collects garbage, which looks at all objects there are: those of modules and
+    of the tests themselves last as long as the process, and need not be looked at again and again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,17 +10,22 @@ Value = TypeVar("Value")
 
 def pairwise(*factors: tuple[Value, ...]) -> list[tuple[Value, ...]]:
     """Cells of the product, chosen greedily: each adds as many pairs not yet seen as any can."""
+    # A set of pairs is a number with a bit for each: factors have many cells together.
+    bits: dict[tuple[int, Value, int, Value], int] = {}
 
-    def pairs(cell: tuple[Value, ...]) -> set[tuple[int, Value, int, Value]]:
-        return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(cell)), 2)}
+    def pairs(cell: tuple[Value, ...]) -> int:
+        seen = 0
+        for i, j in combinations(range(len(cell)), 2):
+            seen |= bits.setdefault((i, cell[i], j, cell[j]), 1 << len(bits))
+        return seen
 
-    cells = list(product(*factors))
-    missing = set().union(*(pairs(cell) for cell in cells))
+    cells = [(pairs(cell), cell) for cell in product(*factors)]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
+        seen, best = max(cells, key=lambda each: (each[0] & missing).bit_count())
         chosen.append(best)
-        missing -= pairs(best)
+        missing &= ~seen
     return chosen
 
 
