@@ -15,8 +15,9 @@ LINK_SHARE = 0.8
 # A layer's time besides reading weights: eager Python takes 280 to 390 us in transformers.
 LAYER_S = 350e-6
 
-PCIE4_X8, PCIE4, PCIE5 = 15.75e9, 31.5e9, 63.0e9
-NVME4 = 7.0e9
+PCIE4_X8, PCIE4, PCIE5_X8, PCIE5 = 15.75e9, 31.5e9, 31.5e9, 63.0e9
+# Reads of large blocks, by the data sheets of such disks.
+NVME4, NVME5 = 7.0e9, 14.0e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,35 @@ PRESETS: dict[str, Rates] = {
     "rtx-3090": _preset("NVIDIA RTX 3090 data sheet, PCIe 4.0 x16", "cuda", 936, PCIE4),
     "rtx-4060-ti": _preset("NVIDIA RTX 4060 Ti data sheet, PCIe 4.0 x8", "cuda", 288, PCIE4_X8),
     "rtx-4090": _preset("NVIDIA RTX 4090 data sheet, PCIe 4.0 x16", "cuda", 1008, PCIE4),
+    "rtx-5060-ti": _preset("NVIDIA RTX 5060 Ti data sheet, PCIe 5.0 x8", "cuda", 448, PCIE5_X8),
+    "rtx-5070": _preset("NVIDIA RTX 5070 data sheet, PCIe 5.0 x16", "cuda", 672, PCIE5),
+    "rtx-5070-ti": _preset("NVIDIA RTX 5070 Ti data sheet, PCIe 5.0 x16", "cuda", 896, PCIE5),
+    "rtx-5080": _preset("NVIDIA RTX 5080 data sheet, PCIe 5.0 x16", "cuda", 960, PCIE5),
     "rtx-5090": _preset("NVIDIA RTX 5090 data sheet, PCIe 5.0 x16", "cuda", 1792, PCIE5),
+    "rtx-pro-6000": _preset(
+        "NVIDIA RTX PRO 6000 Blackwell data sheet, PCIe 5.0 x16", "cuda", 1792, PCIE5
+    ),
+    "laptop-rtx-5090": _preset(
+        "NVIDIA RTX 5090 Laptop data sheet (GDDR7 at 28 Gb/s, 256 bits); eight lanes of PCIe 5.0 "
+        "are counted",
+        "cuda",
+        896,
+        PCIE5_X8,
+    ),
     "a100-40gb": _preset("NVIDIA A100 PCIe 40 GB data sheet, PCIe 4.0 x16", "cuda", 1555, PCIE4),
     "h100-pcie": _preset("NVIDIA H100 PCIe data sheet, PCIe 5.0 x16", "cuda", 2000, PCIE5),
     "h200": _preset("NVIDIA H200 SXM data sheet, PCIe 5.0 x16", "cuda", 4800, PCIE5),
     "laptop-ddr5": _preset(
         "two channels of DDR5-5600 (JEDEC), an NVMe disk on PCIe 4.0 x4", "cpu", 89.6, NVME4
+    ),
+    "laptop-lpddr5x": _preset(
+        "Intel Core Ultra 200V data sheet: LPDDR5X-8533 on 128 bits; an NVMe disk on PCIe 4.0 x4",
+        "cpu",
+        136.5,
+        NVME4,
+    ),
+    "desktop-ddr5": _preset(
+        "two channels of DDR5-6400 (JEDEC), an NVMe disk on PCIe 5.0 x4", "cpu", 102.4, NVME5
     ),
     "desktop-ddr4": _preset(
         "two channels of DDR4-3200 (JEDEC), an NVMe disk on PCIe 4.0 x4", "cpu", 51.2, NVME4
@@ -83,6 +107,11 @@ MULTIPROCESSORS: dict[str, Multiprocessors] = {
     "rtx-4060-ti": Multiprocessors("sm_89", 34, 2.535e9),
     "rtx-4090": Multiprocessors("sm_89", 128, 2.52e9),
     "rtx-5090": Multiprocessors("sm_120", 170, 2.407e9),
+    "rtx-5060-ti": Multiprocessors("sm_120", 36, 2.57e9),
+    "rtx-5070": Multiprocessors("sm_120", 48, 2.51e9),
+    "rtx-5070-ti": Multiprocessors("sm_120", 70, 2.45e9),
+    "rtx-5080": Multiprocessors("sm_120", 84, 2.62e9),
+    "rtx-pro-6000": Multiprocessors("sm_120", 188, 2.617e9),
     "a100-40gb": Multiprocessors("sm_80", 108, 1.41e9),
     "h100-pcie": Multiprocessors("sm_90", 114, 1.755e9),
     "h200": Multiprocessors("sm_90", 132, 1.98e9),

@@ -5,7 +5,7 @@ The governor, the command line and the benchmarks read these records and nothing
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -28,6 +28,10 @@ class Event:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def span(self) -> "Span":
+        return self.start_s, self.end_s
 
 
 @dataclass(slots=True)
@@ -251,28 +255,38 @@ class StepStats:
         return self.by_layer.setdefault(layer, LayerStats())
 
 
-def merged(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times at which any of the events was under way, as separate intervals in order."""
-    spans: list[tuple[float, float]] = []
-    for start_s, end_s in sorted((event.start_s, event.end_s) for event in events):
-        if spans and start_s <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], end_s))
+# From when to when, on one clock, in any unit.
+Span = tuple[float, float]
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The times at which any of the spans was under way, as separate intervals in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            spans.append((start_s, end_s))
-    return spans
+            found.append((start, end))
+    return found
 
 
-def overlap_s(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """How long both were under way, each a list of separate intervals in order."""
-    total, at = 0.0, 0
-    for start_s, end_s in one:
-        while at < len(other) and other[at][1] <= start_s:
-            at += 1
-        for left_s, right_s in other[at:]:
-            if left_s >= end_s:
-                break
-            total += min(end_s, right_s) - max(start_s, left_s)
-    return total
+def overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+    """When both were under way, each a list of separate intervals in order."""
+    found, left, right = [], 0, 0
+    while left < len(one) and right < len(other):
+        start = max(one[left][0], other[right][0])
+        end = min(one[left][1], other[right][1])
+        if start < end:
+            found.append((start, end))
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 # Times the work of a block, of a kind and of a layer.
@@ -315,10 +329,10 @@ class Recorder:
     def finish(self) -> StepStats:
         step = self.step
         step.end_s = self.clock()
-        transfers = merged(event for event in step.events if event.kind == "transfer")
-        stalls = merged(event for event in step.events if event.kind == "stall")
-        step.link_s = sum(end_s - start_s for start_s, end_s in transfers)
-        step.exposed_s = overlap_s(transfers, stalls)
+        transfers = merged(event.span for event in step.events if event.kind == "transfer")
+        stalls = merged(event.span for event in step.events if event.kind == "stall")
+        step.link_s = length(transfers)
+        step.exposed_s = length(overlap(transfers, stalls))
         # Before the run, which may let go of the events.
         for listener in self.listeners:
             listener(step)

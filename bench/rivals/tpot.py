@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from speq.bench.kinds import texts_of
 from speq.bench.rivals.contest import Cell, Contest, Terms
 from speq.bench.rivals.memory_cap import how_capped
@@ -12,12 +14,27 @@ from speq.bench.rivals.systems import SYSTEMS, entry
 from speq.bench.settings import TpotSettings as Settings
 from speq.errors import SpeqError
 from speq.files.checkpoint import locate
+from speq.measure.console import console
 from speq.measure.report import Report, print_table
 from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress, format_bytes, parse_bytes
 
 # Tokens that warm the caches of a process before its texts are measured.
 WARM_UP_TOKENS = 8
+
+
+@dataclass(slots=True)
+class NamedSystems(Report):
+    """The systems that there are. Nothing was measured."""
+
+    def print_all(self) -> None:
+        table = Table("system", "what it is", title=self.bench)
+        for row in self.rows:
+            table.add_row(row["system"], row["summary"])
+        console().print(table)
+
+    def notes(self) -> list[str]:
+        return []
 
 
 @dataclass(slots=True)
@@ -50,12 +67,17 @@ class SystemsReport(Report):
         return lines + notes_of(self.rows)
 
 
-def run(model: str, settings: Settings, progress: Progress | None = None) -> SystemsReport:
-    """Compare, measure, and ask other programs for their agreement.
+def run(
+    model: str, settings: Settings, progress: Progress | None = None
+) -> SystemsReport | NamedSystems:
+    """Compare, measure, and ask other programs for their agreement; or list the systems.
 
     Raises SpeqError for nonsense settings, where no cap can be had, and where two systems of ours
     differ.
     """
+    if settings.systems == ("?",):
+        known = [{"system": each.name, "summary": each.summary} for each in SYSTEMS.values()]
+        return NamedSystems("systems", model, {}, known)
     contest, cells = arranged(model, settings)
     contest.prepare(cells, progress)
     tokens = contest.compare(cells, progress)
@@ -74,9 +96,6 @@ def run(model: str, settings: Settings, progress: Progress | None = None) -> Sys
 
 def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
     """What is run, all of it checked. Raises SpeqError for what cannot be."""
-    if settings.systems == ("?",):
-        lines = [f"{each.name}: {each.summary}" for each in SYSTEMS.values()]
-        raise SpeqError("systems are\n  " + "\n  ".join(lines))
     if settings.variants:
         raise SpeqError(
             "variants and systems are given; give options with a system, such as "

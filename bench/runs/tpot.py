@@ -15,7 +15,7 @@ from typing import Any
 from speq.bench.kinds import texts_of
 from speq.bench.neighbours import neighbours
 from speq.bench.replay import single_shot
-from speq.bench.rivals.tpot import SystemsReport
+from speq.bench.rivals.tpot import NamedSystems, SystemsReport
 from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
@@ -190,7 +190,7 @@ def summarise(
 
 def show(report: Report) -> None:
     """The table, which says so where acceptance was not the draft's own."""
-    if isinstance(report, SystemsReport):
+    if isinstance(report, SystemsReport | NamedSystems):
         report.print_all()
         return
     acceptance = report.settings["synthetic_acceptance"]
@@ -204,7 +204,7 @@ def show(report: Report) -> None:
 
 def notes(report: Report) -> list[str]:
     """What-if runs say what was set; systems say on which terms they ran, and which failed."""
-    if isinstance(report, SystemsReport):
+    if isinstance(report, SystemsReport | NamedSystems):
         return report.notes()
     acceptance = report.settings["synthetic_acceptance"]
     if acceptance is None:

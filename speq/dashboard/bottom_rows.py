@@ -6,6 +6,7 @@ it is changed or held back. Rows are drawn in one write, between saving and rest
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -49,13 +50,19 @@ class TextColumn:
 
 @dataclass(slots=True)
 class BottomRows:
-    """Rows of a terminal. stream: writes there; reserved: how many rows, in a terminal of which
-    size, or nothing
+    """Rows of a terminal.
+
+    stream      writes there
+    reserved    how many rows, in a terminal of which size, or nothing
+    drawing     a drawing is being made or written
+    when_drawn  what a signal that came meanwhile left to be done
     """
 
     stream: TextIO
     text: TextColumn = field(default_factory=lambda: TextColumn(1))
     reserved: tuple[int, os.terminal_size] | None = None
+    drawing: bool = False
+    when_drawn: Callable[[], None] | None = None
 
     @property
     def size(self) -> os.terminal_size:
@@ -71,6 +78,16 @@ class BottomRows:
 
         Waits for another time where the text is at the right edge, or the terminal is too small.
         """
+        self.drawing = True
+        try:
+            self._draw(rows)
+        finally:
+            self.drawing = False
+        left, self.when_drawn = self.when_drawn, None
+        if left is not None:
+            left()
+
+    def _draw(self, rows: list[str]) -> None:
         size = self.size
         self.text.columns = size.columns
         if self.text.at_edge:

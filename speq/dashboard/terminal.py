@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from speq.dashboard.bottom_rows import TEXT_ROWS, BottomRows
+from speq.dashboard.giving_back import given_back, in_foreground
 from speq.dashboard.last_steps import LastFigures, LastSteps
 from speq.measure.console import console
 from speq.stats import Recorder, StepStats
@@ -135,6 +136,8 @@ class TerminalView:
         now_s = self._clock()
         if self._drawn_s is not None and now_s - self._drawn_s < EVERY_S:
             return
+        if not in_foreground(self._rows):
+            return
         drawing = self.drawing()
         if self._drawn_s is None and not self._rows.fit(len(drawing)):
             logger.warning(
@@ -168,10 +171,12 @@ def shown(recorder: Recorder) -> Iterator[Wrote]:
 
     Standard error is a terminal, whether standard output is the same one or not.
     """
-    view = TerminalView(recorder, BottomRows(sys.stderr))
+    rows = BottomRows(sys.stderr)
+    view = TerminalView(recorder, rows)
     recorder.listeners.append(view.hear)
     try:
-        yield view.wrote
+        with given_back(rows):
+            yield view.wrote
     finally:
         recorder.listeners.remove(view.hear)
         view.close()

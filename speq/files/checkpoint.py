@@ -51,6 +51,12 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
     path = Path(os.path.expanduser(name))
     if not name:
         raise SpeqError(f"{what} is empty; give {instead}a folder or a hub id")
+    if is_gguf(path):
+        raise SpeqError(
+            f"{what} {name!r} is in GGUF, whose files mostly hold other words than were published, "
+            f"and all by other names; give {instead}the folder of the safetensors checkpoint that "
+            "it was made from"
+        )
     if os.path.isdir(path):
         if os.path.exists(path / EXPERTS_JOURNAL):
             raise SpeqError(
@@ -108,6 +114,13 @@ def _hub(failed: str) -> Iterator[None]:
     except Exception as error:  # the hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SpeqError(f"{failed}: {reason}; {FROM_THE_HUB}") from error
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a local path is a GGUF file, or a folder of such without weights that are read."""
+    if os.path.isdir(path):
+        return not has_weights(path) and any(path.glob("*.gguf"))
+    return path.suffix.lower() == ".gguf" and os.path.exists(path)
 
 
 def has_weights(path: Path) -> bool:

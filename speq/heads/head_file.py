@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -78,6 +80,31 @@ def write_head(path: Path, head: MoEHead, model: str, dtype: torch.dtype) -> Non
             file.write(bytes_of(weight.view(-1).view(torch.uint8)))
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLabel:
+    """What a head's file says of it beside its weights.
+
+    stand  as `HeadSource` has it
+    """
+
+    shape: HeadShape
+    stand: tuple[float, ...]
+
+
+def read_label(path: Path, model: str, hidden_size: int) -> HeadLabel:
+    """As `read_head`, of the file's header alone: what damage there is in weights is not seen."""
+    with _opened(path) as file:
+        return _label_in(file, model, hidden_size)
+
+
+def read_stand(path: Path) -> tuple[float, ...]:
+    """How far the drafts of a head stand by its file, whichever model it is of; empty where it does
+    not say. Reads the header alone. Raises SpeqError where that is no head's.
+    """
+    with _opened(path) as file:
+        return _stand_in(path, file.metadata)
+
+
 def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
     """The head in a file, in host memory, in the dtype that it is stored in.
 
@@ -86,27 +113,14 @@ def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
 
     Raises SpeqError where it is missing, damaged, or another model's.
     """
-    if not os.path.exists(path):
-        raise SpeqError(
-            f"there is no head at {path}; train one with `speq train-head`, name another place "
-            "with --head, or choose another drafter"
-        )
-    with SafetensorsFile(path) as file:
-        if file.metadata.get("format") != FORMAT:
-            raise SpeqError(f"{path} is no head of this version of speq; {TRAIN_AGAIN}")
-        shape = _shape_in(path, file.metadata)
-        if file.metadata.get("model") != model or shape.hidden_size != hidden_size:
-            raise SpeqError(
-                f"head {path} was trained on another model: its digest of embedding, head and "
-                "routers is not this model's; give the head of this model, or train one with "
-                "`speq train-head`"
-            )
-        weights = _weights_in(file, shape)
+    with _opened(path) as file:
+        label = _label_in(file, model, hidden_size)
+        weights = {name: file.tensor(name) for name, _ in label.shape.tensors()}
     if file.metadata.get("sha256") != sum_of(weights):
         raise SpeqError(
             f"{path} is damaged: its weights are not those of its checksum; {TRAIN_AGAIN}"
         )
-    return MoEHead(shape, weights, _stand_in(path, file.metadata)).requires_grad_(False)
+    return MoEHead(label.shape, weights, label.stand).requires_grad_(False)
 
 
 def copy_head(source: Path, target: Path) -> bool:
@@ -120,6 +134,38 @@ def copy_head(source: Path, target: Path) -> bool:
         with replacing(out) as file, path.open("rb") as content:
             shutil.copyfileobj(content, file)
     return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[SafetensorsFile]:
+    """A file of this version's heads."""
+    if not os.path.exists(path):
+        raise SpeqError(
+            f"there is no head at {path}; train one with `speq train-head`, name another place "
+            "with --head, or choose another drafter"
+        )
+    with SafetensorsFile(path) as file:
+        if file.metadata.get("format") != FORMAT:
+            raise SpeqError(f"{path} is no head of this version of speq; {TRAIN_AGAIN}")
+        yield file
+
+
+def _label_in(file: SafetensorsFile, model: str, hidden_size: int) -> HeadLabel:
+    path, metadata = file.path, file.metadata
+    shape = _shape_in(path, metadata)
+    if metadata.get("model") != model or shape.hidden_size != hidden_size:
+        raise SpeqError(
+            f"head {path} was trained on another model: its digest of embedding, head and "
+            "routers is not this model's; give the head of this model, or train one with "
+            "`speq train-head`"
+        )
+    found = {name: info.shape for name, info in file.tensors.items()}
+    floats = all(info.dtype.is_floating_point for info in file.tensors.values())
+    if found != dict(shape.tensors()) or not floats:
+        raise SpeqError(
+            f"{path} is damaged: its tensors are not those of a head of its sizes; {TRAIN_AGAIN}"
+        )
+    return HeadLabel(shape, _stand_in(path, metadata))
 
 
 def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:
@@ -143,15 +189,3 @@ def _stand_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
             f"{TRAIN_AGAIN}"
         )
     return tuple(map(float, shares))
-
-
-def _weights_in(file: SafetensorsFile, shape: HeadShape) -> dict[str, Tensor]:
-    wanted = dict(shape.tensors())
-    found = {name: info.shape for name, info in file.tensors.items()}
-    floats = all(info.dtype.is_floating_point for info in file.tensors.values())
-    if found != wanted or not floats:
-        raise SpeqError(
-            f"{file.path} is damaged: its tensors are not those of a head of its sizes; "
-            f"{TRAIN_AGAIN}"
-        )
-    return {name: file.tensor(name) for name in wanted}

@@ -6,7 +6,7 @@ from pathlib import Path
 from speq.errors import SpeqError
 from speq.heads.draft_head import HeadSource
 from speq.heads.eagle_file import CONFIG, read_eagle
-from speq.heads.head_file import NAME, head_beside, model_digest, read_head
+from speq.heads.head_file import NAME, head_beside, model_digest, read_head, read_stand
 from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
 
@@ -38,11 +38,12 @@ def head_worth_weighing(opened: Opened) -> HeadSource | None:
     """The head beside a model, if it says how far its drafts stand; None where there is none. One
     that is damaged or another model's is left aside, and the log says so: nobody asked for it.
     """
-    if not head_beside(opened.checkpoint.path).exists():
+    path = head_beside(opened.checkpoint.path)
+    if not path.exists():
         return None
     try:
-        head = head_named(AUTO, opened)
+        # Its weights are as large as a layer of experts: they are read where it is weighed.
+        return head_named(AUTO, opened) if read_stand(path) else None
     except SpeqError as error:
         logger.warning("the head beside the model is left aside: %s", error)
         return None
-    return head if head.stand else None

@@ -18,8 +18,7 @@ from speq.governor import presets
 from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
-from speq.heads.head_file import head_beside, model_digest, read_head
-from speq.heads.moe_head import MoEHead
+from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -122,13 +121,13 @@ def subject_of(model: str, dtype: str) -> tuple[Subject, Opened | None]:
         raise
 
 
-def head_beside_model(opened: Opened) -> MoEHead | None:
-    """None where there is none that fits, which a run refuses."""
+def head_beside_model(opened: Opened) -> HeadLabel | None:
+    """What its file's header says; None where there is none that fits, which a run refuses."""
     checkpoint = opened.checkpoint
     with contextlib.suppress(SpeqError):
         digest = model_digest(checkpoint, opened.family.names)
         path = head_beside(checkpoint.path)
-        return read_head(path, digest, opened.shape.hidden_size)
+        return read_label(path, digest, opened.shape.hidden_size)
     return None
 
 

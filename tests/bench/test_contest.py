@@ -1,5 +1,6 @@
 """Systems beside each other: their order, what is compared, and systems that fail."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from speq.bench.rivals.tpot import arranged
 from speq.bench.rivals.worker import TextRun
 from speq.bench.settings import TpotSettings
 from speq.errors import SpeqError
+from tests.helpers.command import Command
 
 Folder = Callable[[str], Path]
 TERMS = Terms(
@@ -201,7 +203,6 @@ def test_every_system_of_ours_has_options_that_a_run_takes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"systems": ("?",)}, "systems are\n  speq: "),
         ({"systems": ("speq",)}, "'speq' reads the model packed as lossless; give --lossless"),
         ({"systems": ("lru-raw", "lru-raw")}, "systems name one twice"),
         ({"systems": ("lru-raw",), "variants": ("codec=raw",)}, "variants and systems are given"),
@@ -215,3 +216,15 @@ def test_nonsense_settings_are_refused(
     settings = replace(TpotSettings(budgets=("8MiB",), cap="none"), **change)
     with pytest.raises(SpeqError, match=message):
         arranged(str(tiny("qwen3_moe")), settings)
+
+
+def test_systems_are_listed(command: Command) -> None:
+    """Of no model, which need not be there."""
+    arguments = ("bench", "tpot", "nowhere", "--budgets", "1GiB", "--systems", "?")
+    shown = command(*arguments)
+    assert (shown.code, shown.err) == (0, "")
+    names = [line.split()[1] for line in shown.out.splitlines() if line.startswith("│ ")]
+    assert [name for name in names if name != "│"] == [*SYSTEMS]
+    assert "by LRU, no draft" in shown.out
+    found = json.loads(command(*arguments, "--json", "-").out)
+    assert [row["system"] for row in found["rows"]] == [*SYSTEMS]

@@ -11,7 +11,7 @@ import pytest
 from speq.dashboard.figures import mirrored
 from speq.dashboard.page import render
 from speq.dashboard.panel import Panel
-from speq.dashboard.run_panels.overlap import both, busy, joined, overlap_of
+from speq.dashboard.run_panels.overlap import busy, overlap_of
 from speq.dashboard.run_panels.roofline import bandwidth_of
 from speq.dashboard.run_panels.run_page import facts_of, page_of, panels_of
 from speq.dashboard.run_panels.steps import parts_of
@@ -98,15 +98,9 @@ def test_shares_of_bins_against_counting_moments() -> None:
     np.testing.assert_allclose(found.waited, share(waiting), atol=1e-3)
 
 
-def test_intervals_by_hand() -> None:
-    assert joined([[3.0, 4.0], [0.0, 1.0], [1.0, 2.0], [3.5, 3.7]]) == [[0.0, 2.0], [3.0, 4.0]]
-    assert both([[0.0, 2.0], [3.0, 9.0]], [[1.0, 4.0], [8.0, 10.0]]) == [
-        [1.0, 2.0],
-        [3.0, 4.0],
-        [8.0, 9.0],
-    ]
+def test_shares_of_bins_by_hand() -> None:
     assert busy([], np.array([0.0, 1.0, 2.0])).tolist() == [0.0, 0.0]
-    assert busy([[0.5, 1.25]], np.array([0.0, 1.0, 2.0])).tolist() == [0.5, 0.25]
+    assert busy([(0.5, 1.25)], np.array([0.0, 1.0, 2.0])).tolist() == [0.5, 0.25]
 
 
 def test_the_picture_of_overlap_has_the_shares() -> None:

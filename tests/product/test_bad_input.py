@@ -532,12 +532,20 @@ def test_quantised_whatever_the_form(tiny: Folder, tmp_path: Path) -> None:
 
 
 def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
-    file = tmp_path / "file"
+    file, gguf, of_gguf = tmp_path / "file", tmp_path / "m.Q4_K_M.GGUF", tmp_path / "of"
     file.write_text("")
+    gguf.write_bytes(b"GGUF")
+    of_gguf.mkdir()
+    (of_gguf / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
+    (of_gguf / "config.json").write_text("{}")
+    in_gguf = "is in GGUF, whose files .* give the folder of the safetensors checkpoint"
     for model, message in (
         (tmp_path / "nope", "model folder '.*/nope' does not exist; give a folder, or a hub id"),
         (file, "model '.*/file' is a file; give the folder that holds config.json"),
         (file / "below", "does not exist"),
+        (gguf, f"model '.*/m.Q4_K_M.GGUF' {in_gguf}"),
+        (of_gguf, f"model '.*/of' {in_gguf}"),
+        (tmp_path / "n.gguf", "does not exist"),
         (tmp_path, r"config\.json cannot be read: No such file or directory; give the folder of"),
         ("", "model is empty; give a folder or a hub id"),
         ("nope", "model folder 'nope' does not exist"),

@@ -1,7 +1,6 @@
 """Published EAGLE-3 heads: what is read, computed and refused."""
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from speq.decode.drafter import DraftBase, DraftBounds
 from speq.decode.drafters.head import HeadDrafter
 from speq.decode.sampler import HostSampler
 from speq.decode.sampling import noise
-from speq.decode.sequence import Draft, Sequence
+from speq.decode.sequence import Sequence
 from speq.heads.eagle_file import read_eagle
 from speq.heads.eagle_head import FAR, EagleHead
 from speq.heads.eagle_shape import eagle_shape
@@ -25,7 +24,6 @@ from speq.heads.head_text import HeadText
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
-from speq.models.tree import Tree
 from tests.helpers.eagle_files import (
     FILE,
     as_speculators,
@@ -36,6 +34,7 @@ from tests.helpers.eagle_files import (
     write_eagle,
     write_random_eagle,
 )
+from tests.helpers.heads import assert_pieces_make_the_whole
 from tests.helpers.tiny_models import VOCAB, load_plain
 
 HIDDEN, WORDS, SAID = 16, 40, 25
@@ -110,10 +109,6 @@ class Whole:
             rows, fed = torch.cat([rows, own]), fed + 1
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found[0].double(), wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
 def test_pieces_make_the_whole(variant: str, layout: str, tmp_path: Path) -> None:
@@ -123,44 +118,20 @@ def test_pieces_make_the_whole(variant: str, layout: str, tmp_path: Path) -> Non
     tensors = random_tensors(config, seed=2, embedding=own)
     path = write_eagle(tmp_path / "plain", config, tensors)
     given = write_eagle(tmp_path / "given", *as_speculators(config, tensors)) if own else path
-    model, rng = Model(), random.Random(5)
+    model = Model()
     table = tensors["embed_tokens.weight"] if own else model.table
     head = read(given)
     assert head.nbytes == head.shape.nbytes(torch.float32)
-    text = HeadText(model, head, 200)  # type: ignore[arg-type]
-    features = torch.randn(60, 3 * HIDDEN)
-    tokens = [rng.randrange(WORDS) for _ in range(17)]
-    text.begin()
-    for start, end in ((0, 1), (1, 9), (9, 17)):
-        text.hear(tokens[start:end], features[start:end])
-    for accepted in (2, 0, 3):
-        heard = len(tokens)
-        tokens.append(rng.randrange(WORDS))
-        whole = Whole(path, config, table, features[:heard])
-        state = text.root(tokens[-1])
-        feature, scores = whole.at(tokens)
-        close(state.feature, feature)
-        close(text.next_scores(state), scores)
-        root, drafted = text.cache.length, []
-        first = state
-        for _ in range(2):
-            drafted.append(rng.randrange(WORDS))
-            state = text.node(drafted[-1], state.feature)
-            feature, scores = whole.at(tokens + drafted)
-            close(state.feature, feature)
-            close(text.next_scores(state), scores)
-        text.forget(root)
-        draft, states = Draft(), {0: first}
-        for node in range(1, 5):
-            draft.token_ids.append(rng.randrange(WORDS))
-            draft.parents.append(rng.randrange(node))
-            tree = Tree.of(draft.parents, rows=1)
-            parent = states[draft.parents[-1]]
-            states[node] = text.node(draft.token_ids[-1], parent.feature, tree)
-            close(states[node].feature, whole.at(tokens + draft.above(node))[0])
-        text.forget(root)
-        tokens += [rng.randrange(WORDS) for _ in range(accepted)]
-        text.hear(tokens[heard:], features[heard : len(tokens)])
+    assert_pieces_make_the_whole(
+        HeadText(model, head, 200),  # type: ignore[arg-type]
+        torch.randn(60, 3 * HIDDEN),
+        lambda features: Whole(path, config, table, features),
+        WORDS,
+        chunks=(1, 9, 17),
+        rounds=(2, 0, 3),
+        nodes=4,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -18,11 +18,14 @@ from speq.bench.runs.fidelity_counts import Fidelity
 from speq.config import SamplingParams
 from speq.decode.drafter import DraftBounds
 from speq.decode.sequence import Sequence
+from speq.files.safetensors_file import SafetensorsFile
 from speq.heads import losses
 from speq.heads.head_file import head_beside, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.losses import Found, LossWeights, Wanted
 from speq.heads.moe_head import MoEHead, mixed, rotations
+from speq.heads.named import head_worth_weighing
+from speq.measure.plan import head_beside_model
 from speq.measure.teacher_forced import forced_passes
 from speq.models.kv_cache import causal_mask
 from speq.models.opened import open_model
@@ -250,6 +253,39 @@ def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
     assert "are not those of a head" in refused(with_header(shape=json.dumps(sizes | {"width": 8})))
     path.write_bytes(whole)
     assert read_head(path, digest, 64).shape.width == 32
+
+
+def test_weights_are_read_of_heads_that_are_weighed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the header says is enough for a plan, and to leave aside a head that says nothing."""
+    read: list[str] = []
+    plainly = SafetensorsFile.tensor
+
+    def tensor(file: SafetensorsFile, name: str) -> Tensor:
+        read.append(name)
+        return plainly(file, name)
+
+    monkeypatch.setattr(SafetensorsFile, "tensor", tensor)
+    for stand in ((), (0.75, 0.5)):
+        path = write_random_head(model, stand=stand)
+        opened = open_model(model)
+        label = head_beside_model(opened)
+        assert label is not None
+        assert (label.shape.width, label.stand, read) == (32, stand, [])
+        found = head_worth_weighing(opened)
+        assert (found is not None and found.stand == stand) == bool(read) == bool(stand)
+        opened.close()
+    # Of damaged weights nobody hears who does not read them; sizes are checked all the same.
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    opened = open_model(model)
+    assert head_beside_model(opened) == label
+    assert head_worth_weighing(opened) is None
+    assert "left aside: " in caplog.text and "not those of its checksum" in caplog.text
+    path.write_bytes(whole[:-1])
+    assert head_beside_model(opened) is None
+    opened.close()
 
 
 def test_a_head_takes_its_share_of_the_budget(model: Path) -> None:

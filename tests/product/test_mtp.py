@@ -2,7 +2,6 @@
 
 import json
 import logging
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from transformers import AutoConfig
 
 from speq import Generator, SpeqError
 from speq.config import SamplingParams
-from speq.decode.sequence import Draft
 from speq.heads.head_text import HeadText
 from speq.heads.mtp_file import mtp_of
 from speq.heads.mtp_head import MtpHead
 from speq.models.opened import open_model
-from speq.models.tree import Tree
+from tests.helpers.heads import assert_pieces_make_the_whole
 from tests.helpers.mtp_files import FILE, mtp_in_numpy, write_mtp
 from tests.helpers.tiny_models import VOCAB, drawn_tokens, greedy_tokens, load_plain
 
@@ -85,36 +83,16 @@ def test_pieces_make_the_whole(own: tuple[str, ...], tiny: Folder, tmp_path: Pat
     assert source.owned == tuple(f"{name}.weight" for name in own)
     head = source.held(torch.float32, torch.device("cpu"))
     opened.close()
-    text = HeadText(Ends(path), head, 200)  # type: ignore[arg-type]
-    rng, features = random.Random(5), torch.randn(40, HIDDEN)
-    tokens = [rng.randrange(VOCAB) for _ in range(9)]
-    text.begin()
-    for start, end in ((0, 1), (1, 6), (6, 9)):
-        text.hear(tokens[start:end], features[start:end])
-    for accepted in (2, 0):
-        heard = len(tokens)
-        tokens.append(rng.randrange(VOCAB))
-        whole = Whole(path, features[:heard])
-        state = first = text.root(tokens[-1])
-        close(state.feature, whole.at(tokens)[0])
-        close(text.next_scores(state), whole.at(tokens)[1])
-        root, drafted = text.cache.length, []
-        for _ in range(2):
-            drafted.append(rng.randrange(VOCAB))
-            state = text.node(drafted[-1], state.feature)
-            close(text.next_scores(state), whole.at(tokens + drafted)[1])
-        text.forget(root)
-        draft, states = Draft(), {0: first}
-        for node in range(1, 4):
-            draft.token_ids.append(rng.randrange(VOCAB))
-            draft.parents.append(rng.randrange(node))
-            tree = Tree.of(draft.parents, rows=1)
-            parent = states[draft.parents[-1]]
-            states[node] = text.node(draft.token_ids[-1], parent.feature, tree)
-            close(states[node].feature, whole.at(tokens + draft.above(node))[0])
-        text.forget(root)
-        tokens += [rng.randrange(VOCAB) for _ in range(accepted)]
-        text.hear(tokens[heard:], features[heard : len(tokens)])
+    assert_pieces_make_the_whole(
+        HeadText(Ends(path), head, 200),  # type: ignore[arg-type]
+        torch.randn(40, HIDDEN),
+        lambda features: Whole(path, features),
+        VOCAB,
+        chunks=(1, 6, 9),
+        rounds=(2, 0),
+        nodes=3,
+        atol=2e-5,
+    )
 
 
 def test_many_rows_are_read_at_once(model: Path) -> None:

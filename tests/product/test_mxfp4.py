@@ -5,6 +5,8 @@ Another family, whose experts have no biases, is written that way too.
 """
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from speq import Generator, SpeqError
+from speq.bench.machine import codec as bench_codec
+from speq.bench.settings import CodecSettings
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.models.dequantised import from_checkpoint
 from speq.models.opened import open_model
@@ -132,3 +136,20 @@ def test_transformers_makes_the_same_words_of_gpt_oss(made: tuple[Path, Path, Pa
     opened.close()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_entropy_of_codes(made: tuple[Path, Path, Path]) -> None:
+    """By hand, of all experts together: two codes to a byte, and a byte for each 32 of them."""
+    model, _, _ = made
+    [row] = bench_codec.run(str(model), CodecSettings()).rows
+    codes = Counter[int]()
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if name.endswith("_blocks"):
+            packed = tensor.flatten().tolist()
+            codes.update(byte & 15 for byte in packed)
+            codes.update(byte >> 4 for byte in packed)
+    total = codes.total()
+    entropy = -sum(n / total * math.log2(n / total) for n in codes.values())
+    assert (row["codec"], row["encode_gb_per_s"]) == ("mxfp4", None)
+    assert row["entropy_bits"] == pytest.approx(entropy + 8 / 32)
+    assert row["bits_per_weight"] >= 4.25 > row["entropy_bits"]

@@ -19,8 +19,9 @@ from speq.stats import (
     Recorder,
     RunStats,
     StepStats,
+    length,
     merged,
-    overlap_s,
+    overlap,
     ratio,
 )
 
@@ -173,14 +174,16 @@ def test_bytes_for_rejected_tokens() -> None:
     }
 
 
-def spans(*pairs: tuple[float, float]) -> list[Event]:
-    return [Event("transfer", start_s, end_s) for start_s, end_s in pairs]
-
-
 def test_spans_are_merged_where_they_touch() -> None:
     assert merged([]) == []
-    assert merged(spans((5, 6), (0, 2), (1, 3), (3, 4), (0, 1))) == [(0, 4), (5, 6)]
-    assert merged(spans((0, 9), (2, 3), (4, 5))) == [(0, 9)]
+    assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
+    assert merged([(0, 9), (2, 3), (4, 5)]) == [(0, 9)]
+    assert merged([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (3.5, 3.7)]) == [(0.0, 2.0), (3.0, 4.0)]
+
+
+def test_overlap_by_hand() -> None:
+    found = overlap([(0.0, 2.0), (3.0, 9.0)], [(1.0, 4.0), (8.0, 10.0)])
+    assert found == [(1.0, 2.0), (3.0, 4.0), (8.0, 9.0)]
 
 
 def test_overlap_against_counting_ticks() -> None:
@@ -190,24 +193,26 @@ def test_overlap_against_counting_ticks() -> None:
         lists = []
         for _ in range(2):
             starts = [rng.randint(0, 30) for _ in range(rng.randint(0, 6))]
-            lists.append(spans(*((at, at + rng.randint(1, 5)) for at in starts)))
-        ticks = [
-            {tick for e in events for tick in range(int(e.start_s), int(e.end_s))}
-            for events in lists
-        ]
-        one, other = (merged(events) for events in lists)
-        for found, expected in zip((one, other), ticks, strict=True):
-            assert sum(end - start for start, end in found) == len(expected)
-            assert all(a[1] < b[0] for a, b in pairwise(found))
-        assert overlap_s(one, other) == overlap_s(other, one) == len(ticks[0] & ticks[1])
+            lists.append([(at, at + rng.randint(1, 5)) for at in starts])
+        ticks = [{tick for span in spans for tick in range(*span)} for spans in lists]
+        one, other = (merged(spans) for spans in lists)
+        shared = overlap(one, other)
+        assert shared == overlap(other, one)
+        for found, expected in zip(
+            (one, other, shared), (*ticks, ticks[0] & ticks[1]), strict=True
+        ):
+            assert length(found) == len(expected)
+            assert {tick for span in found for tick in range(*map(int, span))} == expected
+            assert all(a[1] <= b[0] for a, b in pairwise(found))
+        assert all(a[1] < b[0] for spans in (one, other) for a, b in pairwise(spans))
 
 
 def test_link_time_and_how_much_of_it_was_waited_for() -> None:
     """Two readers at once are one link; a wait in which nothing is moved is not exposed."""
     recorder = Recorder(Clock())
     recorder.begin("decode")
-    for event in spans((0, 4), (2, 6), (10, 12)):
-        recorder.add(event)
+    for start_s, end_s in [(0, 4), (2, 6), (10, 12)]:
+        recorder.add(Event("transfer", start_s, end_s))
     for start_s, end_s in [(3, 5), (5, 8), (11, 11.5)]:
         recorder.add(Event("stall", start_s, end_s, 0, 0))
     step = recorder.finish()

@@ -1,8 +1,11 @@
 """The view below a text: the text stays what it is, and nothing is left of the view."""
 
 import io
+import os
 import random
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,6 +145,98 @@ def test_an_interrupt_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -
             assert screen.screen.margins is not None
             raise KeyboardInterrupt
         assert (screen.text, screen.screen.margins) == ([], None)
+
+
+def test_a_process_that_is_told_to_end_gives_the_terminal_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTSTP)
+    steps = Steps()
+    with terminal(80, 24) as screen:
+        monkeypatch.setattr(sys, "stderr", screen.stream)
+        with pytest.raises(SystemExit) as ended, shown(steps.recorder) as wrote:
+            screen.stream.write("the text")
+            wrote("the text")
+            steps.end("prefill")
+            screen.settle()
+            assert screen.screen.margins is not None
+            signal.raise_signal(signal.SIGTERM)
+        assert (screen.text, screen.screen.margins) == (["the text"], None)
+    assert ended.value.code == 128 + 15
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTSTP)) == before
+
+
+# A view whose steps end at each line that it reads; it says when they have.
+STEPS = """
+import sys
+from speq.dashboard import terminal
+from speq.stats import Recorder, RunStats
+
+terminal.EVERY_S = 0.0
+recorder = Recorder()
+recorder.begin_run(RunStats(0.0, {"budget": 1 << 20, "slots": 1 << 19}))
+with terminal.shown(recorder) as wrote:
+    for line in sys.stdin:
+        sys.stderr.write(line)
+        wrote(line)
+        recorder.begin("decode").emitted = 1
+        recorder.finish()
+        print("ended", flush=True)
+"""
+
+
+def test_a_process_that_is_stopped_lends_the_terminal_to_the_shell() -> None:
+    """Its rows and its scrolling region are gone while it is stopped, and back when it goes on."""
+    with terminal(80, 24) as screen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", STEPS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=screen.stream,
+            text=True,
+            process_group=0,  # stopped by itself
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def write(line: str) -> bool:
+            """Whether there is a view behind it."""
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert process.stdout.readline() == "ended\n", screen.text
+            return any("ms a token" in row for row in screen.rows)
+
+        try:
+            assert write("one\n")
+            assert screen.screen.margins is not None
+            os.kill(process.pid, signal.SIGTSTP)
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status), status
+            assert (screen.text, screen.screen.margins) == (["one"], None)
+            # What the shell writes meanwhile may scroll all of the screen.
+            screen.stream.write("$ ls\n" * 30)
+            assert screen.screen.margins is None
+            os.kill(process.pid, signal.SIGCONT)
+            assert write("two\n")
+            assert screen.screen.margins is not None
+        finally:
+            process.stdin.close()
+            process.send_signal(signal.SIGCONT)
+            process.wait(30)
+            process.stdout.close()
+        assert [*dict.fromkeys(screen.text)][:3] == ["one", "$ ls", "two"]
+        assert screen.screen.margins is None
+
+
+def test_a_process_in_the_background_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for group, drawn in ((os.getpgrp() + 1, False), (os.getpgrp(), True)):
+        monkeypatch.setattr(os, "tcgetpgrp", lambda file, group=group: group)
+        steps = Steps()
+        with terminal(80, 24) as screen:
+            assert bool(written_under_a_view(screen, steps, monkeypatch, "text", 0)) == drawn
+            assert screen.text == ["text"]
 
 
 def test_it_is_drawn_four_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

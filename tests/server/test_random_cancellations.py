@@ -28,6 +28,15 @@ def slots_of(generator: Generator) -> tuple[int, int]:
     return len(cache) + cache.free_slots, sum(cache._pins.values())
 
 
+def entries_of(generator: Generator) -> list[tuple[int, int, list[int]]]:
+    """Of each text's KV cache: which it is, its room, and where its tensors lie."""
+    caches = generator.runtime.engine.caches
+    return [
+        (cache.number, cache.capacity, [tensor.data_ptr() for tensor in cache.tensors()])
+        for cache in caches
+    ]
+
+
 def threads() -> int:
     """Those of loops left out, which are so many at most and stay."""
     return sum(not each.name.startswith("asyncio_") for each in threading.enumerate())
@@ -52,7 +61,7 @@ def check_nothing_is_left(served: Rig, generator: Generator, requests: int) -> N
         for prompt in PROMPTS
     }
     engine = generator.runtime.engine
-    slots, memory = slots_of(generator), process_bytes()
+    slots, entries, memory = slots_of(generator), entries_of(generator), process_bytes()
     before_files, before_threads = open_files(), threads()
     dice = random.Random(7)
     plans = [
@@ -97,6 +106,11 @@ def check_nothing_is_left(served: Rig, generator: Generator, requests: int) -> N
     # The same engine, with as many slots, whose texts are what they were.
     assert generator.runtime.engine is engine
     assert slots_of(generator) == slots == (engine.offload.supply.cache.num_slots, 0)
+    # The same KV caches, and a text has each of them at a time.
+    assert entries_of(generator) == entries
+    assert len(entries) == generator.max_batch
+    together = generator.generate_batch([*PROMPTS], max_new_tokens=16, ignore_eos=True)
+    assert [each.text for each in together] == [*wanted.values()]
     for prompt, text in wanted.items():
         assert (
             served.complete(prompt=prompt, max_tokens=16, temperature=0, ignore_eos=True).json[

@@ -1,6 +1,6 @@
 """Transfer against compute over time: the picture that the project is known by."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from speq.dashboard.figures import layout
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.dashboard.run_panels.link import act_of
 from speq.dashboard.run_record import RunRecord
+from speq.stats import Span, merged, overlap
 
 BINS = 240
 Shares = NDArray[np.float64]
@@ -39,46 +40,20 @@ class Overlap:
 def overlap_of(run: RunRecord, bins: int = BINS) -> Overlap:
     """Of the steps that are kept, in bins of equal length."""
     edges_ms = np.linspace(run.steps[0].start_ms, run.steps[-1].end_ms, bins + 1)
-    transfers = joined(span[:2] for step in run.steps for span in step.transfers)
-    stalls = joined(span for step in run.steps for span in step.stalls)
-    steps = joined([step.start_ms, step.end_ms] for step in run.steps)
+    transfers = merged((span[0], span[1]) for step in run.steps for span in step.transfers)
+    stalls = merged((start_ms, end_ms) for step in run.steps for start_ms, end_ms in step.stalls)
+    steps = merged((step.start_ms, step.end_ms) for step in run.steps)
     waited = busy(stalls, edges_ms)
     return Overlap(
         edges_ms,
         busy(steps, edges_ms) - waited,
         busy(transfers, edges_ms),
-        busy(both(transfers, stalls), edges_ms),
+        busy(overlap(transfers, stalls), edges_ms),
         waited,
     )
 
 
-def joined(spans: Iterable[list[float]]) -> list[list[float]]:
-    """Separate intervals in order, of any."""
-    found: list[list[float]] = []
-    for start_ms, end_ms in sorted(spans):
-        if found and start_ms <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end_ms)
-        else:
-            found.append([start_ms, end_ms])
-    return found
-
-
-def both(one: list[list[float]], other: list[list[float]]) -> list[list[float]]:
-    """Where two lists of separate intervals overlap."""
-    found, left, right = [], 0, 0
-    while left < len(one) and right < len(other):
-        start_ms = max(one[left][0], other[right][0])
-        end_ms = min(one[left][1], other[right][1])
-        if start_ms < end_ms:
-            found.append([start_ms, end_ms])
-        if one[left][1] < other[right][1]:
-            left += 1
-        else:
-            right += 1
-    return found
-
-
-def busy(spans: list[list[float]], edges_ms: Shares) -> Shares:
+def busy(spans: Sequence[Span], edges_ms: Shares) -> Shares:
     """The share of each bin that lies within separate intervals."""
     if not spans:
         return np.zeros(len(edges_ms) - 1)
