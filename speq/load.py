@@ -171,6 +171,7 @@ def load(
             device,
             records_of(subject, opened, codes, device, budget, progress),
             progress or no_progress,
+            opened.part,
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None
