@@ -15,6 +15,9 @@ from speq.models.delta_cache import NO_STATES, DeltaLayer, DeltaShape
 from speq.models.length import Length
 from speq.models.tree import Tree
 
+# What was done to the KV cache of that number: the name of the method, and what it was given.
+Change = tuple[int, str, Any]
+
 
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, heads, C, width].
@@ -115,8 +118,8 @@ class KVCache(Cache):
     delta      layers that keep states in place of entries
     own        layers that are held here; None: all of them
     known      tokens that the first entries are of, where another text may begin with the same ones
-    changes    what was done to it, method by method, for caches elsewhere that are to follow: who
-               takes notice empties the list; None: nobody does
+    changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
+               not
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class KVCache(Cache):
         own: range | None = None,
     ) -> None:
         self.capacity, self.number = capacity, number
-        self.changes: list[tuple[str, Any]] | None = None
+        self.changes: list[Change] | None = None
         self.known: list[int] = []
         self._length = length = Length()
 
@@ -160,7 +163,7 @@ class KVCache(Cache):
 
     def _note(self, name: str, given: Any = None) -> None:
         if self.changes is not None:
-            self.changes.append((name, given))
+            self.changes.append((self.number, name, given))
 
     def _cut(self, count: int) -> None:
         assert 0 <= count <= self.capacity

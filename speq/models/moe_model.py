@@ -444,9 +444,7 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def is_held(
-    family: Family, num_layers: int | None, name: str, part: Part | None = None
-) -> bool:
+def is_held(family: Family, num_layers: int | None, name: str, part: Part | None = None) -> bool:
     """Whether a model, or a part of it, holds a tensor of that name outside its experts; layers
     behind its last, and those below `mtp`, are for predicting tokens ahead.
     """
@@ -477,9 +475,7 @@ def load(
         with quiet_transformers(), built(family, part):
             model, info = from_checkpoint(
                 checkpoint,
-                partial(
-                    is_held, family, checkpoint.config.get("num_hidden_layers"), part=part
-                ),
+                partial(is_held, family, checkpoint.config.get("num_hidden_layers"), part=part),
                 dtype=dtype,
                 attn_implementation=family.attention_by,
                 use_safetensors=True,

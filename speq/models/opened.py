@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_dense import PackedDense
 from speq.experts.packed_store import PackedExpertStore, open_experts
-from speq.files.checkpoint import Checkpoint, locate
+from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.json_file import read_json
 from speq.files.published_format import FP8_DTYPE
 from speq.models.bounds import check_weights
@@ -66,9 +67,7 @@ class Opened:
         self.checkpoint.close()
 
 
-def open_model(
-    model: str | Path, verify_reads: bool = False, part: Part | None = None
-) -> Opened:
+def open_model(model: str | Path, verify_reads: bool = False, part: Part | None = None) -> Opened:
     """Check a model folder and read its sizes, without loading weights.
 
     verify_reads  compare experts with their checksums whenever they are read; packed models only
@@ -80,6 +79,11 @@ def open_model(
     checkpoint = Checkpoint(path)
     check_weights(config, checkpoint)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json", part)
+    if part is not None and (path / EXPERTS_MANIFEST).exists():
+        raise SpeqError(
+            f"{path} is a pack, whose records are of all layers, and the model runs in stages; "
+            "give the folder that was packed"
+        )
     store = open_experts(checkpoint, shape.experts, verify_reads)
     return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store), part)
 

@@ -13,14 +13,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from speq.errors import SpeqError
 from speq.models.bounds import LAYER
 from speq.models.families import Family
-from speq.models.kv_cache import KVCache
+from speq.models.kv_cache import Change
 from speq.models.texts import Span
-
-# What was done to a KV cache: the name of the method, and its arguments.
-Change = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +50,13 @@ def parts_of(counts: Sequence[int]) -> list[Part]:
     return parts
 
 
-def even_counts(layers: int, stages: int) -> list[int]:
-    """Layers of each stage where nothing is said: as many of all, the first ones one more.
-
-    Raises SpeqError where there are fewer layers than stages.
-    """
-    if not 2 <= stages <= layers:
-        raise SpeqError(f"stages is {stages} and the model has {layers} layers; give 2 to {layers}")
-    each, more = divmod(layers, stages)
-    return [each + (at < more) for at in range(stages)]
-
-
 class OtherStages(Protocol):
-    """The stages behind the first one, as it sees them."""
+    """The stages behind the first one, as it sees them.
+
+    changes  of KV caches here, which those of the other stages follow before the next pass
+    """
+
+    changes: list[Change]
 
     def reserve(self, context: int) -> int:
         """Have them lay out memory for so many tokens, and forget all texts; tokens of a prompt
@@ -171,23 +161,3 @@ def leave_out(model: Any, part: Part) -> None:
         body.embed_tokens, body.norm = Arriving(), nn.Identity()
         model.lm_head = nn.Identity()
         model._tied_weights_keys = None
-
-
-def apply(changes: Sequence[Change], cache: KVCache, caches: Sequence[KVCache]) -> None:
-    """Do to a cache what was done to its counterpart on the first stage.
-
-    caches  those of all texts, by number
-    """
-    for name, given in changes:
-        if name == "length":
-            cache.length = given
-        elif name == "settle":
-            cache.settle()
-        elif name == "keep_path":
-            cache.keep_path(given)
-        elif name == "take":
-            cache.take(caches[given[0]], given[1])
-        elif name == "erase":
-            cache.erase()
-        else:
-            raise SpeqError(f"the first stage asks a cache to {name!r:.20}; run one version on all")

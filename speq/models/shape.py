@@ -59,8 +59,8 @@ class ModelShape:
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
     delta             layers that keep states in place of entries
-    part              the layers that these are sizes of; None: of the whole model. Of a part without
-                      ends the vocabulary is empty, as nothing is looked up in it or scored
+    part              the layers that these are sizes of; None: all. Without its ends a model has no
+                      vocabulary: nothing is looked up in one or scored
     """
 
     experts: ExpertLayout
