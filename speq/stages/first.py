@@ -1,5 +1,6 @@
 """The other stages, as the first one sees them."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from speq.stages.rendezvous import open_ring
 from speq.stages.settings import StagesSettings, staged
 from speq.stages.wire import Kind, Message, Ring
 
+logger = logging.getLogger("speq")
+
+# A stage that has nothing to do hears at once.
+CLOSING_S = 10.0
 BROKEN_OFF = "a pass through the stages was broken off; start all of them again"
 
 
@@ -84,7 +89,10 @@ class RingStages:
         if self._lost is None:
             # Nobody answers: who has heard it is gone.
             self._lost = "the stages were closed"
-            self.ring.send(Message(Kind.CLOSE))
+            try:
+                self.ring.send(Message(Kind.CLOSE), CLOSING_S)
+            except SpeqError as error:
+                logger.warning("%s", error)
 
 
 def bytes_of(rows: Tensor) -> Tensor:

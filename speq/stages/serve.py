@@ -25,6 +25,8 @@ from speq.units import Progress
 
 # A chat may rest over night. A process that ends is noticed at once.
 IDLE_S = 24 * 3600.0
+# Of a neighbour that is told that this stage ends.
+PARTING_S = 10.0
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class Stage:
 
     def _say_failed(self, error: SpeqError, ended: bool) -> None:
         try:
-            self.ring.send(failed(self.ring, error, ended))
+            self.ring.send(failed(self.ring, error, ended), PARTING_S)
         except SpeqError:
             return  # the stage behind is gone as well, and whoever waits for it learns that
 

@@ -6,9 +6,11 @@ around is the answer.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +81,10 @@ class Ring(Protocol):
     @property
     def count(self) -> int: ...
 
-    def send(self, message: Message) -> None:
-        """To the stage behind. Raises SpeqError where it is gone."""
+    def send(self, message: Message, wait_s: float | None = None) -> None:
+        """To the stage behind, which receives it within that time, or the usual one. Raises
+        SpeqError where it is gone.
+        """
 
     def receive(self, wait_s: float) -> Message:
         """From the stage before. Raises SpeqError where it is gone, or silent for so long."""
@@ -91,7 +95,8 @@ class GlooRing:
 
     group           ranks are numbers less one
     most_row_bytes  of a message
-    wait_s          that sending may take
+    wait_s          that sending may take, where nothing else is said: it ends when the stage
+                    behind receives
     """
 
     def __init__(
@@ -109,22 +114,25 @@ class GlooRing:
     def _before(self) -> int:
         return (self.number - 2) % self.count
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, wait_s: float | None = None) -> None:
         for part in message.packed():
-            self._wait(self._behind, lambda p=part: self._sent(p), self._wait_s)  # type: ignore[misc]
+            self._wait(self._behind, partial(self._sent, part), wait_s or self._wait_s)
 
     def _sent(self, part: Tensor) -> Any:
         return self._group.send([part], self._behind, TAG)
 
+    def _received(self, part: Tensor) -> Any:
+        return self._group.recv([part], self._before, TAG)
+
     def receive(self, wait_s: float) -> Message:
         head = torch.zeros(4, dtype=torch.int64)
-        self._wait(self._before, lambda: self._group.recv([head], self._before, TAG), wait_s)
+        self._wait(self._before, partial(self._received, head), wait_s)
         kind, text_bytes, row_bytes = sizes_of(head, self._most_row_bytes)
         payload = torch.empty(text_bytes + row_bytes, dtype=torch.uint8)
-        self._wait(self._before, lambda: self._group.recv([payload], self._before, TAG), wait_s)
+        self._wait(self._before, partial(self._received, payload), wait_s)
         return unpacked(kind, text_bytes, payload)
 
-    def _wait(self, rank: int, begin: Any, wait_s: float) -> None:
+    def _wait(self, rank: int, begin: Callable[[], Any], wait_s: float) -> None:
         try:
             begin().wait(timedelta(seconds=wait_s))
         except RuntimeError as error:
