@@ -82,6 +82,7 @@ class Shared:
     drafter: str
     draft_length: int | None
     context_length: int | None
+    max_batch: int
 
     @classmethod
     def of(cls, config: RunConfig) -> "Shared":

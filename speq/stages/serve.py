@@ -23,8 +23,8 @@ from speq.stages.settings import StageSettings, staged
 from speq.stages.wire import OTHER_PROTOCOL, Kind, Message, Ring
 from speq.units import Progress
 
-# A chat may rest over night. A process that ends is noticed at once.
-IDLE_S = 24 * 3600.0
+# A server may rest for days. A process that ends is noticed at once.
+IDLE_S = 7 * 24 * 3600.0
 # Of a neighbour that is told that this stage ends.
 PARTING_S = 10.0
 
@@ -118,6 +118,7 @@ def begin_verification(engine: Engine, texts: list[TextTokens]) -> Callable[[], 
     offload.prefetcher.begin(0, len(texts))
     offload.prefetcher.end()
     offload.prefetcher.lookahead.scored([len(text.token_ids) for text in texts])
+    # Rows are never given up here, so that it does not matter behind which of them others are.
     parents = [-1 if not node else 0 for text in texts for node in range(len(text.token_ids))]
     offload.rows.begin(Stakes(parents, [1.0] * len(parents), 0.0, 0.0))
     return offload.rows.end
@@ -169,8 +170,6 @@ def run_stage(
     say  told, in a sentence each, how far it is. Raises SpeqError where options, files or the
          budget do not allow it, and where another stage differs or is gone
     """
-    assert settings.stages is not None
-    assert settings.rendezvous is not None
     config = staged(config)
     number = settings.stage
     opened, agreement = open_stage(model, settings.stages, number)
@@ -189,6 +188,7 @@ def run_stage(
             drafter=shared.drafter,
             draft_length=shared.draft_length,
             context_length=shared.context_length,
+            max_batch=shared.max_batch,
         )
         try:
             with in_a_sentence():

@@ -12,22 +12,16 @@ from speq.options.kinds import Number, Text, Whole
 MOST_STAGES = 64
 DRAFTERS_WITHOUT_PASSES = ("none", "ngram")
 
-StageCounts = Annotated[
-    str | None,
-    Option(
-        "Machines that run the model's layers one behind another: how many, or layers of each from "
-        "the first on, such as 10,14. The same on all of them.",
-        Text("a number, or numbers of layers with commas between"),
-    ),
-]
-Rendezvous = Annotated[
-    str | None,
-    Option(
-        "Where stages meet: HOST:PORT, an address of the first machine, the only one it listens "
-        "on. Whoever reaches it can join: give one of a network that you trust.",
-        Text("HOST:PORT"),
-    ),
-]
+COUNTS = Option(
+    "Machines that run the model's layers one behind another: how many, or layers of each from "
+    "the first on, such as 10,14. The same on all of them.",
+    Text("a number, or numbers of layers with commas between"),
+)
+RENDEZVOUS = Option(
+    "Where stages meet: HOST:PORT, an address of the first machine, the only one it listens "
+    "on. Whoever reaches it can join: give one of a network that you trust.",
+    Text("HOST:PORT"),
+)
 StageWait = Annotated[
     float,
     Option(
@@ -42,8 +36,8 @@ StageWait = Annotated[
 class StagesSettings(Options):
     """Whether a command's model runs on several machines, of which this is the first."""
 
-    stages: StageCounts = None
-    rendezvous: Rendezvous = None
+    stages: Annotated[str | None, COUNTS] = None
+    rendezvous: Annotated[str | None, RENDEZVOUS] = None
     stage_wait_s: StageWait = 600.0
 
     def check_together(self) -> None:
@@ -68,14 +62,12 @@ class StageSettings(Options):
     stage: Annotated[
         int, Option("This machine's number; the first one, which writes, is 1.", Whole(2))
     ]
-    stages: StageCounts = None
-    rendezvous: Rendezvous = None
+    stages: Annotated[str, COUNTS]
+    rendezvous: Annotated[str, RENDEZVOUS]
     stage_wait_s: StageWait = 600.0
 
     def check_together(self) -> None:
-        """Raise SpeqError unless it is said how many stages there are and where they meet."""
-        if self.stages is None or self.rendezvous is None:
-            raise SpeqError("stage is given without stages and rendezvous; a stage takes all three")
+        """Raise SpeqError for a rendezvous that is no address."""
         address_of(self.rendezvous)
 
 
@@ -127,7 +119,6 @@ def staged(config: RunConfig) -> RunConfig:
         ("device", ("auto", "cpu")),
         ("drafter", ("auto", *DRAFTERS_WITHOUT_PASSES)),
         ("draft", ("auto", "none")),
-        ("max_batch", (1,)),
         ("prune_rows", ("auto", "off")),
         ("draft_nodes", (None,)),
         ("profile", ("auto", "none")),

@@ -26,7 +26,7 @@ from speq.stages.first import RingStages, open_stage
 from speq.stages.rendezvous import join_ring, open_ring
 from speq.stages.serve import follow
 from speq.stages.settings import StagesSettings, address_of, counts_of, staged
-from speq.stages.wire import Kind, Message, sizes_of, unpacked
+from speq.stages.wire import Kind, Message, Ring, sizes_of, unpacked
 from tests.helpers.command import arguments_of
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S, in_threads
 from tests.helpers.tiny_models import drawn_tokens, greedy_tokens, load_plain
@@ -105,6 +105,20 @@ def test_tokens_are_those_of_plain_transformers(
             assert greedy.token_ids == greedy_tokens(plain, ids, 24)
             drawn = generator.generate(prompt, **drawing)
             assert drawn.token_ids == drawn_tokens(plain, ids, 24, DRAWN)
+
+
+@pytest.mark.wide
+def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
+    """Texts of several lengths share passes through all stages, and begin as earlier ones."""
+    model = tiny("qwen2_moe")
+    plain = load_plain(model)
+    prompts = [PROMPT, PROMPT[3:], PROMPT * 3, PROMPT * 3 + "!", "a"]
+    with in_threads(
+        model, "2", ["4MiB", "2MiB"], dtype="float32", drafter="ngram", codec="raw", max_batch=3
+    ) as generator:
+        made = generator.generate_batch(prompts, max_new_tokens=20, ignore_eos=True)
+        for prompt, each in zip(prompts, made, strict=True):
+            assert each.token_ids == greedy_tokens(plain, generator.encode(prompt), 20)
 
 
 @pytest.mark.wide
@@ -225,7 +239,7 @@ def test_layers_are_divided() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("drafter", "int4"), ("max_batch", 2), ("prune_rows", "on"), ("device", "cuda")],
+    [("drafter", "int4"), ("prune_rows", "on"), ("device", "cuda")],
 )
 def test_options_that_stages_do_not_take(option: str, value: Any) -> None:
     config = RunConfig.of("1GiB", **{option: value})
@@ -256,7 +270,11 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-SHARED = Shared("float32", "ngram", None, None)
+SHARED = Shared("float32", "ngram", None, None, 1)
+
+
+def pass_on(ring: Ring) -> None:
+    ring.send(ring.receive(PATIENCE_S))
 
 
 def test_a_rendezvous() -> None:
@@ -284,7 +302,7 @@ def test_a_rendezvous() -> None:
         coming.join(PATIENCE_S)
         there, shared = outcome[0]
         assert shared == SHARED
-        answering = threading.Thread(target=lambda: there.send(there.receive(PATIENCE_S)))
+        answering = threading.Thread(target=pass_on, args=[there])
         answering.start()
         ring.send(Message(Kind.RESERVE, {"context": 3}))
         assert ring.receive(PATIENCE_S).content == {"context": 3}
