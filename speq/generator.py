@@ -21,9 +21,12 @@ from speq.devices.failures import in_a_sentence
 from speq.errors import SpeqError, checked_int
 from speq.load import check_context, load
 from speq.models.opened import Opened, open_model
+from speq.models.part import OtherStages
 from speq.options.declared import build
 from speq.options.typed import RunOptions, SamplingOptions
 from speq.runtime import Runtime
+from speq.stages.first import open_first
+from speq.stages.settings import StagesSettings
 from speq.stats import RunStats
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
@@ -118,8 +121,18 @@ class Generator:
         *,
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
+        stages: StagesSettings | None = None,
     ) -> "Generator":
-        """As `from_pretrained`, with the options in one object."""
+        """As `from_pretrained`, with the options in one object.
+
+        stages  machines that run the model's layers, of which this is the first; it waits for the
+                others. None: this one runs all
+        """
+        if stages is not None and stages.wanted:
+            opened, config, others = open_first(str(model), config, stages)
+            return cls.of_opened(
+                opened, config, progress=progress, first_request=first_request, others=others
+            )
         opened = open_model(model, config.verify_reads)
         return cls.of_opened(opened, config, progress=progress, first_request=first_request)
 
@@ -131,6 +144,7 @@ class Generator:
         *,
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
+        others: OtherStages | None = None,
     ) -> "Generator":
         """As `load`, of a model that is open already, perhaps with another store of its experts.
 
@@ -138,6 +152,8 @@ class Generator:
         """
         with contextlib.ExitStack() as undo, in_a_sentence():
             undo.callback(opened.close)
+            if others is not None:
+                undo.callback(others.close)
             tokenizer = load_tokenizer(opened.checkpoint.path)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
             context = 0
@@ -145,7 +161,7 @@ class Generator:
                 prompt, max_new_tokens = first_request
                 context = len(encoder.encode(prompt)) + max_new_tokens
                 check_context(context, config.context_length, opened.shape.max_context)
-            loaded = load(opened, config, progress, context)
+            loaded = load(opened, config, progress, context, others)
             undo.callback(loaded.close)
             generator = cls(Runtime(loaded, progress), encoder)
             undo.pop_all()

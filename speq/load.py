@@ -46,6 +46,7 @@ from speq.models import moe_model
 from speq.models.dense import Records, encode_dense
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
+from speq.models.part import OtherStages
 from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.demand import Beside, Budget
@@ -81,6 +82,7 @@ class Loaded:
     governors  of batches; they outlive arenas that are laid out anew, with what it has learnt
     copy      the packed copy of published experts that this run writes
     limits    of the experts of verifications; None: they are exact
+    others    stages that run the layers behind these; None: this machine has the last ones
     """
 
     config: RunConfig
@@ -97,6 +99,7 @@ class Loaded:
     copy: PackedCopy | None = None
     limits: BudgetRules | None = None
     head: DraftHead | None = None
+    others: OtherStages | None = None
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
@@ -116,15 +119,24 @@ class Loaded:
             self.copy.stop()
         if self.host is not None:
             self.host.close()
-        self.opened.close()
+        try:
+            if self.others is not None:
+                self.others.close()
+        finally:  # also where one of them is gone
+            self.opened.close()
 
 
 def load(
-    opened: Opened, config: RunConfig, progress: Progress | None = None, first_context: int = 0
+    opened: Opened,
+    config: RunConfig,
+    progress: Progress | None = None,
+    first_context: int = 0,
+    others: OtherStages | None = None,
 ) -> Loaded:
-    """Load a model under a budget.
+    """Load a model under a budget, or the part of it that is opened.
 
     first_context  tokens that the first request needs; 0 where that is not known
+    others         stages that run the layers behind a first part
 
     Raises SpeqError where options, files or the budget do not allow it.
     """
@@ -171,6 +183,7 @@ def load(
             device,
             records_of(subject, opened, codes, device, budget, progress),
             progress or no_progress,
+            opened.part,
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None
@@ -200,7 +213,9 @@ def load(
     loaded = Loaded(
         config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governors
     )
-    loaded.limits, loaded.head = limits, head
+    loaded.limits, loaded.head, loaded.others = limits, head, others
+    if others is not None:
+        model.join(others)
     if limits is not None and not settled.holding.drafts:
         logger.warning("nothing drafts, so that the expert budget bounds nothing: output is exact")
     if copied is not None and settled.memory.slots < subject.count:

@@ -245,6 +245,11 @@ class Runtime:
             shape.cache(plan.context, self.dtype, self.device, number)
             for number in range(self.config.max_batch)
         ]
+        chunk = plan.chunk
+        if loaded.others is not None:
+            chunk = min(chunk, loaded.others.reserve(plan.context))
+            for cache in caches:
+                cache.changes = loaded.others.changes
         transfer, timed = self._transfer(slots)
         budget = None
         if loaded.limits is not None:
@@ -290,11 +295,11 @@ class Runtime:
             drafters=drafters,
             governors=governors,
             recorder=self.recorder,
-            chunk=plan.chunk,
+            chunk=chunk,
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
-            prefixes=Prefixes(caches, plan.chunk, self._prefix_reuse),
+            prefixes=Prefixes(caches, chunk, self._prefix_reuse),
         )
 
     def _draft_base(

@@ -19,6 +19,7 @@ from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
 from speq.options.declared import Declared, declared
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
+from speq.stages.settings import StagesSettings
 from speq.training.settings import HeadSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,11 @@ SHARED: dict[type, tuple[str, str]] = {
         "Options of sampling",
         "How tokens are chosen and when generation ends: `speq.SamplingParams`, keyword "
         "arguments of `Generator.generate` and `stream`, and options of commands.",
+    ),
+    StagesSettings: (
+        "Options of stages",
+        "Whether a model's layers run on several machines, of which this is the first "
+        "([stages](stages.md)).",
     ),
     Output: ("Options of output", "Where a command's result goes, beside what it shows."),
 }

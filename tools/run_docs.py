@@ -42,6 +42,8 @@ ENDLESS = ("dashboard", "serve")
 ASKING = ("bench", "serve")
 # They need a package of hundreds of megabytes, and start processes that outlive them for a while.
 ON_RAY = "--ray"
+# They wait for other machines.
+WITH_OTHERS = "--rendezvous"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,9 @@ def main() -> None:
                     continue
                 if ON_RAY in command.words:
                     print(f"left out, starts a Ray cluster: {command}")
+                    continue
+                if WITH_OTHERS in command.words:
+                    print(f"left out, waits for other machines: {command}")
                     continue
                 if slow(command) and not options.slow:
                     print(f"left out, measures for minutes: {command}")

@@ -21,6 +21,7 @@ from speq.cli.profile import profile
 from speq.cli.quantize import quantize
 from speq.cli.report import report
 from speq.cli.serve import serve
+from speq.cli.stage import stage
 from speq.cli.train_head import train_head
 from speq.cli.tune import tune
 from speq.errors import SpeqError
@@ -34,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    *(generate, chat, batch, serve, profile, report, dashboard),
+    *(generate, chat, batch, serve, stage, profile, report, dashboard),
     *(check, pack, quantize, train_head, plan, tune, doctor),
 )
 for function in COMMANDS:

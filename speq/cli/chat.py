@@ -17,6 +17,7 @@ from speq.errors import SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
+from speq.stages.settings import StagesSettings
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def chat(
     settings: ChatSettings,
     run: RunConfig,
     sampling: Annotated[SamplingParams, But(defaults=(("max_new_tokens", 512),))],
+    machines: StagesSettings,
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
@@ -51,7 +53,9 @@ def chat(
     first = conversation.messages("Hello"), 1
     with (
         opt.log_of(output.quiet),
-        contextlib.closing(opt.load_generator(model, run, first, output.quiet)) as generator,
+        contextlib.closing(
+            opt.load_generator(model, run, first, output.quiet, machines)
+        ) as generator,
     ):
         if not output.quiet:
             budget = format_bytes(run.memory_budget)

@@ -19,6 +19,7 @@ from speq.config import Model, RunConfig, SamplingParams
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
+from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -64,6 +65,7 @@ def generate(
     settings: GenerateSettings,
     run: RunConfig,
     sampling: SamplingParams,
+    machines: StagesSettings,
     output: opt.Output,
 ) -> None:
     """Generate text from a prompt.
@@ -78,7 +80,7 @@ def generate(
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
-        generator = opt.load_generator(model, run, first, output.quiet)
+        generator = opt.load_generator(model, run, first, output.quiet, machines)
         with contextlib.closing(generator):
             shown = not output.printed
             echoed = prompt if settings.echo else ""

@@ -18,6 +18,7 @@ from speq.units import no_progress
 
 if TYPE_CHECKING:
     from speq.generator import Generator
+    from speq.stages.settings import StagesSettings
     from speq.text.prompts import Prompt
     from speq.units import Progress
 
@@ -184,11 +185,15 @@ def load_generator(
     run: RunConfig,
     first_request: "tuple[Prompt, int] | None" = None,
     quiet: bool = False,
+    stages: "StagesSettings | None" = None,
 ) -> "Generator":
+    """stages: machines that run the model's layers; None: this one runs all"""
     from speq.generator import Generator
 
     with progress_bar(quiet) as progress:
-        return Generator.load(model, run, progress=progress, first_request=first_request)
+        return Generator.load(
+            model, run, progress=progress, first_request=first_request, stages=stages
+        )
 
 
 def broken_pipe() -> None:

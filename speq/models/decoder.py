@@ -25,6 +25,7 @@ from speq.layers.chain import (
     own_forward,
 )
 from speq.models.families import Family
+from speq.models.part import onward_of, own_layers
 from speq.models.taps import Taps
 from speq.models.texts import Span
 from speq.models.tree import Tree
@@ -93,13 +94,13 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class WalkedLayer:
-    """kind: of `Windows`."""
+    """kind: of `Windows`. next_norm: None behind the last of a stage's layers."""
 
     kind: str
     attention: nn.Module
     norm: nn.Module
     feed_forward: nn.Module
-    next_norm: nn.Module
+    next_norm: nn.Module | None
 
 
 class ChainDecoder:
@@ -117,9 +118,11 @@ class ChainDecoder:
         self._table = partial(RotaryTable, whole_turns(body.rotary_emb), ahead)
         # By number of the text's cache: texts that run side by side are of different lengths.
         self._tables: dict[int, RotaryTable] = {}
-        layers = list(body.layers)
-        norms = [*(layer.input_layernorm for layer in layers), body.norm]
-        self._first_norm = norms[0]
+        layers: list[Any] = own_layers(body)
+        self._last_norm, self._onward = body.norm, onward_of(body)
+        whole = len(layers) == len(body.layers)
+        norms = [*(layer.input_layernorm for layer in layers), body.norm if whole else None]
+        self._first_norm = layers[0].input_layernorm
         self._layers = [
             WalkedLayer(kind, layer.self_attn, layer.post_attention_layernorm, layer.mlp, next_norm)
             for kind, layer, next_norm in zip(kinds, layers, norms[1:], strict=True)
@@ -141,8 +144,19 @@ class ChainDecoder:
             update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
             hidden, normed = added(hidden, update, layer.norm)
             update = fed(layer.feed_forward, normed)
+            if layer.next_norm is None:
+                return Walked(self._beyond(hidden + update)[None])
             hidden, normed = added(hidden, update, layer.next_norm)
         return Walked(normed[None])
+
+    def _beyond(self, hidden: Tensor) -> Tensor:
+        """Behind the layers of a stage: what other machines make of it, and the last norm, where
+        this stage has those.
+        """
+        if self._onward is not None:
+            hidden = self._onward(hidden)
+        last: Tensor = self._last_norm(hidden)
+        return last
 
     def _text(self, span: Span, hidden: Tensor) -> ChainText:
         """Where the rows of a text stand among those of a pass, hidden [T, H]."""
@@ -193,7 +207,8 @@ def walk_chains(model: Any, family: Family, kinds: list[str], ahead: bool) -> No
     for block in family.moe_blocks(model).values():
         if not chain_router(block.router):
             logger.debug("%s runs as transformers has it", type(block.router).__name__)
-    attentions = [layer.self_attn for layer in model.model.layers]
+    own: list[Any] = own_layers(model.model)
+    attentions = [layer.self_attn for layer in own]
     other = [attention for attention in attentions if not chain_attention(attention)]
     if other:
         logger.debug("%s runs as transformers has it", type(other[0]).__name__)

@@ -15,6 +15,9 @@ from speq.models.delta_cache import NO_STATES, DeltaLayer, DeltaShape
 from speq.models.length import Length
 from speq.models.tree import Tree
 
+# What was done to the KV cache of that number: the name of the method, and what it was given.
+Change = tuple[int, str, Any]
+
 
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, heads, C, width].
@@ -94,13 +97,29 @@ class PlacedKVLayer(KVLayer):
         return self._seen, 0
 
 
+class NoLayer(KVLayer):
+    """Stands for a layer that another machine holds, with its entries."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, length: Length) -> None:
+        nothing = torch.empty(1, 0, 0, 0, dtype=dtype, device=device)
+        super().__init__(nothing, nothing, length)
+        self.row = ()  # type: ignore[assignment]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
 class KVCache(Cache):
     """Room for `capacity` tokens of one text.
 
     kv_shapes  (heads, width) of keys and of values
     number     among the caches of texts that run side by side
     delta      layers that keep states in place of entries
+    own        layers that are held here; None: all of them
     known      tokens that the first entries are of, where another text may begin with the same ones
+    changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
+               not
     """
 
     def __init__(
@@ -112,8 +131,10 @@ class KVCache(Cache):
         device: torch.device,
         number: int = 0,
         delta: DeltaShape = NO_STATES,
+        own: range | None = None,
     ) -> None:
         self.capacity, self.number = capacity, number
+        self.changes: list[Change] | None = None
         self.known: list[int] = []
         self._length = length = Length()
 
@@ -122,6 +143,8 @@ class KVCache(Cache):
             return torch.zeros(1, heads, capacity, width, dtype=dtype, device=device)
 
         def made(layer: int) -> Any:
+            if own is not None and layer not in own:
+                return NoLayer(dtype, device, length)
             if layer in delta.layers:
                 return DeltaLayer(delta.sizes, dtype, device, length)
             return KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), length)
@@ -135,6 +158,14 @@ class KVCache(Cache):
 
     @length.setter
     def length(self, count: int) -> None:
+        self._note("length", count)
+        self._cut(count)
+
+    def _note(self, name: str, given: Any = None) -> None:
+        if self.changes is not None:
+            self.changes.append((self.number, name, given))
+
+    def _cut(self, count: int) -> None:
         assert 0 <= count <= self.capacity
         length = self._length
         if not count:
@@ -144,6 +175,7 @@ class KVCache(Cache):
 
     def settle(self) -> None:
         """All entries that are kept will not be given up as long as the text lasts."""
+        self._note("settle")
         self._length.settled = self._length.count
 
     def begin_pass(self, tree: Tree | None) -> None:
@@ -169,17 +201,20 @@ class KVCache(Cache):
 
         Recorded passes give no weight to entries there, but what is no number would remain.
         """
-        self.clear()
+        self._note("erase")
+        self._cut(0)
         for tensor in self.tensors():
             tensor.zero_()
 
     def take(self, other: "KVCache", count: int) -> None:
         """Have the first `count` entries of another text, which are known, and no others."""
-        self.clear()
+        self._note("take", (other.number, count))
+        self._cut(0)
         for layer, theirs in zip(self.layers, other.layers, strict=True):
             for entries, found in zip(layer.row, theirs.row, strict=True):
                 entries[:, :count] = found[:, :count]
-        self.length, self.known = count, other.known[:count]
+        self._cut(count)
+        self.known = other.known[:count]
 
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written."""
@@ -191,12 +226,13 @@ class KVCache(Cache):
 
     def keep_path(self, path: list[int]) -> None:
         """Of the tree last written, keep the nodes of `path`, in that order."""
+        self._note("keep_path", path)
         start = self.length
         if path != list(range(len(path))):
             nodes = torch.tensor(path, device=self.tensors()[0].device) + start
             for layer in self.layers:
                 layer.keep(start, nodes)
-        self.length = start + len(path)
+        self._cut(start + len(path))
 
 
 def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:

@@ -28,6 +28,7 @@ from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, pl
 from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
+from speq.models.part import Arriving, OtherStages, Part, built, onward_of, own_layers
 from speq.models.resident import MappedWeights, make_resident
 from speq.models.taps import Taps
 from speq.models.texts import Span, TextTokens, branching, cache_of, mask_of, spans_of
@@ -86,11 +87,16 @@ class MoEModel:
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         self._taps: Taps | None = None
-        hold_states(hf_model.model.layers)
+        layers = own_layers(hf_model.model)
+        hold_states(layers)
+        # Behind its own layers, where other machines hold the rest.
+        self._onward = onward_of(hf_model.model)
         keeps_entries = not family.delta(self._config).layers
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES and keeps_entries:
-            count = len(hf_model.model.layers)
-            kinds = self._config.layer_types[:count] if family.typed_masks else [ANY_KIND] * count
+            kinds = [ANY_KIND] * len(layers)
+            if family.typed_masks:
+                types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
+                kinds = [kind for layer, kind in types if layer in layers]
             walk_chains(hf_model, family, kinds, ahead=host_rope(hf_model.model) is None)
         self._walks = isinstance(hf_model.model.forward, ChainDecoder)
         # End-of-text tokens, from generation_config.json or else config.json.
@@ -125,6 +131,16 @@ class MoEModel:
         if kind is not None:
             return f"rotary embeddings of type {kind} look at positions on the host"
         return None
+
+    def join(self, others: OtherStages) -> None:
+        """Have passes go through other stages behind this model's own layers. Of a first stage."""
+        assert self._onward is not None, "a first stage"
+        self._onward.others = others
+
+    @property
+    def other_stages(self) -> OtherStages | None:
+        """Where passes go on; None: this machine has all layers, or is not the first."""
+        return None if self._onward is None else self._onward.others
 
     @property
     def bank(self) -> ExpertBank | None:
@@ -185,21 +201,40 @@ class MoEModel:
         cache: KVCache,
         token_ids: Tensor,
         tree: Tree | None = None,
+        reading: bool = False,
     ) -> Tensor:
         """Run [1, T] tokens behind what `cache` holds; return their last hidden states [1, T, H].
 
-        tree  whose last T nodes they are, with entries of the others kept; None: they are a chain
+        tree     whose last T nodes they are, with entries of the others kept; None: they are a
+                 chain
+        reading  whether they are of a prompt, which other stages want to know
 
         Their entries are written behind the cache's length, which stays as it is.
         """
         count = token_ids.shape[1]
         assert tree is None or tree.rows == count
         span = Span(cache, 0, count, branching(tree))
+        if self.other_stages is not None:
+            self.other_stages.begin([span], reading)
         if self._walks and count <= MAX_LINEAR_ROWS:
             return self._run(bank, cache, token_ids, None, Windows([span], self._windows))
         positions, mask = self._seen(span)
         cache.begin_pass(span.tree)
         return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
+
+    def forward_rows(
+        self, bank: ExpertBank, texts: Sequence[TextTokens], hidden_states: Tensor
+    ) -> Tensor:
+        """Of a stage behind the first: what its layers make of rows [T, H], as `forward_texts` has
+        them: [T, H]. What ids the texts have does not matter.
+        """
+        embedding = self._hf_model.model.embed_tokens
+        assert isinstance(embedding, Arriving), "a stage behind the first"
+        embedding.hidden_states = hidden_states
+        try:
+            return self.forward_texts(bank, texts)[0]
+        finally:
+            embedding.hidden_states = None
 
     @torch.inference_mode()
     def forward_texts(self, bank: ExpertBank, texts: Sequence[TextTokens]) -> Tensor:
@@ -213,6 +248,8 @@ class MoEModel:
             (text,) = texts
             return self.forward(bank, text.cache, torch.tensor([text.token_ids]), text.tree)
         spans = spans_of(texts)
+        if self.other_stages is not None:
+            self.other_stages.begin(spans, reading=False)
         packed = torch.tensor([[token_id for text in texts for token_id in text.token_ids]])
         if self._walks and packed.shape[1] <= MAX_LINEAR_ROWS:
             return self._run(bank, None, packed, None, Windows(spans, self._windows))
@@ -336,7 +373,7 @@ class MoEModel:
 
         on_hidden  told the tokens and what drafters go by of them
         """
-        hidden = self.forward(bank, cache, torch.tensor([token_ids]))[0]
+        hidden = self.forward(bank, cache, torch.tensor([token_ids]), reading=True)[0]
         cache.advance(len(token_ids))
         cache.settle()
         if on_hidden is not None:
@@ -407,11 +444,11 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def is_held(family: Family, num_layers: int | None, name: str) -> bool:
-    """Whether a model holds a tensor of that name outside its experts; layers behind its last, and
-    those below `mtp`, are for predicting tokens ahead.
+def is_held(family: Family, num_layers: int | None, name: str, part: Part | None = None) -> bool:
+    """Whether a model, or a part of it, holds a tensor of that name outside its experts; layers
+    behind its last, and those below `mtp`, are for predicting tokens ahead.
     """
-    if name.startswith("mtp."):
+    if name.startswith("mtp.") or not (part is None or part.holds(name)):
         return False
     layer = LAYER.search(name)
     beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
@@ -425,8 +462,9 @@ def load(
     device: Processor | Accelerator,
     records: Records | None = None,
     progress: Progress = no_progress,
+    part: Part | None = None,
 ) -> MoEModel:
-    """Load all of a model but its experts.
+    """Load all of a model but its experts, or of a part of it.
 
     records   makes records of its matrices, one after another; None: they stay words
     progress  told (what, done, total)
@@ -434,10 +472,10 @@ def load(
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
     try:
-        with quiet_transformers(), family.without_experts():
+        with quiet_transformers(), built(family, part):
             model, info = from_checkpoint(
                 checkpoint,
-                partial(is_held, family, checkpoint.config.get("num_hidden_layers")),
+                partial(is_held, family, checkpoint.config.get("num_hidden_layers"), part=part),
                 dtype=dtype,
                 attn_implementation=family.attention_by,
                 use_safetensors=True,
@@ -464,7 +502,7 @@ def load(
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
     count = checkpoint.config.get("num_hidden_layers")
-    unexpected = [name for name in unexpected if is_held(family, count, name)]
+    unexpected = [name for name in unexpected if is_held(family, count, name, part)]
     if unexpected:
         logging.getLogger("speq").warning(
             "%s holds %d tensors the model has no use for, %s among them",

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 
+from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_dense import PackedDense
 from speq.experts.packed_store import PackedExpertStore, open_experts
-from speq.files.checkpoint import Checkpoint, locate
+from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.json_file import read_json
 from speq.files.published_format import FP8_DTYPE
 from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
+from speq.models.part import Part
 from speq.models.shape import ModelShape, hf_config, shape_of
 
 
@@ -22,6 +24,7 @@ class Opened:
     """A checkpoint whose files were checked, its family and its sizes.
 
     dense  records of matrices outside the experts; None where no pack holds them
+    part   the layers that are to be held; None: all
     """
 
     checkpoint: Checkpoint
@@ -29,6 +32,7 @@ class Opened:
     shape: ModelShape
     store: ExpertStore
     dense: PackedDense | None = None
+    part: Part | None = None
 
     def converted_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
@@ -36,7 +40,11 @@ class Opened:
         """
         names = self.family.names
         tensors = self.checkpoint.tensors.items()
-        stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
+        stored = [
+            info
+            for name, (_, info) in tensors
+            if not names.is_expert(name) and (self.part is None or self.part.holds(name))
+        ]
         kinds = ((torch.bfloat16 if e.dtype == FP8_DTYPE else e.dtype, e.shape) for e in stored)
         return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
 
@@ -59,19 +67,25 @@ class Opened:
         self.checkpoint.close()
 
 
-def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
+def open_model(model: str | Path, verify_reads: bool = False, part: Part | None = None) -> Opened:
     """Check a model folder and read its sizes, without loading weights.
 
     verify_reads  compare experts with their checksums whenever they are read; packed models only
+    part          the layers that are to be held, of a folder as published; None: all
     """
     path = locate(model)
     config = read_json(path / "config.json")
     family = family_of(config, path)
     checkpoint = Checkpoint(path)
     check_weights(config, checkpoint)
-    shape = shape_of(family, hf_config(checkpoint), path / "config.json")
+    shape = shape_of(family, hf_config(checkpoint), path / "config.json", part)
+    if part is not None and (path / EXPERTS_MANIFEST).exists():
+        raise SpeqError(
+            f"{path} is a pack, whose records are of all layers, and the model runs in stages; "
+            "give the folder that was packed"
+        )
     store = open_experts(checkpoint, shape.experts, verify_reads)
-    return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store))
+    return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store), part)
 
 
 def open_dense(checkpoint: Checkpoint, store: ExpertStore) -> PackedDense | None:

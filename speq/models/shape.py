@@ -23,6 +23,7 @@ from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache
+from speq.models.part import Part, built
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -58,6 +59,8 @@ class ModelShape:
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
     delta             layers that keep states in place of entries
+    part              the layers that these are sizes of; None: all. Without its ends a model has no
+                      vocabulary: nothing is looked up in one or scored
     """
 
     experts: ExpertLayout
@@ -77,6 +80,12 @@ class ModelShape:
     draft_layers: tuple[DenseShape, ...]
     max_context: int
     delta: DeltaShape = NO_STATES
+    part: Part | None = None
+
+    @property
+    def embedding(self) -> tuple[int, int]:
+        """Rows and columns of the embedding; none of a part without ends."""
+        return self.dense[0] if self.part is None or self.part.has_ends else (0, 0)
 
     @property
     def resident_weights(self) -> int:
@@ -94,7 +103,9 @@ class ModelShape:
     ) -> KVCache:
         """Room for a text of so many tokens; number: among those that run side by side."""
         kv_shapes = self.attention.kv_shapes
-        return KVCache(self.num_layers, kv_shapes, capacity, dtype, device, number, self.delta)
+        own = None if self.part is None else self.part.layers
+        layers = self.num_layers if own is None else own.stop
+        return KVCache(layers, kv_shapes, capacity, dtype, device, number, self.delta, own)
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of everything but experts as words, computing in `dtype`."""
@@ -201,10 +212,10 @@ def config_in(path: Path) -> Any:
     return config
 
 
-def skeleton(family: Family, config: Any, where: object) -> nn.Module:
-    """The model without experts and without storage, in bfloat16."""
+def skeleton(family: Family, config: Any, where: object, part: Part | None = None) -> nn.Module:
+    """The model, or a part of it, without experts and without storage, in bfloat16."""
     try:
-        with family.without_experts(), torch.device("meta"):
+        with built(family, part), torch.device("meta"):
             # Of a copy, in which it notes the dtype.
             return AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=SKELETON_DTYPE, attn_implementation=family.attention_by
@@ -216,8 +227,10 @@ def skeleton(family: Family, config: Any, where: object) -> nn.Module:
         ) from error
 
 
-def shape_of(family: Family, config: Any, where: object) -> ModelShape:
-    """Read a model's sizes off its configuration. Raises SpeqError for what is not supported."""
+def shape_of(family: Family, config: Any, where: object, part: Part | None = None) -> ModelShape:
+    """Read the sizes of a model, or of a part of it, off its configuration. Raises SpeqError for
+    what is not supported.
+    """
     num_experts, expert_width = (
         getattr(config, family.num_experts),
         getattr(config, family.expert_width),
@@ -225,8 +238,13 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
     top_k = one_top_k(config, where)
     check_config(config, num_experts, top_k, where)
     family.check(config, num_experts, where)
-    model = skeleton(family, config, where)
+    model = skeleton(family, config, where, part)
     layers = tuple(family.moe_blocks(model))
+    if not layers and part is not None:
+        raise SpeqError(
+            f"layers {part.first} to {part.last - 1} of {where} have no routed experts; give that "
+            "stage more layers"
+        )
     if not layers:
         raise SpeqError(
             f"{where} describes a model without routed experts, and there is nothing to offload; "
@@ -245,6 +263,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
     shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
     others = [*model.named_parameters(), *model.named_buffers()]
     others = [(name, tensor) for name, tensor in others if id(tensor) not in dense]
+    has_ends = part is None or part.has_ends
     own = [tensor for _, tensor in others if tensor.dtype != SKELETON_DTYPE]
     following = [(name, tensor) for name, tensor in others if tensor.dtype == SKELETON_DTYPE]
     wide = {name for name, _ in following if is_widened(model, name)}
@@ -260,21 +279,30 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         ),
         top_k=top_k,
         activation=family.activation or config.hidden_act,
-        num_layers=config.num_hidden_layers,
+        num_layers=config.num_hidden_layers if part is None else len(part.layers),
         hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size if has_ends else 0,
         dense_width=max(shared, default=0),
         attention=family.attention(config),
         dense=tuple(dense.values()),
         dense_names=tuple(dense_names.values()),
         other_sizes=tuple(tensor.numel() for name, tensor in following if name not in wide),
-        tied=config.tie_word_embeddings,
+        tied=config.tie_word_embeddings if has_ends else True,
         wide_sizes=tuple(tensor.numel() for name, tensor in following if name in wide),
         own_bytes=sum(tensor.nbytes for tensor in own),
         draft_layers=dense_shapes(model, family.names.blocks[0]),
         max_context=max_context(config, where),
-        delta=family.delta(config),
+        delta=delta_of(family, config, part),
+        part=part,
     )
+
+
+def delta_of(family: Family, config: Any, part: Part | None) -> DeltaShape:
+    """Which layers of a model, or of a part of it, keep states."""
+    delta = family.delta(config)
+    if part is None:
+        return delta
+    return delta._replace(layers=delta.layers.intersection(part.layers))
 
 
 def is_widened(model: Any, name: str) -> bool:

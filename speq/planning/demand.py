@@ -148,7 +148,7 @@ def decoded_bytes(subject: Subject, rows: int, scored: int, few: int) -> int:
     if subject.dense.name == "raw":
         return 0
     shape, dtype = subject.shape, subject.dtype
-    head = shape.dense[0]
+    head = shape.embedding
     asked = {each: scored if each == head else rows for each in shape.dense}
     return max(
         product_scratch_bytes(*each, dtype) if count > few else 0 for each, count in asked.items()

@@ -72,7 +72,7 @@ def only_layer(model: nn.Module, family: Family, dtype: torch.dtype) -> nn.Modul
 def layer_bytes(opened: Opened, dtype: torch.dtype) -> int:
     """Upper bound of the memory that the layer takes."""
     shape = opened.shape
-    rows, columns = shape.dense[0]  # of the embedding
+    rows, columns = shape.embedding
     inner = shape.resident_bytes(dtype) - rows * columns * dtype.itemsize
     return 2 * inner // shape.num_layers
 

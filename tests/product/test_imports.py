@@ -90,6 +90,11 @@ TABLE = {
     ),
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
     "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
+    # Options that commands have, which should not wait for torch.
+    "stage options": Layer(
+        ("speq.stages.settings",), ("leaves", "stage options"), never=("torch", "transformers")
+    ),
+    "stages": Layer(("speq.stages",), (*BELOW_LOAD, "runtime", "stage options", "stages")),
     "conversions": Layer(
         ("speq.quantizing.models",),
         (*BELOW_MODELS, "models", "heads", "drafts", "quantizing", "text"),
@@ -97,7 +102,10 @@ TABLE = {
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
         ("speq.batching", "speq.generator", "speq.async_generator"),
-        ("leaves", "devices", "models", "decode", "runtime", "text", "generator"),
+        (
+            *("leaves", "devices", "models", "decode", "runtime", "stage options", "stages"),
+            *("text", "generator"),
+        ),
     ),
     "training": Layer(
         ("speq.training",),
@@ -132,6 +140,7 @@ TABLE = {
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "training"),
             *("measure", "dashboard", "server", "offline", "cli", "bench commands"),
+            *("stage options", "stages"),
         ),
     ),
     "bench commands": Layer(

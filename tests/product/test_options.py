@@ -277,7 +277,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 12 + 19  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 13 + 19  # all but doctor, and benches of machines, routes and many
 
 
 def test_json_and_trace_mean_one_thing() -> None:
@@ -288,6 +288,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         none = (
             "chat",
             "serve",
+            "stage",
             "dashboard",
             "pack",
             "quantize",

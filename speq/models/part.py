@@ -1,0 +1,163 @@
+"""Some layers of a model, where other machines hold the rest: a stage of several.
+
+The first stage has the embedding, the last norm and the head as well. Its pass goes through its own
+layers, then leaves the machine for those of the others, and comes back to the norm. So what calls
+the model need not know of it.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from speq.models.bounds import LAYER
+from speq.models.families import Family
+from speq.models.kv_cache import Change
+from speq.models.texts import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers `first` up to `last`, which is behind them, by their numbers in the whole model."""
+
+    first: int
+    last: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.last)
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the embedding, the last norm and the head belong to it."""
+        return self.first == 0
+
+    def holds(self, name: str) -> bool:
+        """Whether it has the tensor of that name on disk, if the model does."""
+        layer = LAYER.search(name)
+        return self.has_ends if layer is None else int(layer[1]) in self.layers
+
+
+def parts_of(counts: Sequence[int]) -> list[Part]:
+    """Stages of so many layers each, one behind another."""
+    parts, first = [], 0
+    for count in counts:
+        parts.append(Part(first, first + count))
+        first += count
+    return parts
+
+
+class OtherStages(Protocol):
+    """The stages behind the first one, as it sees them.
+
+    changes  of KV caches here, which those of the other stages follow before the next pass
+    """
+
+    changes: list[Change]
+
+    def reserve(self, context: int) -> int:
+        """Have them lay out memory for so many tokens, and forget all texts; tokens of a prompt
+        that each of them runs at a time.
+
+        Raises SpeqError where one of them cannot.
+        """
+
+    def begin(self, spans: Sequence[Span], reading: bool) -> None:
+        """A pass follows of these rows. reading: of a prompt, whose experts come as a prompt's."""
+
+    def run(self, hidden_states: Tensor) -> Tensor:
+        """What they make of the rows [1, T, H] or [T, H] of that pass."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Elsewhere(nn.Module):
+    """A decoder layer of another machine, which does nothing here."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
+        return hidden_states
+
+
+class Onward(Elsewhere):
+    """The first layer that the first stage has not. Rows that come to it go to other machines.
+
+    others  the stages there
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: OtherStages | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
+        assert self.others is not None, "stages are joined before a pass"
+        return self.others.run(hidden_states)
+
+
+class Arriving(nn.Module):
+    """In the place of an embedding: rows that the stage before has made.
+
+    hidden_states  [T, H] of the pass that follows
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_states: Tensor | None = None
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        assert self.hidden_states is not None, "rows arrive before a pass"
+        return self.hidden_states.view(*token_ids.shape, -1)
+
+
+def own_layers(body: Any) -> list[nn.Module]:
+    """The decoder layers that a model has itself."""
+    return [layer for layer in body.layers if not isinstance(layer, Elsewhere)]
+
+
+def onward_of(body: Any) -> Onward | None:
+    """Where a model's rows leave the machine; None: they do not."""
+    return next((layer for layer in body.layers if isinstance(layer, Onward)), None)
+
+
+@contextmanager
+def built(family: Family, part: Part | None) -> Iterator[None]:
+    """Models built inside the block have no experts, and only the layers of `part`. What they lack
+    is never made, in memory or on the meta device.
+    """
+    with family.without_experts():
+        if part is None:
+            yield
+            return
+        names = vars(importlib.import_module(family.module))
+        whole = next(names[name] for name in names if name.endswith("ForCausalLM"))
+        finish = whole.post_init
+
+        def post_init(model: Any) -> None:
+            leave_out(model, part)
+            finish(model)
+
+        inherited = "post_init" not in vars(whole)
+        whole.post_init = post_init
+        try:
+            yield
+        finally:
+            if inherited:
+                del whole.post_init
+            else:
+                whole.post_init = finish
+
+
+def leave_out(model: Any, part: Part) -> None:
+    """Leave all of a model out that is not of a part, before anything is loaded into it."""
+    body = model.model
+    for index in range(len(body.layers)):
+        if index not in part.layers:
+            leaving = part.has_ends and index == part.last
+            body.layers[index] = Onward() if leaving else Elsewhere()
+    if not part.has_ends:
+        body.embed_tokens, body.norm = Arriving(), nn.Identity()
+        model.lm_head = nn.Identity()
+        model._tied_weights_keys = None

@@ -1,0 +1,129 @@
+"""What stages have to agree on before any of them loads a weight."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+import transformers
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.models.opened import Opened
+from speq.models.part import Part, parts_of
+from speq.stages.settings import counts_of
+from speq.version import __version__
+
+# Of messages; rises when they change.
+PROTOCOL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What is the same on all machines.
+
+    model     digest of config.json, and of the names, sizes and samples of tensors
+    versions  of what computes
+    counts    layers of each stage
+    """
+
+    model: str
+    versions: dict[str, str]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, opened: Opened, counts: list[int]) -> "Agreement":
+        return cls(digest_of(opened), versions(), counts)
+
+    def check(self, theirs: "Agreement", who: str) -> None:
+        """Raise SpeqError, in one sentence, where a stage's differ. who: that stage"""
+        if self.versions != theirs.versions:
+            raise SpeqError(
+                f"{who} runs {spelled(theirs.versions)} and this one {spelled(self.versions)}; "
+                "install the same on all machines"
+            )
+        if self.model != theirs.model:
+            raise SpeqError(
+                f"{who} has another checkpoint (digest {theirs.model[:12]}, here "
+                f"{self.model[:12]}); give all stages the same model"
+            )
+        if self.counts != theirs.counts:
+            raise SpeqError(
+                f"{who} divides the layers into {joined(theirs.counts)} and this one into "
+                f"{joined(self.counts)}; give all stages the same --stages"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: bytes, who: str) -> "Agreement":
+        """Raises SpeqError for what another program, or version, has put there."""
+        try:
+            entries = json.loads(text)
+            model, numbers, counts = (entries[field.name] for field in fields(cls))
+            known = isinstance(model, str) and isinstance(numbers, dict)
+            if not known or not all(type(count) is int for count in counts):
+                raise ValueError("other types")
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpeqError(
+                f"{who} says nothing that this version understands; run the same version of speq "
+                "on all machines"
+            ) from error
+        return cls(model, {str(name): str(each) for name, each in numbers.items()}, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Options that the first stage decides for all."""
+
+    dtype: str
+    drafter: str
+    draft_length: int | None
+    context_length: int | None
+    max_batch: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Shared":
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: bytes) -> "Shared":
+        entries: dict[str, Any] = json.loads(text)
+        return cls(**entries)
+
+
+def versions() -> dict[str, str]:
+    """Of what messages and arithmetic depend on."""
+    return {
+        "speq": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "protocol": str(PROTOCOL),
+    }
+
+
+def digest_of(opened: Opened) -> str:
+    """Of a checkpoint: its config, and its shards' headers, sizes and samples."""
+    config = json.dumps(opened.checkpoint.config, sort_keys=True)
+    return hashlib.sha256((config + opened.checkpoint.fingerprint()).encode()).hexdigest()
+
+
+def part_for(stages: str, layers: int, number: int) -> tuple[list[int], Part]:
+    """Layers of all stages, and the part of one of them. Raises SpeqError for a number too high."""
+    counts = counts_of(stages, layers)
+    if number > len(counts):
+        raise SpeqError(f"stage is {number} and there are {len(counts)} stages; give one of them")
+    return counts, parts_of(counts)[number - 1]
+
+
+def spelled(numbers: dict[str, str]) -> str:
+    return ", ".join(f"{name} {each}" for name, each in numbers.items())
+
+
+def joined(counts: list[int]) -> str:
+    return ",".join(map(str, counts))

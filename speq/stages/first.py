@@ -1,0 +1,141 @@
+"""The other stages, as the first one sees them."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.files.checkpoint import locate
+from speq.files.json_file import read_json
+from speq.models.kv_cache import Change
+from speq.models.opened import Opened, open_model
+from speq.models.texts import Span
+from speq.planning.memory import MAX_CHUNK
+from speq.stages.agreement import Agreement, Shared, part_for
+from speq.stages.rendezvous import open_ring
+from speq.stages.settings import StagesSettings, staged
+from speq.stages.wire import Kind, Message, Ring
+
+logger = logging.getLogger("speq")
+
+# A stage that has nothing to do hears at once.
+CLOSING_S = 10.0
+BROKEN_OFF = "a pass through the stages was broken off; start all of them again"
+
+
+@dataclass(slots=True)
+class RingStages:
+    """Passes and other messages sent around a ring. `OtherStages` says what each is for.
+
+    wait_s   that an answer may take
+    changes  of the KV caches here, which those of the other stages have yet to follow
+    """
+
+    ring: Ring
+    wait_s: float
+    changes: list[Change] = field(default_factory=list)
+    _pass: dict[str, Any] = field(default_factory=dict, init=False)
+    _lost: str | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def reserve(self, context: int) -> int:
+        self.changes.clear()
+        answer = self._asked(Message(Kind.RESERVE, {"context": context, "chunk": MAX_CHUNK}))
+        return int(answer.content["chunk"])
+
+    def begin(self, spans: Sequence[Span], reading: bool) -> None:
+        texts = [
+            [span.cache.number, span.last - span.first, span.tree and list(span.tree.parents)]
+            for span in spans
+        ]
+        self._pass = {"texts": texts, "reading": reading}
+
+    def run(self, hidden_states: Tensor) -> Tensor:
+        changes = [list(change) for change in self.changes]
+        self.changes.clear()
+        rows = bytes_of(hidden_states)
+        answer = self._asked(Message(Kind.PASS, self._pass | {"changes": changes}, rows))
+        if answer.rows.numel() != rows.numel():
+            raise SpeqError("the stages gave back another number of rows; start all of them again")
+        return answer.rows.view(hidden_states.dtype).view(hidden_states.shape)
+
+    def _asked(self, message: Message) -> Message:
+        if self._lost is not None:
+            raise SpeqError(self._lost)
+        self._lost = BROKEN_OFF  # unless the answer comes
+        try:
+            self.ring.send(message)
+            answer = self.ring.receive(self.wait_s)
+        except SpeqError as error:
+            self._lost = str(error)
+            raise
+        if answer.kind == Kind.FAILED:
+            sentence = str(answer.content.get("sentence", "failed"))
+            self._lost = sentence if answer.content.get("ended") else None
+            raise SpeqError(sentence)
+        self._lost = None
+        return answer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._lost is None:
+            # Nobody answers: who has heard it is gone.
+            self._lost = "the stages were closed"
+            try:
+                self.ring.send(Message(Kind.CLOSE), CLOSING_S)
+            except SpeqError as error:
+                logger.warning("%s", error)
+
+
+def bytes_of(rows: Tensor) -> Tensor:
+    """Rows as bytes, one behind another."""
+    return rows.contiguous().view(-1).view(torch.uint8)
+
+
+def most_row_bytes(opened: Opened) -> int:
+    """Of the hidden states of one pass, at most, in any dtype."""
+    return MAX_CHUNK * opened.shape.hidden_size * torch.float64.itemsize
+
+
+def open_stage(model: str, stages: str, number: int) -> tuple[Opened, Agreement]:
+    """The layers of one stage, opened, and what has to be the same on all.
+
+    Raises SpeqError for packs, whose records are of all layers.
+    """
+    path = locate(model)
+    layers = read_json(path / "config.json").get("num_hidden_layers")
+    if type(layers) is not int:
+        raise SpeqError(f"{path / 'config.json'} has no num_hidden_layers; download it again")
+    counts, part = part_for(stages, layers, number)
+    opened = open_model(path, part=part)
+    return opened, Agreement.of(opened, counts)
+
+
+def open_first(
+    model: str, config: RunConfig, settings: StagesSettings
+) -> tuple[Opened, RunConfig, RingStages]:
+    """The first stage's layers, its options, and the stages behind it, which have come."""
+    assert settings.stages is not None
+    assert settings.rendezvous is not None
+    config = staged(config)
+    opened, agreement = open_stage(model, settings.stages, 1)
+    try:
+        ring = open_ring(
+            settings.rendezvous,
+            agreement,
+            Shared.of(config),
+            most_row_bytes(opened),
+            settings.stage_wait_s,
+        )
+    except BaseException:
+        with closing(opened):
+            raise
+    return opened, config, RingStages(ring, settings.stage_wait_s)

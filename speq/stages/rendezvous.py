@@ -1,0 +1,166 @@
+"""How stages find each other: at an address of the first one, which listens on no other.
+
+Each says what it has before anyone loads a weight. Then gloo connects them, each listening on the
+address by which it reached the first.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from speq.errors import SpeqError
+from speq.stages.agreement import Agreement, Shared
+from speq.stages.settings import address_of
+from speq.stages.wire import GlooRing
+
+# Between looks whether a stage has come: waiting itself could not be interrupted.
+LOOK_S = 0.1
+
+
+def check_gloo() -> None:
+    """Raise SpeqError where torch was built without what stages talk over."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise SpeqError(
+            "this torch has no gloo, over which stages talk; install one of PyTorch's own builds"
+        )
+
+
+def open_ring(
+    rendezvous: str, agreement: Agreement, shared: Shared, most_row_bytes: int, wait_s: float
+) -> GlooRing:
+    """Of the first stage: wait for the others. Raises SpeqError where one differs or stays away."""
+    check_gloo()
+    host, port = address_of(rendezvous)
+    count = len(agreement.counts)
+    listening = listening_on(host, port)
+    own = str(listening.getsockname()[0])
+    with meeting(rendezvous):
+        store: Any = dist.TCPStore(
+            own,
+            port,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=wait_s),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        store.set("shared", shared.to_json())
+        store.set("first", agreement.to_json())
+    deadline_s = time.monotonic() + wait_s
+    for number in range(2, count + 1):
+        while not store.check([came(number)]):
+            if time.monotonic() > deadline_s:
+                raise SpeqError(
+                    f"stage {number} of {count} did not come to {rendezvous} within {wait_s:g} s; "
+                    f"start it there with `speq stage` and --stage {number}"
+                )
+            time.sleep(LOOK_S)
+        who = f"stage {number} of {count}"
+        agreement.check(Agreement.of_json(store.get(came(number)), who), who)
+    return ring_over(store, own, 1, count, most_row_bytes, wait_s, rendezvous)
+
+
+def join_ring(
+    rendezvous: str, number: int, agreement: Agreement, most_row_bytes: int, wait_s: float
+) -> tuple[GlooRing, Shared]:
+    """Of a stage behind the first: come to it. Raises SpeqError where it differs or is not there,
+    and where another process is that stage already.
+    """
+    check_gloo()
+    host, port = address_of(rendezvous)
+    count = len(agreement.counts)
+    own = reached_from(host, port, wait_s)
+    with meeting(rendezvous):
+        store: Any = dist.TCPStore(
+            host, port, None, timeout=timedelta(seconds=wait_s), wait_for_workers=False
+        )
+        first = store.get("first")
+        taken = store.add(f"taken {number}", 1) > 1
+        if not taken:
+            store.set(came(number), agreement.to_json())
+        shared = store.get("shared")
+    if taken:
+        raise SpeqError(
+            f"another process came to {rendezvous} as stage {number} before; give each its own "
+            "number"
+        )
+    agreement.check(Agreement.of_json(first, "the first stage"), "the first stage")
+    ring = ring_over(store, own, number, count, most_row_bytes, wait_s, rendezvous)
+    return ring, Shared.of_json(shared)
+
+
+def came(number: int) -> str:
+    """Where a stage says what it has."""
+    return f"stage {number}"
+
+
+def ring_over(
+    store: Any,
+    own: str,
+    number: int,
+    count: int,
+    most_row_bytes: int,
+    wait_s: float,
+    rendezvous: str,
+) -> GlooRing:
+    """own: the address that this stage listens on for the others"""
+    with meeting(rendezvous):
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        options._timeout = timedelta(seconds=wait_s)
+        group = dist.ProcessGroupGloo(store, number - 1, count, options)
+    return GlooRing(group, number, count, most_row_bytes, wait_s)
+
+
+def listening_on(host: str, port: int) -> socket.socket:
+    """Raises SpeqError for an address that is not this machine's, or is taken."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen()
+    except OSError as error:
+        made.close()
+        raise SpeqError(
+            f"rendezvous {host}:{port} cannot be listened on: {error.strerror or error}; give an "
+            "address of this machine, and a port that is free"
+        ) from error
+    return made
+
+
+def reached_from(host: str, port: int, wait_s: float) -> str:
+    """The address by which this machine reaches the first one, once that listens."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=min(wait_s, 10)) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise SpeqError(
+                    f"nobody listens on rendezvous {host}:{port} ({error.strerror or error}) after "
+                    f"{wait_s:g} s; start the first stage, with --rendezvous {host}:{port}"
+                ) from error
+        time.sleep(LOOK_S)
+
+
+@contextmanager
+def meeting(rendezvous: str) -> Iterator[None]:
+    """Failures of torch's store and of gloo as one sentence."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, SpeqError):
+            raise
+        reason = ""
+        with contextlib.suppress(IndexError):
+            reason = str(error).strip().splitlines()[0][:200]
+        raise SpeqError(
+            f"the stages did not meet at {rendezvous}: {reason}; look at the output of the others"
+        ) from error

@@ -1,0 +1,207 @@
+"""A stage behind the first: it runs rows through its layers for as long as the first one asks."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from speq.config import RunConfig
+from speq.decode.engine import Engine
+from speq.devices.failures import in_a_sentence
+from speq.errors import SpeqError
+from speq.load import load
+from speq.models.kv_cache import Change, KVCache
+from speq.models.texts import TextTokens
+from speq.models.tree import Tree
+from speq.runtime import Runtime
+from speq.scheduler.row_pruning import Stakes
+from speq.stages.first import bytes_of, most_row_bytes, open_stage
+from speq.stages.rendezvous import join_ring
+from speq.stages.settings import StageSettings, staged
+from speq.stages.wire import OTHER_PROTOCOL, Kind, Message, Ring
+from speq.units import Progress
+
+# A server may rest for days. A process that ends is noticed at once.
+IDLE_S = 7 * 24 * 3600.0
+# Of a neighbour that is told that this stage ends.
+PARTING_S = 10.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """Layers of a model, and the ring that rows come by."""
+
+    runtime: Runtime
+    ring: Ring
+
+    def serve(self) -> None:
+        """Answer until the first stage closes the run. Raises SpeqError where a neighbour is gone,
+        and tells the stages behind this one.
+        """
+        while True:
+            try:
+                message = self.ring.receive(IDLE_S)
+            except SpeqError as error:
+                self._say_failed(error, ended=True)
+                raise
+            if message.kind == Kind.CLOSE:
+                if self.ring.number < self.ring.count:
+                    self.ring.send(message)
+                return
+            if message.kind != Kind.FAILED:
+                try:
+                    with in_a_sentence():
+                        message = self._answer(message)
+                except SpeqError as error:
+                    message = failed(self.ring, error)
+            self.ring.send(message)
+
+    def _say_failed(self, error: SpeqError, ended: bool) -> None:
+        try:
+            self.ring.send(failed(self.ring, error, ended), PARTING_S)
+        except SpeqError:
+            return  # the stage behind is gone as well, and whoever waits for it learns that
+
+    def _answer(self, message: Message) -> Message:
+        content = message.content
+        if message.kind == Kind.RESERVE:
+            engine = self.runtime.reserve(int(content["context"]))
+            for cache in engine.caches:
+                cache.clear()
+            chunk = min(int(content["chunk"]), engine.chunk)
+            return Message(Kind.RESERVE, content | {"chunk": chunk})
+        model = self.runtime.model
+        rows = message.rows.view(model.dtype).view(-1, self.runtime.shape.hidden_size)
+        return Message(Kind.PASS, content, bytes_of(self._pass(content, rows)))
+
+    def _pass(self, content: dict[str, Any], rows: Tensor) -> Tensor:
+        """What the layers make of rows [T, H]: [T, H]."""
+        engine = self.runtime.engine
+        try:
+            changes = [
+                (int(number), str(name), given) for number, name, given in content["changes"]
+            ]
+            with engine.mending():
+                follow(changes, engine.caches)
+            texts = [text_of(entry, engine.caches) for entry in content["texts"]]
+            reading = bool(content["reading"])
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, SpeqError):
+                raise
+            raise SpeqError(f"a pass came that is none ({error!r}); {OTHER_PROTOCOL}") from error
+        if sum(len(text.token_ids) for text in texts) != len(rows):
+            raise SpeqError(f"a pass came with other rows than it says; {OTHER_PROTOCOL}")
+        return run_rows(engine, texts, rows, reading)
+
+
+def run_rows(engine: Engine, texts: list[TextTokens], rows: Tensor, reading: bool) -> Tensor:
+    """One pass over exact experts. reading: of a prompt's rows, all of whose experts are wanted."""
+    offload = engine.offload
+    engine.recorder.begin("prefill" if reading else "decode")
+    bank, count = (offload.reader if reading else offload.target), len(rows)
+    with engine.mending(), ExitStack() as stack:
+        if reading:
+            stack.enter_context(offload.stream.prompt(count, count, None))
+        else:
+            stack.callback(begin_verification(engine, texts))
+        out = engine.model.forward_rows(bank, texts, rows)
+    offload.supply.report()
+    engine.recorder.finish()
+    return out
+
+
+def begin_verification(engine: Engine, texts: list[TextTokens]) -> Callable[[], object]:
+    """Tell who serves experts that rows follow of which no draft has named any; returns the end."""
+    offload = engine.offload
+    offload.prefetcher.begin(0, len(texts))
+    offload.prefetcher.end()
+    offload.prefetcher.lookahead.scored([len(text.token_ids) for text in texts])
+    # Rows are never given up here, so that it does not matter behind which of them others are.
+    parents = [-1 if not node else 0 for text in texts for node in range(len(text.token_ids))]
+    offload.rows.begin(Stakes(parents, [1.0] * len(parents), 0.0, 0.0))
+    return offload.rows.end
+
+
+def follow(changes: list[Change], caches: list[KVCache]) -> None:
+    """Do to caches what was done to those of the first stage."""
+    for number, name, given in changes:
+        cache = caches[number]
+        if name == "length":
+            cache.length = given
+        elif name == "settle":
+            cache.settle()
+        elif name == "keep_path":
+            cache.keep_path(given)
+        elif name == "take":
+            cache.take(caches[given[0]], given[1])
+        elif name == "erase":
+            cache.erase()
+        else:
+            raise SpeqError(f"a KV cache is to {name!r:.40}; {OTHER_PROTOCOL}")
+
+
+def text_of(entry: list[Any], caches: list[KVCache]) -> TextTokens:
+    """A text's rows in a pass: the number of its cache, how many, and whose nodes they are."""
+    number, count, parents = entry
+    tree = None if parents is None else Tree(tuple(map(int, parents)), count)
+    cache = caches[number]
+    if not 0 < count <= cache.capacity - cache.length:
+        raise SpeqError(f"a pass came for which there is no room; {OTHER_PROTOCOL}")
+    return TextTokens(cache, [0] * count, tree)
+
+
+def failed(ring: Ring, error: SpeqError, ended: bool = False) -> Message:
+    """What a stage says in the place of an answer. ended: it answers no more."""
+    where = f"stage {ring.number} of {ring.count}"
+    return Message(Kind.FAILED, {"sentence": f"{where}: {error}", "ended": ended})
+
+
+def run_stage(
+    model: str,
+    config: RunConfig,
+    settings: StageSettings,
+    say: Callable[[str], None],
+    progress: Progress | None = None,
+) -> None:
+    """Come to the rendezvous, load the stage's layers, and run rows until the run is over.
+
+    say  told, in a sentence each, how far it is. Raises SpeqError where options, files or the
+         budget do not allow it, and where another stage differs or is gone
+    """
+    config = staged(config)
+    number = settings.stage
+    opened, agreement = open_stage(model, settings.stages, number)
+    with ExitStack() as stack:
+        stack.callback(opened.close)
+        part = opened.part
+        assert part is not None
+        named = f"stage {number} of {len(agreement.counts)}: layers {part.first} to {part.last - 1}"
+        say(f"{named}, coming to {settings.rendezvous}")
+        ring, shared = join_ring(
+            settings.rendezvous, number, agreement, most_row_bytes(opened), settings.stage_wait_s
+        )
+        config = replace(
+            config,
+            dtype=shared.dtype,
+            drafter=shared.drafter,
+            draft_length=shared.draft_length,
+            context_length=shared.context_length,
+            max_batch=shared.max_batch,
+        )
+        try:
+            with in_a_sentence():
+                loaded = load(opened, config, progress)
+                stack.callback(loaded.close)
+                runtime = Runtime(loaded, progress)
+        except SpeqError as error:
+            # The first stage asks when it has loaded its own layers.
+            say(f"{named} cannot be loaded: {error}")
+            ring.receive(IDLE_S)
+            ring.send(failed(ring, error, ended=True))
+            raise
+        stack.callback(runtime.engine.close)
+        say(f"{named}, ready")
+        Stage(runtime, ring).serve()
+        say(f"{named}: the first stage has closed the run")

@@ -1,0 +1,96 @@
+"""Stages of a model in threads of one process, with queues in the place of a network."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.generator import Generator
+from speq.load import load
+from speq.runtime import Runtime
+from speq.stages.first import RingStages, open_stage
+from speq.stages.serve import Stage
+from speq.stages.settings import staged
+from speq.stages.wire import Message, sizes_of, unpacked
+
+PATIENCE_S = 60.0
+MOST_BYTES = 1 << 24
+
+
+@dataclass
+class QueueRing:
+    """A stage's place in a ring of queues, one before each stage. Messages are packed as they are
+    for gloo.
+    """
+
+    queues: list[queue.Queue[Any]]
+    number: int
+
+    @property
+    def count(self) -> int:
+        return len(self.queues)
+
+    def send(self, message: Message, wait_s: float | None = None) -> None:
+        self.queues[self.number % self.count].put(message.packed())
+
+    def receive(self, wait_s: float) -> Message:
+        try:
+            head, payload = self.queues[self.number - 1].get(timeout=min(wait_s, PATIENCE_S))
+        except queue.Empty:
+            raise SpeqError(f"nobody spoke to stage {self.number}") from None
+        kind, text_bytes, row_bytes = sizes_of(head, MOST_BYTES)
+        assert payload.numel() == text_bytes + row_bytes
+        return unpacked(kind, text_bytes, payload)
+
+
+@contextmanager
+def in_threads(model: Path, stages: str, budgets: list[str], **options: Any) -> Iterator[Generator]:
+    """A generator over the first of some stages, which have these memory budgets.
+
+    options  of the run
+    """
+    configs = [staged(RunConfig.of(budget, **options)) for budget in budgets]
+    queues: list[queue.Queue[Any]] = [queue.Queue() for _ in configs]
+    failures: list[BaseException] = []
+    with ExitStack() as stack:
+        first, *others = [
+            stack.enter_context(closing_opened(model, stages, at + 1)) for at in range(len(configs))
+        ]
+        threads = []
+        for at, (opened, config) in enumerate(zip(others, configs[1:], strict=True), start=2):
+            runtime = Runtime(load(opened, config))
+            stack.callback(runtime.engine.close)
+
+            def serve(stage: Stage) -> None:
+                try:
+                    stage.serve()
+                except BaseException as error:
+                    failures.append(error)
+
+            stage = Stage(runtime, QueueRing(queues, at))
+            threads.append(threading.Thread(target=serve, args=[stage], daemon=True))
+            threads[-1].start()
+        ring = RingStages(QueueRing(queues, 1), PATIENCE_S)
+        generator = Generator.of_opened(first, configs[0], others=ring)
+        try:
+            yield generator
+        finally:
+            generator.close()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        assert not failures
+        assert not any(thread.is_alive() for thread in threads)
+
+
+@contextmanager
+def closing_opened(model: Path, stages: str, number: int) -> Iterator[Any]:
+    opened = open_stage(str(model), stages, number)[0]
+    try:
+        yield opened
+    finally:
+        opened.close()

@@ -1,0 +1,418 @@
+"""Layers on several machines: what passes through them, what they refuse, how they end."""
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speq.config import RunConfig, SamplingParams
+from speq.decode.sequence import Draft, Sequence
+from speq.errors import SpeqError
+from speq.generator import Generator
+from speq.models.kv_cache import KVCache
+from speq.models.part import Part, parts_of
+from speq.models.shape import DTYPES
+from speq.stages.agreement import Agreement, Shared, part_for, versions
+from speq.stages.first import RingStages, open_stage
+from speq.stages.rendezvous import join_ring, open_ring
+from speq.stages.serve import follow
+from speq.stages.settings import StagesSettings, address_of, counts_of, staged
+from speq.stages.wire import Kind, Message, Ring, sizes_of, unpacked
+from tests.helpers.command import arguments_of
+from tests.helpers.stages import MOST_BYTES, PATIENCE_S, in_threads
+from tests.helpers.tiny_models import drawn_tokens, greedy_tokens, load_plain
+
+PROMPT = "the sea the sea the land and the sea"
+DRAWN = SamplingParams(temperature=0.8, top_k=40, seed=3, ignore_eos=True)
+
+
+def logits_of(generator: Generator) -> list[torch.Tensor]:
+    """A prompt in chunks, a chain, a tree of which a branch is kept, and what follows that."""
+    engine = generator.runtime.reserve(100)
+    engine.chunk = 16
+    text = Sequence(generator.encode(PROMPT * 2), SamplingParams(), frozenset())
+    engine.start(text)
+    found = [engine.verify(5, Draft.chain([6, 7])).logits]
+    engine.cache.keep_path([0, 1])
+    engine.cache.settle()
+    found.append(engine.verify(7, Draft([8, 9, 10, 11], [0, 0, 1, 2])).logits)
+    engine.cache.keep_path([0, 2, 4])
+    engine.cache.settle()
+    found.append(engine.verify(3, Draft()).logits)
+    return found
+
+
+def check_passes(model: Path, stages: str, dtype: str) -> None:
+    options = {"dtype": dtype, "drafter": "none", "draft": "none", "packed_copy": "none"}
+    whole = Generator.from_pretrained(model, "64MiB", device="cpu", **options)
+    try:
+        wanted = logits_of(whole)
+    finally:
+        whole.close()
+    budgets = ["64MiB"] * len(counts_of(stages, 3))
+    with in_threads(model, stages, budgets, dtype=dtype, codec="raw") as generator:
+        found = logits_of(generator)
+    assert wanted[0].dtype == DTYPES[dtype]
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_passes_are_those_of_one_machine(tiny: Callable[[str], Path]) -> None:
+    """Bit for bit: of a prompt, a chain, a tree, and behind a branch that was kept."""
+    check_passes(tiny("qwen2_moe"), "2", "float32")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("family", "stages", "dtype"),
+    [
+        ("qwen2_moe", "2,1", "bfloat16"),
+        ("deepseek_v2", "2", "float64"),
+        ("olmoe", "3", "float32"),
+        ("gpt_oss", "1,2", "float32"),
+        ("qwen3_next", "1,2", "float32"),
+    ],
+)
+def test_passes_of_other_families(
+    tiny: Callable[[str], Path], family: str, stages: str, dtype: str
+) -> None:
+    check_passes(tiny(family), stages, dtype)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_tokens_are_those_of_plain_transformers(
+    tiny: Callable[[str], Path], family: str, drafter: str
+) -> None:
+    model = tiny(family)
+    plain = load_plain(model)
+    with in_threads(
+        model, "2", ["2MiB", "1MiB"], dtype="float32", drafter=drafter, codec="raw"
+    ) as generator:
+        drawing = asdict(DRAWN) | {"max_new_tokens": 24}
+        for prompt in (PROMPT, PROMPT * 4, PROMPT * 4 + " so"):  # memory grows, entries are kept
+            ids = generator.encode(prompt)
+            greedy = generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
+            assert greedy.token_ids == greedy_tokens(plain, ids, 24)
+            drawn = generator.generate(prompt, **drawing)
+            assert drawn.token_ids == drawn_tokens(plain, ids, 24, DRAWN)
+
+
+@pytest.mark.wide
+def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
+    """Texts of several lengths share passes through all stages, and begin as earlier ones."""
+    model = tiny("qwen2_moe")
+    plain = load_plain(model)
+    prompts = [PROMPT, PROMPT[3:], PROMPT * 3, PROMPT * 3 + "!", "a"]
+    with in_threads(
+        model, "2", ["4MiB", "2MiB"], dtype="float32", drafter="ngram", codec="raw", max_batch=3
+    ) as generator:
+        made = generator.generate_batch(prompts, max_new_tokens=20, ignore_eos=True)
+        for prompt, each in zip(prompts, made, strict=True):
+            assert each.token_ids == greedy_tokens(plain, generator.encode(prompt), 20)
+
+
+@pytest.mark.wide
+def test_a_stage_that_has_no_room_says_so_and_goes_on(tiny: Callable[[str], Path]) -> None:
+    with in_threads(
+        tiny("olmoe"), "2", ["64MiB", "500KiB"], dtype="float32", codec="raw"
+    ) as generator:
+        before = generator.generate("a", max_new_tokens=4).token_ids
+        with pytest.raises(SpeqError, match=r"^stage 2 of 2: memory budget 500 KiB is too small"):
+            generator.generate("a" * 400, max_new_tokens=4)
+        assert generator.generate("a", max_new_tokens=4).token_ids == before
+
+
+def test_a_part_has_no_others_tensors(tiny: Callable[[str], Path]) -> None:
+    """All parts together have each tensor of the model outside its experts, and each expert, once.
+    What a part is planned to take is what it takes.
+    """
+    from speq.devices.device import Processor
+    from speq.models import moe_model
+    from speq.models.opened import open_model
+
+    model = tiny("deepseek_v2")
+    whole = open_model(model)
+    parts = [open_stage(str(model), "2", number)[0] for number in (1, 2)]
+    sizes = []
+    for opened in parts:
+        loaded = moe_model.load(
+            opened.family, opened.checkpoint, torch.float32, Processor(), part=opened.part
+        )
+        assert loaded.nbytes == opened.shape.resident_bytes(torch.float32)
+        sizes.append(loaded.nbytes - opened.shape.own_bytes)
+        opened.close()
+    assert sum(sizes) == whole.shape.resident_bytes(torch.float32) - whole.shape.own_bytes
+    layers = [layer for opened in parts for layer in opened.shape.experts.layers]
+    assert tuple(layers) == whole.shape.experts.layers
+    tokens = [opened.shape.kv_elements_per_token for opened in parts]
+    assert sum(tokens) == whole.shape.kv_elements_per_token
+    whole.close()
+
+
+def test_a_stage_without_experts_is_refused(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts; give that stage"):
+        open_stage(str(tiny("qwen2_moe")), "3", 2)
+
+
+def test_caches_follow_one_another() -> None:
+    """Whatever is done to a text's entries is done to those of other machines, in order."""
+
+    def made() -> list[KVCache]:
+        shapes = ((1, 1), (1, 1))
+        caches = [KVCache(1, shapes, 8, torch.float32, torch.device("cpu"), n) for n in (0, 1)]
+        for cache in caches:
+            written = torch.arange(8.0).view(1, 1, 8, 1) + 10 * cache.number
+            cache.layers[0].keys.copy_(written)
+            cache.layers[0].values.copy_(-written)
+        return caches
+
+    here, there, changes = made(), made(), []
+    for cache in here:
+        cache.changes = changes
+    here[0].advance(3)
+    here[0].settle()
+    here[0].keep_path([0, 2, 3])
+    here[0].rewind(1)
+    here[0].known = [1, 2]
+    here[1].take(here[0], 2)
+    here[1].advance(2)
+    follow(json.loads(json.dumps(changes)), there)
+    for one, other in zip(here, there, strict=True):
+        assert (one.length, one._length.settled) == (other.length, other._length.settled)
+        assert all(map(torch.equal, one.tensors(), other.tensors()))
+    assert here[0].layers[0].keys.flatten().tolist()[:6] == [0, 1, 2, 3, 5, 6]
+    changes.clear()
+    here[0].erase()
+    follow(changes, there)
+    assert not there[0].length and not there[0].tensors()[0].any()
+
+
+def test_messages_come_as_they_went() -> None:
+    rows = torch.randn(3, 5, dtype=torch.bfloat16)
+    head, payload = Message(Kind.PASS, {"a": [1, None]}, rows.view(-1).view(torch.uint8)).packed()
+    kind, text_bytes, row_bytes = sizes_of(head, MOST_BYTES)
+    message = unpacked(kind, text_bytes, payload)
+    assert (message.kind, message.content, row_bytes) == (Kind.PASS, {"a": [1, None]}, 30)
+    assert torch.equal(message.rows.view(torch.bfloat16).view(3, 5), rows)
+    for place, number in ((0, 7), (1, 9), (2, 1 << 40), (3, MOST_BYTES + 1), (3, -1)):
+        odd = head.clone()
+        odd[place] = number
+        with pytest.raises(SpeqError, match="no message of this version"):
+            sizes_of(odd, MOST_BYTES)
+    for text in (b"{", b"[]", b"\xff"):
+        with pytest.raises(SpeqError, match="a stage sent"):
+            unpacked(kind, len(text), torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def test_layers_are_divided() -> None:
+    assert counts_of("2", 5) == [3, 2]
+    assert counts_of("1, 3,1", 5) == [1, 3, 1]
+    assert parts_of([1, 3, 1]) == [Part(0, 1), Part(1, 4), Part(4, 5)]
+    for stages, sentence in (
+        ("1", "give from 2 to 5"),
+        ("6", "give from 2 to 5"),
+        ("2,2", "which is 4 layers, and the model has 5"),
+        ("0,5", "numbers from 1 on"),
+        ("two", "must be a number"),
+    ):
+        with pytest.raises(SpeqError, match=sentence):
+            counts_of(stages, 5)
+    with pytest.raises(SpeqError, match="stage is 3 and there are 2 stages"):
+        part_for("2", 4, 3)
+    assert address_of("10.0.0.1:29400") == ("10.0.0.1", 29400)
+    for text in ("10.0.0.1", ":1", "a:0", "a:x", "0.0.0.0:29400"):
+        with pytest.raises(SpeqError, match="rendezvous is"):
+            address_of(text)
+    with pytest.raises(SpeqError, match="stages is given and rendezvous is not"):
+        StagesSettings(stages="2").check_together()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("drafter", "int4"), ("prune_rows", "on"), ("device", "cuda")],
+)
+def test_options_that_stages_do_not_take(option: str, value: Any) -> None:
+    config = RunConfig.of("1GiB", **{option: value})
+    with pytest.raises(SpeqError, match=f"{option} is {value} and the model runs in stages"):
+        staged(config)
+
+
+AGREED = Agreement("f" * 64, versions(), [2, 1])
+
+
+def test_stages_that_differ_are_refused() -> None:
+    for theirs, sentence in (
+        (replace(AGREED, model="e" * 64), "another checkpoint"),
+        (replace(AGREED, versions=versions() | {"speq": "0"}), "stage 2 of 2 runs speq 0,"),
+        (replace(AGREED, counts=[1, 2]), "divides the layers into 1,2 and this one into 2,1"),
+    ):
+        with pytest.raises(SpeqError, match=sentence):
+            AGREED.check(theirs, "stage 2 of 2")
+    assert Agreement.of_json(AGREED.to_json().encode(), "it") == AGREED
+    for text in (b"{}", b"7", b'{"model": 1, "versions": {}, "counts": []}', b"\x80"):
+        with pytest.raises(SpeqError, match="nothing that this version understands"):
+            Agreement.of_json(text, "it")
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+SHARED = Shared("float32", "ngram", None, None, 1)
+
+
+def pass_on(ring: Ring) -> None:
+    ring.send(ring.receive(PATIENCE_S))
+
+
+def test_a_rendezvous() -> None:
+    """Two stages meet, in threads; one with another checkpoint is told so, and so is the first."""
+    other = replace(AGREED, model="e" * 64)
+    for theirs in (AGREED, other):
+        met = f"127.0.0.1:{free_port()}"
+        outcome: list[Any] = []
+
+        def come(theirs: Agreement = theirs, met: str = met, outcome: list[Any] = outcome) -> None:
+            try:
+                outcome.append(join_ring(met, 2, theirs, MOST_BYTES, PATIENCE_S))
+            except SpeqError as error:
+                outcome.append(error)
+
+        coming = threading.Thread(target=come, daemon=True)
+        coming.start()
+        if theirs == other:
+            with pytest.raises(SpeqError, match="stage 2 of 2 has another checkpoint"):
+                open_ring(met, AGREED, SHARED, MOST_BYTES, PATIENCE_S)
+            coming.join(PATIENCE_S)
+            assert "the first stage has another checkpoint" in str(outcome[0])
+            continue
+        ring = open_ring(met, AGREED, SHARED, MOST_BYTES, PATIENCE_S)
+        coming.join(PATIENCE_S)
+        there, shared = outcome[0]
+        assert shared == SHARED
+        answering = threading.Thread(target=pass_on, args=[there])
+        answering.start()
+        ring.send(Message(Kind.RESERVE, {"context": 3}))
+        assert ring.receive(PATIENCE_S).content == {"context": 3}
+        answering.join(PATIENCE_S)
+        with pytest.raises(SpeqError, match=r"stage 1 of 2 was silent for 0\.2 s"):
+            there.receive(0.2)
+
+
+def test_nobody_comes() -> None:
+    met = f"127.0.0.1:{free_port()}"
+    with pytest.raises(SpeqError, match=r"stage 2 of 2 did not come to .* within 0\.3 s"):
+        open_ring(met, AGREED, SHARED, MOST_BYTES, 0.3)
+    with pytest.raises(SpeqError, match=r"nobody listens on rendezvous"):
+        join_ring(f"127.0.0.1:{free_port()}", 2, AGREED, MOST_BYTES, 0.3)
+
+
+def test_a_broken_pass_is_not_gone_on_with() -> None:
+    """The answer to an earlier pass is never taken for that to a later one."""
+
+    class Interrupted:
+        number, count = 1, 2
+
+        def send(self, message: Message, wait_s: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        def receive(self, wait_s: float) -> Message:
+            raise AssertionError
+
+    stages = RingStages(Interrupted(), 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        stages.reserve(8)
+    with pytest.raises(SpeqError, match="broken off; start all of them again"):
+        stages.reserve(8)
+    stages.close()  # says nothing more
+
+
+@contextmanager
+def stage_process(model: Path, met: str, budget: str) -> Iterator[subprocess.Popen[str]]:
+    words = ("stage", model, "--stage", 2, "--stages", 2, "--rendezvous", met)
+    process = subprocess.Popen(
+        arguments_of(*words, "--memory-budget", budget, "--codec", "raw"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def first_of(model: Path, met: str, **options: Any) -> Iterator[Generator]:
+    settings = StagesSettings(stages="2", rendezvous=met, stage_wait_s=PATIENCE_S)
+    config = RunConfig.of("24MiB", dtype="float32", codec="raw", **options)
+    generator = Generator.load(model, config, stages=settings)
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+@pytest.mark.wide
+def test_two_processes_write_what_one_does(bundled: Path) -> None:
+    """Over gloo, with less than the model in each; the other process ends with the first."""
+    plain = load_plain(bundled)
+    met = f"127.0.0.1:{free_port()}"
+    with stage_process(bundled, met, "12MiB") as process:
+        with first_of(bundled, met, drafter="ngram") as generator:
+            for prompt in ("Once upon a time", "Lily and Tom play. Lily and Tom play. Lily"):
+                ids = generator.encode(prompt)
+                greedy = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)
+                assert greedy.token_ids == greedy_tokens(plain, ids, 40)
+                drawn = generator.generate(prompt, **asdict(DRAWN) | {"max_new_tokens": 40})
+                assert drawn.token_ids == drawn_tokens(plain, ids, 40, DRAWN)
+        out = process.communicate(timeout=PATIENCE_S)[0]
+        assert process.returncode == 0, out
+        assert "the first stage has closed the run" in out
+
+
+@pytest.mark.wide
+def test_a_stage_that_dies_ends_the_run(tiny: Callable[[str], Path]) -> None:
+    model, met = tiny("olmoe"), f"127.0.0.1:{free_port()}"
+    with stage_process(model, met, "8MiB") as process, first_of(model, met) as generator:
+        stream = generator.stream("a", max_new_tokens=100, ignore_eos=True)
+        next(stream)
+        process.send_signal(signal.SIGKILL)
+        process.wait(PATIENCE_S)
+        with pytest.raises(SpeqError, match="stage 2 of 2 has ended"):
+            list(stream)
+        with pytest.raises(SpeqError, match="stage 2 of 2 has ended"):
+            generator.generate("a")
+
+
+@pytest.mark.wide
+def test_a_stage_outlives_no_first(tiny: Callable[[str], Path]) -> None:
+    model, met = tiny("olmoe"), f"127.0.0.1:{free_port()}"
+    first = ("generate", model, "--stages", 2, "--rendezvous", met, "--memory-budget", "8MiB")
+    with (
+        stage_process(model, met, "8MiB") as process,
+        subprocess.Popen(
+            arguments_of(*first, "--prompt", "a", "--max-new-tokens", 400, "--ignore-eos"),
+            stdout=subprocess.PIPE,
+        ) as killed,
+    ):
+        assert killed.stdout is not None
+        killed.stdout.read(1)  # it writes
+        killed.kill()
+        out = process.communicate(timeout=PATIENCE_S)[0]
+        assert process.returncode == 1
+        assert "error: stage 1 of 2 has ended, or cannot be reached" in out
+        assert "Traceback" not in out
