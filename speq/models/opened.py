@@ -34,9 +34,9 @@ class Opened:
         """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
         words of bfloat16 before they are anything else.
         """
-        names = self.family.names
+        family, count = self.family, self.shape.num_layers
         tensors = self.checkpoint.tensors.items()
-        stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
+        stored = [info for name, (_, info) in tensors if family.holds(name, count)]
         kinds = ((torch.bfloat16 if e.dtype == FP8_DTYPE else e.dtype, e.shape) for e in stored)
         return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
 
@@ -67,8 +67,8 @@ def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
     path = locate(model)
     config = read_json(path / "config.json")
     family = family_of(config, path)
-    checkpoint = Checkpoint(path)
-    check_weights(config, checkpoint)
+    checkpoint = Checkpoint(path, family.text_part)
+    check_weights(family.config(config, path), checkpoint)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
     store = open_experts(checkpoint, shape.experts, verify_reads)
     return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store))
