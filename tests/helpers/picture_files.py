@@ -13,6 +13,11 @@ FILE, PREFIX = "model.safetensors", "model.language_model."
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<at>\d+)\.(?P<projection>\w+)\.weight$")
 
 
+def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a folder's only file, by the names that the model of text has for them."""
+    return {name.replace(PREFIX, "model."): each for name, each in load_file(path / FILE).items()}
+
+
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint, those of experts alone as tensors of all experts of a layer."""
     made, alone = {}, dict[tuple[str, str], dict[int, torch.Tensor]]()
@@ -44,8 +49,7 @@ def put_beside_pictures(path: Path, model_type: str) -> None:
         "vision_config": {"model_type": f"{model_type}_vision", "depth": 1, "hidden_size": 8},
     }
     (path / "config.json").write_text(json.dumps(whole))
-    saved = load_file(path / FILE)
-    plain = {name.replace(PREFIX, "model."): tensor for name, tensor in saved.items()}
+    plain = stored_tensors(path)
     tensors = {
         f"{PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
         for name, tensor in fused(plain).items()

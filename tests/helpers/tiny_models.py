@@ -86,7 +86,7 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
             "mrope_interleaved": True,
         },
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
@@ -229,12 +229,12 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
+# Families some of whose layers have no attention, and keep states.
+WITH_STATES = ("qwen3_next", "qwen3_5_moe")
 # Families that are mostly built like another one here run in the wider checks, as does one whose
 # own part has tests of its own (test_delta.py). Those that differ in next to nothing run in the
 # long ones.
-LIKE_OTHERS = (
-    *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe"),
-)
+LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe"),)
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
