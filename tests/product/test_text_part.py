@@ -16,9 +16,10 @@ from speq.experts.pack import pack
 from speq.files.text_part import TextPart
 from speq.models.families import FAMILIES
 from speq.models.opened import open_model
+from tests.helpers.fp8_files import write_fp8
 from tests.helpers.picture_files import FILE, PREFIX, stored_tensors
 from tests.helpers.quantising import quantise_to
-from tests.helpers.tiny_models import greedy_tokens, load_plain
+from tests.helpers.tiny_models import experts_alone, greedy_tokens, load_plain, write_model
 
 FAMILY = "qwen3_5_moe"
 PROMPT, TOKENS = [5, 6, 7], 24
@@ -30,8 +31,8 @@ def config_of(path: Path) -> dict[str, object]:
     return content
 
 
-def run(path: Path) -> list[int]:
-    generator = Generator.from_pretrained(path, "16MiB", dtype="float32", draft_length=3)
+def run(path: Path, budget: str = "16MiB") -> list[int]:
+    generator = Generator.from_pretrained(path, budget, dtype="float32", draft_length=3)
     result = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
     generator.close()
     assert result.stats["draft_length_mean"] > 0
@@ -98,6 +99,17 @@ def test_the_part_alone_and_in_shards(tiny: Folder, tmp_path: Path) -> None:
     index = json.dumps({"metadata": {}, "weight_map": shards})
     (sharded / "model.safetensors.index.json").write_text(index)
     assert run(sharded) == expected
+
+
+@pytest.mark.wide
+def test_in_fp8_with_experts_alone(tmp_path: Path) -> None:
+    """The layout of checkpoints in FP8: of several blocks, whose scales go by the names of both."""
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 144}
+    source = write_model(tmp_path / "source", FAMILY, torch.bfloat16, **sizes)
+    alone = experts_alone(load_file(source / FILE))
+    save_file(alone, source / FILE, metadata={"format": "pt"})
+    path = write_fp8(tmp_path / "fp8", tmp_path / "words", source)
+    assert run(path, "64MiB") == greedy_tokens(load_plain(tmp_path / "words"), PROMPT, TOKENS)
 
 
 def test_packs_and_drafts_keep_the_names_on_disk(tiny: Folder, tmp_path: Path) -> None:
