@@ -102,7 +102,7 @@ def _open(
     path = locate(draft, "draft", "auto, none, ")
     if has_gptq_config(path, read_json(path / "config.json")):
         return open_gptq(path, model, store, experts, dense)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, model.part)
     try:
         theirs = open_experts(checkpoint, experts)
         if theirs.tied_draft is None:
@@ -133,7 +133,7 @@ def open_gptq(
 ) -> GptqFolder:
     """A GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
     kinship.check_sizes(path, read_json(path / "config.json"), model)
-    folder = GptqFolder(path, experts, dense)
+    folder = GptqFolder(path, experts, dense, model.part)
     try:
         if experts.biased and folder.layout.permuted:
             raise SpeqError(

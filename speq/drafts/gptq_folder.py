@@ -32,6 +32,7 @@ from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.json_file import read_json
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import Shards
+from speq.files.text_part import TextPart
 from speq.kernels.ops import Int4Weight
 from speq.units import Done
 
@@ -41,6 +42,7 @@ class GptqFolder:
 
     layout  what an expert of it takes in an arena
     dense   by name, those of the model's dense layers `shapes` that it has packed
+    part    where the model is a part of what its checkpoints hold
 
     Names, shapes, dtypes and settings are checked when it is opened, and the scales, zero points
     and g_idx of an expert of each layer; all others' when they are loaded. Raises SpeqError.
@@ -48,11 +50,18 @@ class GptqFolder:
 
     label = "loading the GPTQ draft"
 
-    def __init__(self, path: Path, experts: ExpertLayout, shapes: tuple[Shape, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        experts: ExpertLayout,
+        shapes: tuple[Shape, ...] = (),
+        part: TextPart | None = None,
+    ) -> None:
         self.path = path
         self.config = gptq_config(path, read_json(path / "config.json"))
         self.layout = self._layout(experts)
-        self._shards = Shards(path, *file_names(path))
+        called = None if part is None else part.called
+        self._shards = Shards(path, *file_names(path), called)
         try:
             self._experts = ExpertFinder(self._shards, experts, self.config).find()
             for expert in self._experts[:: experts.num_experts]:

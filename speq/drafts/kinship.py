@@ -35,13 +35,15 @@ MAX_ERROR = 0.5
 
 def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
     """Raise SpeqError where the config of the draft at `path` is of another model's sizes."""
+    theirs = config if model.part is None else model.part.config(config, path)
+    ours = model.model_config
     for names in SIZES:
-        given = [name for name in names if name in config]
-        wanted = [name for name in names if name in model.config]
-        if given and wanted and config[given[0]] != model.config[wanted[0]]:
+        given = [name for name in names if name in theirs]
+        wanted = [name for name in names if name in ours]
+        if given and wanted and theirs[given[0]] != ours[wanted[0]]:
             raise SpeqError(
                 f"draft {path} does not fit the model: its config.json has {given[0]} "
-                f"{config[given[0]]!r} and the model's has {model.config[wanted[0]]!r}; "
+                f"{theirs[given[0]]!r} and the model's has {ours[wanted[0]]!r}; "
                 f"{OF_THIS_MODEL}"
             )
 

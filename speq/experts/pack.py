@@ -151,7 +151,7 @@ def write_non_experts(
         }
         if not tensors:
             continue
-        weight_map |= dict.fromkeys(tensors, file_name)
+        weight_map |= dict.fromkeys((file.stored[name] for name in tensors), file_name)
         total += sum(info.nbytes for info in tensors.values())
         with replacing(out / file_name) as target:
             header, crc32s = copy_tensors(file, tensors, target)
@@ -170,12 +170,14 @@ def write_non_experts(
 def copy_tensors(
     source: SafetensorsFile, tensors: dict[str, TensorInfo], out: BinaryIO
 ) -> tuple[bytes, dict[str, int]]:
-    """A safetensors file of some of another's tensors, in their order, some bytes at a time.
+    """A safetensors file of some of another's tensors, in their order, some bytes at a time, under
+    their names there.
 
     Returns its header and the CRC-32 of each tensor.
     """
     in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
-    header = header_of({name: (info.dtype, info.shape) for name, info in in_order}, source.metadata)
+    entries = {source.stored[name]: (info.dtype, info.shape) for name, info in in_order}
+    header = header_of(entries, source.metadata)
     out.write(header)
     buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
     crc32s: dict[str, int] = {}

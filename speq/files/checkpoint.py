@@ -3,7 +3,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from speq.files.published_format import (
 )
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards
+from speq.files.text_part import TextPart
 
 # Of a packed model: what its experts' records are, and what is written until there is a model.
 EXPERTS_MANIFEST = "experts.json"
@@ -129,15 +132,16 @@ def has_weights(path: Path) -> bool:
 
 
 class Checkpoint:
-    """The weights of a model on disk, by tensor name.
+    """The weights of a model on disk, by the names that the model has for them.
 
+    part    where the model is a part of what is on disk; None: it is all of that
     format  what they are published as: words, or `published_format.FORMATS`
 
     Raises SpeqError where a file is missing, damaged or holds what no exact model holds.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, part: TextPart | None = None) -> None:
+        self.path, self.part = path, part
         self.config = read_json(path / "config.json")
         if os.path.exists(path / "generation_config.json"):
             read_json(path / "generation_config.json")  # transformers passes over a damaged one
@@ -148,7 +152,7 @@ class Checkpoint:
                 f"supported; give a folder with {SINGLE} or {INDEX}, and without that field"
             )
         self._checksums = self._read_checksums()
-        self._shards = Shards(path)
+        self._shards = Shards(path, called=None if part is None else part.called)
         self.files, self.tensors = self._shards.files, self._shards.tensors
         try:
             if self._checksums is not None:
@@ -157,6 +161,23 @@ class Checkpoint:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """What config.json says of the model itself."""
+        return self.config if self.part is None else self.part.config(self.config, self.path)
+
+    def on_disk(self, name: str) -> str:
+        """What a tensor is called in its file, or would be beside those that are there."""
+        if name in self.tensors:
+            return self.tensors[name][0].stored[name]
+        return name if self.part is None or not self._renamed else self.part.stored(name)
+
+    @cached_property
+    def _renamed(self) -> bool:
+        """Whether the model's names for some tensors are not those on disk."""
+        files = self.files.values()
+        return any(name != stored for file in files for name, stored in file.stored.items())
 
     def _read_checksums(self) -> Checksums | None:
         """Of a pack, once its files were compared with them; None of anything else."""

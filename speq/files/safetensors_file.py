@@ -9,7 +9,9 @@ memory nor quietly cached by the operating system.
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -51,12 +53,26 @@ class TensorInfo:
 class SafetensorsFile(RangeFile):
     """An open file: `tensors` by name, `metadata`, and `read_into` for byte ranges.
 
+    called  what to call a tensor, by its name on disk; None: as it is called there
+    stored  names on disk, by those of `tensors`
+
     Raises SpeqError, naming the file, where it is missing, unreadable, truncated or inconsistent.
     """
 
+    def __init__(self, path: Path, called: Callable[[str], str] | None = None) -> None:
+        self._called = called
+        super().__init__(path)
+
     def _check(self) -> None:
         self.header = self._read_header()
-        self.metadata, self.tensors = self._parse(self.header)
+        self.metadata, tensors = self._parse(self.header)
+        self.stored = {
+            name if self._called is None else self._called(name): name for name in tensors
+        }
+        self.tensors = {name: tensors[stored] for name, stored in self.stored.items()}
+        if len(self.tensors) < len(tensors):
+            twice = sorted(tensors.keys() - self.stored.values())[0]
+            raise SpeqError(f"{self.path} holds tensor {twice} under two names; download it again")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the file, read into memory."""

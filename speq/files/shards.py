@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from speq.errors import SpeqError
@@ -17,12 +18,19 @@ class Shards:
 
     index, single  how the folder's index and its only file are called; where there are both, the
                    single file counts, as it does for transformers
+    called         what to call a tensor, by its name on disk; None: as it is called there
 
     Raises SpeqError where a file is missing, damaged or not what the index says.
     """
 
-    def __init__(self, path: Path, index: str = INDEX, single: str = SINGLE) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        index: str = INDEX,
+        single: str = SINGLE,
+        called: Callable[[str], str] | None = None,
+    ) -> None:
+        self.path, self._called = path, called
         self.files: dict[str, SafetensorsFile] = {}
         self.tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
         try:
@@ -32,16 +40,24 @@ class Shards:
             raise
 
     def _open(self, index: str, single: str) -> None:
-        for name, file_name in self._weight_map(index, single).items():
+        for stored, file_name in self._weight_map(index, single).items():
             if file_name not in self.files:
-                self.files[file_name] = SafetensorsFile(self.path / file_name)
+                self.files[file_name] = self._file(file_name)
             file = self.files[file_name]
-            if name not in file.tensors:
+            name = stored if self._called is None else self._called(stored)
+            if file.stored.get(name) != stored:
                 raise SpeqError(
-                    f"{file.path} lacks tensor {name}, which {index} says it holds; download both "
-                    "again"
+                    f"{file.path} lacks tensor {stored}, which {index} says it holds; download "
+                    "both again"
+                )
+            if name in self.tensors:
+                raise SpeqError(
+                    f"{self.path} holds tensor {stored} under two names; download it again"
                 )
             self.tensors[name] = (file, file.tensors[name])
+
+    def _file(self, name: str) -> SafetensorsFile:
+        return SafetensorsFile(self.path / name, self._called)
 
     def _weight_map(self, index: str, single: str) -> dict[str, str]:
         if (self.path / index).exists() and not (self.path / single).is_file():
@@ -51,8 +67,8 @@ class Shards:
                 f"{self.path} holds neither {single} nor {index}; only safetensors checkpoints are "
                 "read: download or convert the model to those"
             )
-        self.files[single] = SafetensorsFile(self.path / single)
-        return dict.fromkeys(self.files[single].tensors, single)
+        self.files[single] = self._file(single)
+        return dict.fromkeys(self.files[single].stored.values(), single)
 
     def _named_by(self, index: str) -> dict[str, str]:
         """What an index says, once it is known to name files of the folder only, all present."""

@@ -25,7 +25,7 @@ from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes
 from speq.models.dequantised import from_checkpoint
 from speq.models.moe_model import quiet_transformers
-from speq.models.opened import open_model
+from speq.models.opened import Opened, open_model
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.units import Progress, format_bytes, no_progress, tracked
 
@@ -106,9 +106,10 @@ def run(
         model, memory_budget, progress=progress, **(drafter | options)
     )
     dtype, device = generator.runtime.dtype, generator.runtime.device
-    path = generator.runtime.opened.checkpoint.path
+    opened = generator.runtime.opened
+    path, part = opened.checkpoint.path, opened.checkpoint.part
     try:
-        check_memory(path, dtype, device)
+        check_memory(opened, dtype, device)
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
         generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
@@ -119,7 +120,7 @@ def run(
     del generator
 
     progress(PLAIN, 0, 1)
-    with quiet_transformers(), closing(Checkpoint(path)) as checkpoint:
+    with quiet_transformers(), closing(Checkpoint(path, part)) as checkpoint:
         published = checkpoint.format
         plain = from_checkpoint(
             checkpoint, lambda name: True, dtype=dtype, experts_implementation="eager"
@@ -161,17 +162,17 @@ def columns_of(report: Report) -> dict[str, Column]:
     return PACK_COLUMNS if "experts" in report.rows[0] else COLUMNS
 
 
-def check_memory(path: Path, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> None:
     """Raise SpeqError where plain transformers, which holds all weights, has no room for them."""
     free = available_bytes()
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info()[0])
-    checkpoint = Checkpoint(path)
+    checkpoint, part = opened.checkpoint, opened.checkpoint.part
     words = sum(
         info.nbytes // info.dtype.itemsize * (2 if info.dtype == MXFP4_DTYPE else 1)
-        for _, info in checkpoint.tensors.values()
+        for name, (_, info) in checkpoint.tensors.items()
+        if part is None or not part.is_beside(name)
     )
-    checkpoint.close()
     needed = words * dtype.itemsize
     if checkpoint.format != WORDS and dtype != torch.bfloat16:
         needed += words * torch.bfloat16.itemsize  # which they are before they are anything else

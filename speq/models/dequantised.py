@@ -15,7 +15,7 @@ from speq.models.shape import hf_config
 
 
 def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Tensors by their names on disk: words, mapped from their files, and codes as words of
+    """Tensors by the model's names: words, mapped from their files, and codes as words of
     bfloat16 in memory. Scales are left out.
 
     wanted  tells which
@@ -29,7 +29,9 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
                 if holder is not file or not wanted(name) or name in scales:
                     continue
                 state[words_name(name)] = (
-                    words_of(checkpoint, name) if name in coded else mapped.get_tensor(name)
+                    words_of(checkpoint, name)
+                    if name in coded
+                    else mapped.get_tensor(holder.stored[name])
                 )
     return state
 
@@ -52,13 +54,14 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
 def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
     """transformers' model of a checkpoint, or of the words of one that was published as codes.
 
-    wanted   tells the tensors by their names on disk; those of plain words are all there
+    wanted   tells the tensors by the model's names; those of plain words are all there
     options  of `from_pretrained`
     """
-    path = checkpoint.path
+    path, config = checkpoint.path, hf_config(checkpoint)
     if checkpoint.format == WORDS:
-        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
-    config = hf_config(checkpoint)
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, trust_remote_code=False, **options
+        )
     if (path / "generation_config.json").exists():
         options["generation_config"] = GenerationConfig.from_pretrained(path)
     state = state_of(checkpoint, wanted)

@@ -6,6 +6,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
+from speq.files.text_part import TextPart
 from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
 from speq.layers.gates import (
     Gate,
@@ -34,6 +36,7 @@ from speq.models.attention import (
     gated_heads,
     heads_with_sinks,
 )
+from speq.models.bounds import LAYER
 from speq.models.delta_cache import NO_STATES, DeltaShape
 from speq.models.delta_net import delta_shape
 
@@ -146,6 +149,8 @@ class Family:
     since         the first version of transformers that has it as speq needs it
     predictor     of layers that predict tokens ahead; None: speq reads none of this family
     delta         which layers keep states in place of entries, from the config
+    text_part     where its checkpoints hold the model, which is that of text, beside other parts;
+                  None: they hold nothing else
     """
 
     model_type: str
@@ -167,6 +172,12 @@ class Family:
     since: str = "5.17"
     predictor: Predictor | None = None
     delta: Callable[[Any], DeltaShape] = without_states
+    text_part: TextPart | None = None
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """In a config.json that is of this family."""
+        return (self.model_type, *([] if self.text_part is None else [self.text_part.model_type]))
 
     @property
     def module(self) -> str:
@@ -184,6 +195,21 @@ class Family:
                 f"{where} is of family {self.model_type!r}, which transformers "
                 f"{transformers_version} lacks; install transformers {self.since} or later"
             )
+
+    def config(self, content: dict[str, Any], where: Path) -> dict[str, Any]:
+        """What a config.json in the folder `where` says of the model itself."""
+        return content if self.text_part is None else self.text_part.config(content, where)
+
+    def holds(self, name: str, num_layers: int | None) -> bool:
+        """Whether a model of so many layers has a tensor of that name outside its experts. Layers
+        behind its last, and those below `mtp`, are for predicting tokens ahead.
+        """
+        part = self.text_part
+        if name.startswith("mtp.") or (part is not None and part.is_beside(name)):
+            return False
+        layer = LAYER.search(name)
+        beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+        return not beyond and not self.names.is_expert(name)
 
     @contextlib.contextmanager
     def without_experts(self) -> Iterator[None]:
@@ -237,6 +263,16 @@ FAMILIES = {
             attention=gated_heads,
             delta=delta_shape,
             on_the_host="states of family qwen3_next are cut back by the host",
+        ),
+        Family(
+            "qwen3_5_moe",
+            "Qwen3_5MoeExperts",
+            gate=dividing_gate,
+            typed_masks=True,
+            attention=gated_heads,
+            delta=delta_shape,
+            on_the_host="states of family qwen3_5_moe are cut back by the host",
+            text_part=TextPart("qwen3_5_moe_text", "model.language_model.", ("model.visual.",)),
         ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
         Family(
@@ -349,11 +385,11 @@ FAMILIES = {
 def family_of(config: dict[str, Any], where: object) -> Family:
     """The adapter for a config.json. Raises SpeqError naming what is supported."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    family = next((each for each in FAMILIES.values() if model_type in each.model_types), None)
+    if family is None:
         raise SpeqError(
             f"{where} is of family {model_type!r}, which is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    family = FAMILIES[model_type]
     family.check_installed(where)
     return family

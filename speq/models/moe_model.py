@@ -21,7 +21,6 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
-from speq.models.bounds import LAYER
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
 from speq.models.delta_net import hold_states
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
@@ -420,7 +419,7 @@ def turned_by_text(body: Any, spans: Sequence[Span]) -> Iterator[None]:
     own = rotary.forward
 
     def forward(hidden: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, ...]:
-        turns = [own(hidden, position_ids=position_ids[:, span.rows], **others) for span in spans]
+        turns = [own(hidden, position_ids=position_ids[..., span.rows], **others) for span in spans]
         return tuple(torch.cat(of_texts, 1) for of_texts in zip(*turns, strict=True))
 
     rotary.forward = forward
@@ -444,17 +443,6 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def is_held(family: Family, num_layers: int | None, name: str, part: Part | None = None) -> bool:
-    """Whether a model, or a part of it, holds a tensor of that name outside its experts; layers
-    behind its last, and those below `mtp`, are for predicting tokens ahead.
-    """
-    if name.startswith("mtp.") or not (part is None or part.holds(name)):
-        return False
-    layer = LAYER.search(name)
-    beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
-    return not beyond and not family.names.is_expert(name)
-
-
 def load(
     family: Family,
     checkpoint: Checkpoint,
@@ -471,11 +459,16 @@ def load(
 
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
+    count = checkpoint.model_config.get("num_hidden_layers")
+
+    def is_held(name: str) -> bool:
+        return family.holds(name, count) and (part is None or part.holds(name))
+
     try:
         with quiet_transformers(), built(family, part):
             model, info = from_checkpoint(
                 checkpoint,
-                partial(is_held, family, checkpoint.config.get("num_hidden_layers"), part=part),
+                is_held,
                 dtype=dtype,
                 attn_implementation=family.attention_by,
                 use_safetensors=True,
@@ -501,8 +494,7 @@ def load(
             f"{missing[0]} among them; download it again"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
-    count = checkpoint.config.get("num_hidden_layers")
-    unexpected = [name for name in unexpected if is_held(family, count, name, part)]
+    unexpected = [name for name in unexpected if is_held(name)]
     if unexpected:
         logging.getLogger("speq").warning(
             "%s holds %d tensors the model has no use for, %s among them",

@@ -38,12 +38,12 @@ class Opened:
         """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
         words of bfloat16 before they are anything else.
         """
-        names = self.family.names
+        family, count = self.family, self.checkpoint.model_config.get("num_hidden_layers")
         tensors = self.checkpoint.tensors.items()
         stored = [
             info
             for name, (_, info) in tensors
-            if not names.is_expert(name) and (self.part is None or self.part.holds(name))
+            if family.holds(name, count) and (self.part is None or self.part.holds(name))
         ]
         kinds = ((torch.bfloat16 if e.dtype == FP8_DTYPE else e.dtype, e.shape) for e in stored)
         return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
@@ -76,8 +76,8 @@ def open_model(model: str | Path, verify_reads: bool = False, part: Part | None 
     path = locate(model)
     config = read_json(path / "config.json")
     family = family_of(config, path)
-    checkpoint = Checkpoint(path)
-    check_weights(config, checkpoint)
+    checkpoint = Checkpoint(path, family.text_part)
+    check_weights(family.config(config, path), checkpoint)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json", part)
     if part is not None and (path / EXPERTS_MANIFEST).exists():
         raise SpeqError(

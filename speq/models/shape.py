@@ -21,7 +21,7 @@ from speq.models.bounds import check_sizes
 from speq.models.delta_cache import NO_STATES, DeltaShape
 from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
-from speq.models.families import Family
+from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
 from speq.models.part import Part, built
 
@@ -198,10 +198,13 @@ def hf_config(checkpoint: Checkpoint) -> Any:
 
 
 def config_in(path: Path) -> Any:
-    """The configuration in a folder, which need hold nothing else, as transformers reads it."""
-    check_sizes(read_json(path / "config.json"), path / "config.json")
+    """The model's configuration in a folder, which need hold nothing else, as transformers reads
+    it; that of text, where it is a part of others.
+    """
+    content = read_json(path / "config.json")
+    check_sizes(family_of(content, path).config(content, path), path / "config.json")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
         raise SpeqError(

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -62,12 +62,14 @@ Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 class Shards:
     """Names of the folder's files: one for each layer that is quantised, then one for all else.
 
-    dense  layers beside the experts that are quantised
+    dense    layers beside the experts that are quantised
+    on_disk  what a tensor is called in files, by the model's name for it
     """
 
     layout: ExpertLayout
     settings: QuantizeSettings
     dense: tuple[DenseShape, ...] = ()
+    on_disk: Callable[[str], str] = str
 
     @property
     def layers(self) -> list[int]:
@@ -93,7 +95,9 @@ class Shards:
         return [shape for shape in self.dense if shape.layer == layer]
 
     def entries(self, layer: int) -> Entries:
-        """Tensors of a layer's shard, in their order: dense layers, then experts."""
+        """Tensors of a layer's shard by their names there, in their order: dense layers, then
+        experts.
+        """
         found: Entries = {}
         for shape in self.dense_of(layer):
             found |= self._module(shape.name, shape.columns, shape.outputs)
@@ -116,6 +120,7 @@ class Shards:
 
     def _module(self, module: str, inputs: int, outputs: int) -> Entries:
         groups = inputs // whole_groups(self.settings.group_size, inputs)
+        module = self.on_disk(module)
         return {
             f"{module}.qweight": (torch.int32, (inputs // 8, outputs)),
             f"{module}.qzeros": (torch.int32, (groups, outputs // 8)),
@@ -128,7 +133,7 @@ class Shards:
         """Which modules loaders that know of `dynamic` leave alone: a pattern of their names."""
         if not self.dense:
             return NOT_EXPERTS
-        known = "|".join(re.escape(shape.name) for shape in self.dense)
+        known = "|".join(re.escape(self.on_disk(shape.name)) for shape in self.dense)
         return rf"-:^(?!(.*\.experts(\.|$)|({known})$)).*"
 
 
@@ -287,7 +292,7 @@ class QuantizeFolder:
         entries = rest_of(checkpoint, self.shards)
         with replacing(self.out / self.shards.rest) as file:
             write_rest(checkpoint, entries, file)
-        weight_map = dict.fromkeys(entries, self.shards.rest)
+        weight_map = dict.fromkeys(map(checkpoint.on_disk, entries), self.shards.rest)
         total = nbytes_of(entries)
         for layer in self.shards.layers:
             quantised = self.shards.entries(layer)
@@ -320,7 +325,7 @@ def is_copied(name: str) -> bool:
 
 
 def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
-    """Tensors that are not quantised, in the order they are read in."""
+    """Tensors that are not quantised by the model's names, in the order they are read in."""
     names, dense = shards.layout.names, {f"{shape.name}.weight" for shape in shards.dense}
     tensors = {
         name: at
@@ -333,7 +338,8 @@ def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
 
 def write_rest(checkpoint: Checkpoint, entries: Entries, out: BinaryIO) -> None:
     """A safetensors file of some of a checkpoint's tensors, word for word."""
-    out.write(header_of(entries, {"format": "pt"}))
+    stored = {checkpoint.on_disk(name): entry for name, entry in entries.items()}
+    out.write(header_of(stored, {"format": "pt"}))
     buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
     for name in entries:
         file, info = checkpoint.tensors[name]

@@ -85,7 +85,10 @@ def quantize(
     plan = plan_of(source.shape, source.store, dtype, lanes, dense, loading, memory_budget)
     with writing(out, "layers that are done are kept, the same command goes on from there"):
         folder = QuantizeFolder(
-            out, source.checkpoint, calibration.digest(), Shards(layout, settings, dense)
+            out,
+            source.checkpoint,
+            calibration.digest(),
+            Shards(layout, settings, dense, source.checkpoint.on_disk),
         )
         # The rows that enter a layer and those that leave it are kept until its line is written.
         kept = lanes.rows * layout.hidden_size * 4

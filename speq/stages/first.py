@@ -13,6 +13,7 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.checkpoint import locate
 from speq.files.json_file import read_json
+from speq.models.families import family_of
 from speq.models.kv_cache import Change
 from speq.models.opened import Opened, open_model
 from speq.models.texts import Span
@@ -111,7 +112,8 @@ def open_stage(model: str, stages: str, number: int) -> tuple[Opened, Agreement]
     Raises SpeqError for packs, whose records are of all layers.
     """
     path = locate(model)
-    layers = read_json(path / "config.json").get("num_hidden_layers")
+    config = read_json(path / "config.json")
+    layers = family_of(config, path).config(config, path).get("num_hidden_layers")
     if type(layers) is not int:
         raise SpeqError(f"{path / 'config.json'} has no num_hidden_layers; download it again")
     counts, part = part_for(stages, layers, number)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.picture_files import PREFIX
 from tests.helpers.tiny_models import experts_alone
 
 FIELDS = ("qweight", "qzeros", "scales", "g_idx")
@@ -125,7 +126,10 @@ def write_gptq(path: Path, model: Path, packing: Packing, seed: int = 0) -> Writ
     path.mkdir(parents=True)
     tensors = experts_alone(load_file(model / "model.safetensors"))
     written, others = pack_experts(tensors, packing, np.random.default_rng(seed))
-    entries = others | named(written, packing)
+    experts = named(written, packing)
+    if any(name.startswith(PREFIX) for name in others):
+        experts = {PREFIX + name.removeprefix("model."): each for name, each in experts.items()}
+    entries = others | experts
     config = json.loads((model / "config.json").read_text())
     if packing.files == "autogptq":
         (path / "quantize_config.json").write_text(json.dumps(packing.config))
@@ -144,10 +148,10 @@ def pack_experts(
     others: dict[str, torch.Tensor] = {}
     orders: dict[tuple[int, int], np.ndarray] = {}
     for name, tensor in sorted(tensors.items()):
-        if ".experts." not in name or name.endswith("_bias"):
+        if ".experts." not in name or name.endswith("_bias") or name.startswith("mtp."):
             others[name] = tensor
             continue
-        fields = name.split(".")
+        fields = name.replace(PREFIX, "model.").split(".")
         old = {new: projection for projection, new in OLD_NAMES.items()}
         layer, expert, projection = int(fields[2]), int(fields[5]), fields[6]
         projection = old.get(projection, projection)

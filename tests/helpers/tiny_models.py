@@ -22,6 +22,7 @@ from transformers import (
 
 from speq.config import SamplingParams
 from speq.decode.sampling import noise
+from tests.helpers.picture_files import put_beside_pictures
 
 VOCAB = 264
 EOS = 256
@@ -65,6 +66,26 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         "head_dim": 32,
         "partial_rotary_factor": 0.25,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+    },
+    "qwen3_5_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -208,10 +229,12 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
+# Families some of whose layers have no attention, and keep states.
+WITH_STATES = ("qwen3_next", "qwen3_5_moe")
 # Families that are mostly built like another one here run in the wider checks, as does one whose
 # own part has tests of its own (test_delta.py). Those that differ in next to nothing run in the
 # long ones.
-LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next"),)
+LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe"),)
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
@@ -238,6 +261,8 @@ SPREAD = {
 }
 # Families whose experts have biases, which no draft with desc_act fits.
 BIASED = ("gpt_oss",)
+# Families that are published as a part of models of pictures and text, with what that part is.
+BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 CORRECTION = ("e_score_correction_bias",)
 
 
@@ -260,8 +285,11 @@ def write_model(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """A random model of a family, with a tokenizer, as `save_pretrained` writes it."""
-    config = AutoConfig.for_model(model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides))
+    """A random model of a family, with a tokenizer, as `save_pretrained` writes it; of those that
+    are published beside pictures, as `put_beside_pictures` does.
+    """
+    options = COMMON | FAMILY_OPTIONS[model_type] | overrides
+    config = AutoConfig.for_model(BESIDE_PICTURES.get(model_type, model_type), **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -275,6 +303,8 @@ def write_model(
         if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
             tensor.data.normal_(std=config.initializer_range)
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    if model_type in BESIDE_PICTURES:
+        put_beside_pictures(path, model_type)
     write_tokenizer(path)
     return path
 
@@ -329,21 +359,22 @@ def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tenso
 
 
 def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, those of all experts of a layer as gpt_oss has them as tensors of
-    experts alone.
-    """
+    """Tensors of a checkpoint, those of all experts of a layer as tensors of experts alone."""
     alone: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, projection = name.rpartition(".")
-        if f"{name}_bias" not in tensors:
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             alone[name] = tensor
             continue
         for at, stored in enumerate(tensor):
             parts = {"down_proj": stored}
+            in_turns = f"{name}_bias" in tensors  # as gpt_oss has them, which are transposed too
             if projection == "gate_up_proj":
-                parts = {"gate_proj": stored[:, 0::2], "up_proj": stored[:, 1::2]}
+                halves = (stored[:, 0::2], stored[:, 1::2]) if in_turns else stored.chunk(2)
+                parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
             for each, matrix in parts.items():
-                alone[f"{prefix}.{at}.{each}.weight"] = matrix.T.contiguous()
+                own = matrix.T if in_turns else matrix
+                alone[f"{prefix}.{at}.{each}.weight"] = own.contiguous()
     return alone
 
 

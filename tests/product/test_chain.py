@@ -20,13 +20,11 @@ from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from speq.models.tree import Tree
 from speq.routing import Route
-from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, write_model
+from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, WITH_STATES, write_model
 
 # Attention of other families is no usual one.
 UNUSUAL = ("deepseek_v2", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe")
-# Some layers of these have no attention.
-STATES = ("qwen3_next",)
-WALKED = tuple(family for family in FAMILIES if family not in (*UNUSUAL, *STATES))
+WALKED = tuple(family for family in FAMILIES if family not in (*UNUSUAL, *WITH_STATES))
 PROMPT, MORE = 29, 9
 
 

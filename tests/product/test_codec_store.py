@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -34,6 +33,7 @@ from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.host_device import HostDevice
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import pack_to, without_checksums
+from tests.helpers.picture_files import stored_tensors
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import (
     BIASED,
@@ -55,7 +55,7 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
     """gate over up, and down, of every expert, as the safetensors library reads them."""
     old = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     found = []
-    tensors = experts_alone(load_file(model / "model.safetensors"))
+    tensors = experts_alone(stored_tensors(model))
     for layer in opened.shape.experts.layers:
         for expert in range(opened.shape.experts.num_experts):
             parts = {}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from speq import Generator, SpeqError
@@ -31,6 +30,7 @@ from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
 from speq.routing import Route
 from tests.helpers.cells import Folder
+from tests.helpers.picture_files import stored_tensors
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import BY_FAMILY, write_model
 
@@ -113,7 +113,7 @@ def test_every_matrix_of_a_family_is_held_as_what_takes_less(
     family: str, tiny_bfloat16: Folder
 ) -> None:
     opened = open_model(tiny_bfloat16(family))
-    stored = load_file(tiny_bfloat16(family) / "model.safetensors")
+    stored = stored_tensors(tiny_bfloat16(family))
     model = loaded_lossless(opened)
     shapes = [(matrix.outputs, matrix.columns) for matrix in held_matrices(model._hf_model)]
     assert tuple(shapes) == opened.shape.dense

@@ -145,6 +145,10 @@ DENSE = {
     "ernie4_5_moe": (ATTENTION, SHARED),
     "hunyuan_v1_moe": (ATTENTION, [f"mlp.shared_mlp.{name}" for name in MLP]),
     "gpt_oss": (ATTENTION, []),
+    "qwen3_5_moe": (
+        [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")],
+        [f"mlp.shared_expert.{name}" for name in MLP],
+    ),
     "qwen3_next": (
         ["linear_attn.in_proj_qkvz", "linear_attn.out_proj"],
         [f"mlp.shared_expert.{name}" for name in MLP],

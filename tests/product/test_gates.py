@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speq.layers.gates import ScoreGate, SparseMixer
 from speq.models.families import FAMILIES as KNOWN
 from speq.models.families import MoEBlock
-from tests.helpers.tiny_models import BY_FAMILY, COMMON, FAMILY_OPTIONS
+from tests.helpers.tiny_models import BESIDE_PICTURES, BY_FAMILY, COMMON, FAMILY_OPTIONS
 
 # Groups are left out of account among allowed experts.
 UNGROUPED = {"n_group": 1, "topk_group": 1}
@@ -27,7 +27,7 @@ VARIANTS = [
 def block_of(family: str, overrides: dict[str, Any]) -> MoEBlock:
     options = COMMON | FAMILY_OPTIONS[family]
     options |= {name: value for name, value in UNGROUPED.items() if options.get(name)}
-    config = AutoConfig.for_model(family, **(options | overrides))
+    config = AutoConfig.for_model(BESIDE_PICTURES.get(family, family), **(options | overrides))
     torch.manual_seed(3)
     with KNOWN[family].without_experts():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

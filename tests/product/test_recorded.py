@@ -30,12 +30,14 @@ from speq.models.recorded import recording_device
 from speq.routing import Route
 from tests.helpers.host_device import host_device
 from tests.helpers.host_graph import HostGraph, capture
-from tests.helpers.tiny_models import BY_FAMILY, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import BY_FAMILY, WITH_STATES, greedy_tokens, load_plain, write_model
 
 CPU = torch.device("cpu")
 TEXT = [7, 21, 200, 3, 90, 41, 5, 17, 133, 64, 2, 77]
 CAPACITY = 24
 BUCKET = 8
+# States are cut back by the host: no graph holds a pass with them.
+WITH_ENTRIES = [each for each in BY_FAMILY if each.values[0] not in WITH_STATES]
 # Two ways to one number in float32, which sum in different orders.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -152,7 +154,7 @@ def compare_caches(made: Ready, length: int) -> None:
         assert not got[:, :, length:].any()  # nothing was written behind
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", WITH_ENTRIES)
 def test_graphs_give_what_launched_passes_give(family: str, tiny: Callable[[str], Path]) -> None:
     """Token by token over three buckets, the last one no longer than the cache."""
     device = Recorder()
@@ -229,7 +231,7 @@ class Counted:
         return hidden_states * (route.topk_ids * route.topk_weights).sum(1, True).sin() / 8
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", WITH_ENTRIES)
 def test_verifications_are_recorded_between_their_experts(
     family: str, tiny: Callable[[str], Path]
 ) -> None:

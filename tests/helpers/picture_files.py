@@ -1,0 +1,72 @@
+"""A small checkpoint of text as it is published beside pictures: its configuration within another,
+its names behind a prefix, the experts of a layer in one tensor, and other parts' tensors about.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+FILE, PREFIX = "model.safetensors", "model.language_model."
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<at>\d+)\.(?P<projection>\w+)\.weight$")
+
+
+def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a folder's only file, by the names that the model of text has for them."""
+    return {name.replace(PREFIX, "model."): each for name, each in load_file(path / FILE).items()}
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint, those of experts alone as tensors of all experts of a layer."""
+    made, alone = {}, dict[tuple[str, str], dict[int, torch.Tensor]]()
+    for name, tensor in tensors.items():
+        match = EXPERT.match(name)
+        if match is None:
+            made[name] = tensor
+        else:
+            key = match["experts"], match["projection"]
+            alone.setdefault(key, {})[int(match["at"])] = tensor
+    stacks = {key: torch.stack([of[at] for at in sorted(of)]) for key, of in alone.items()}
+    for experts, projection in stacks:
+        if projection == "down_proj":
+            parts = stacks[experts, "gate_proj"], stacks[experts, "up_proj"]
+            made[f"{experts}.gate_up_proj"] = torch.cat(parts, 1)
+            made[f"{experts}.down_proj"] = stacks[experts, "down_proj"]
+    return made
+
+
+def put_beside_pictures(path: Path, model_type: str) -> None:
+    """Rewrite a model of text, as `save_pretrained` wrote it, as a part of one of that type."""
+    text = json.loads((path / "config.json").read_text())
+    whole = {
+        "architectures": ["OfPicturesAndText"],
+        "model_type": model_type,
+        "image_token_id": 250,
+        "text_config": {key: text[key] for key in text if key != "architectures"},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "vision_config": {"model_type": f"{model_type}_vision", "depth": 1, "hidden_size": 8},
+    }
+    (path / "config.json").write_text(json.dumps(whole))
+    plain = stored_tensors(path)
+    tensors = {
+        f"{PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
+        for name, tensor in fused(plain).items()
+    }
+    dtype, hidden = plain["model.norm.weight"].dtype, text["hidden_size"]
+    others = {
+        # Names of layers and of embeddings, and numbers of layers, as those of text have.
+        "model.visual.blocks.0.attn.qkv.weight": (24, 8),
+        "model.visual.layers.7.mlp.gate.weight": (8, 8),
+        "model.visual.pos_embed.weight": (16, 8),
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.norm.weight": (hidden,),
+        "mtp.layers.0.mlp.gate.weight": (8, hidden),
+        "mtp.layers.0.self_attn.q_proj.weight": (hidden, hidden),
+        "mtp.layers.0.mlp.experts.0.gate_proj.weight": (32, hidden),
+    }
+    generator = torch.Generator().manual_seed(5)
+    for name, shape in others.items():
+        tensors[name] = torch.randn(shape, generator=generator).to(dtype)
+    save_file(tensors, path / FILE, metadata={"format": "pt"})
