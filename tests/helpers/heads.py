@@ -1,21 +1,15 @@
 """Draft heads of small models, and what a head computes, a second time in numpy."""
 
-import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from speq.decode.sequence import Draft
 from speq.heads.head_file import head_beside, model_digest, write_head
 from speq.heads.head_shape import HeadShape
-from speq.heads.head_text import HeadText
 from speq.heads.moe_head import MoEHead
 from speq.models.opened import open_model
-from speq.models.tree import Tree
 
 
 def random_head(shape: HeadShape, seed: int = 0) -> MoEHead:
@@ -96,69 +90,3 @@ def head_in_numpy(head: MoEHead, embedded: Any, features: Any) -> dict[str, Any]
         s = 1.5 * softmax(u @ w["contrast"].T + w["contrast_bias"])
         found["after"] = u + s[:, :1] * added[0] - s[:, 1:] * added[1]
     return found
-
-
-class Whole(Protocol):
-    """A text at once: what a head makes of the last of some tokens, behind those of a text whose
-    features are known.
-    """
-
-    def at(self, token_ids: list[int]) -> tuple[Tensor, Tensor]:
-        """Its feature [H], and its scores [V] of all tokens."""
-
-
-def assert_pieces_make_the_whole(
-    text: HeadText,
-    features: Tensor,
-    whole_of: Callable[[Tensor], Whole],
-    words: int,
-    *,
-    chunks: Sequence[int],
-    rounds: Sequence[int],
-    nodes: int,
-    atol: float,
-) -> None:
-    """Walk a text: its prompt in chunks, then rounds of a chain, a tree, and what was accepted.
-
-    features  [T, F] of the text's tokens, as the exact model hands them over
-    whole_of  the same head over the features of all tokens that were heard
-    words     tokens are below it
-    chunks    where the prompt's chunks end; rounds: how many tokens of each are accepted
-    nodes     of a tree; atol: of features and scores, beside a share of 1e-5
-    """
-    rng = random.Random(5)
-
-    def close(found: Tensor, wanted: Tensor) -> None:
-        torch.testing.assert_close(found[0].double(), wanted, rtol=1e-5, atol=atol)
-
-    tokens = [rng.randrange(words) for _ in range(chunks[-1])]
-    text.begin()
-    for start, end in zip((0, *chunks), chunks, strict=False):
-        text.hear(tokens[start:end], features[start:end])
-    for accepted in rounds:
-        heard = len(tokens)
-        tokens.append(rng.randrange(words))
-        whole = whole_of(features[:heard])
-        state = first = text.root(tokens[-1])
-        feature, scores = whole.at(tokens)
-        close(state.feature, feature)
-        close(text.next_scores(state), scores)
-        root, drafted = text.cache.length, list[int]()
-        for _ in range(2):
-            drafted.append(rng.randrange(words))
-            state = text.node(drafted[-1], state.feature)
-            feature, scores = whole.at(tokens + drafted)
-            close(state.feature, feature)
-            close(text.next_scores(state), scores)
-        text.forget(root)
-        draft, states = Draft(), {0: first}
-        for node in range(1, nodes + 1):
-            draft.token_ids.append(rng.randrange(words))
-            draft.parents.append(rng.randrange(node))
-            tree = Tree.of(draft.parents, rows=1)
-            parent = states[draft.parents[-1]]
-            states[node] = text.node(draft.token_ids[-1], parent.feature, tree)
-            close(states[node].feature, whole.at(tokens + draft.above(node))[0])
-        text.forget(root)
-        tokens += [rng.randrange(words) for _ in range(accepted)]
-        text.hear(tokens[heard:], features[heard : len(tokens)])

@@ -34,7 +34,7 @@ from tests.helpers.eagle_files import (
     write_eagle,
     write_random_eagle,
 )
-from tests.helpers.heads import assert_pieces_make_the_whole
+from tests.helpers.head_walk import assert_pieces_make_the_whole
 from tests.helpers.tiny_models import VOCAB, load_plain
 
 HIDDEN, WORDS, SAID = 16, 40, 25

@@ -18,7 +18,7 @@ from speq.heads.head_text import HeadText
 from speq.heads.mtp_file import mtp_of
 from speq.heads.mtp_head import MtpHead
 from speq.models.opened import open_model
-from tests.helpers.heads import assert_pieces_make_the_whole
+from tests.helpers.head_walk import assert_pieces_make_the_whole
 from tests.helpers.mtp_files import FILE, mtp_in_numpy, write_mtp
 from tests.helpers.tiny_models import VOCAB, drawn_tokens, greedy_tokens, load_plain
 
