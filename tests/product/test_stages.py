@@ -1,6 +1,5 @@
 """Layers on several machines: what passes through them, what they refuse, how they end."""
 
-import _thread
 import json
 import signal
 import socket
@@ -325,7 +324,7 @@ def test_an_interrupt_ends_a_wait() -> None:
     """Which the wait itself would not let through."""
 
     def wait() -> None:
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         over.wait(PATIENCE_S)
 
     over = threading.Event()
