@@ -21,6 +21,8 @@ from speq.stages.wire import GlooRing
 
 # Between looks whether a stage has come: waiting itself could not be interrupted.
 LOOK_S = 0.1
+# Said by the first stage.
+ALL_CAME = "all came"
 
 
 def check_gloo() -> None:
@@ -63,6 +65,7 @@ def open_ring(
             time.sleep(LOOK_S)
         who = f"stage {number} of {count}"
         agreement.check(Agreement.of_json(store.get(came(number)), who), who)
+    store.set(ALL_CAME, "")
     return ring_over(store, own, 1, count, most_row_bytes, wait_s, rendezvous)
 
 
@@ -91,6 +94,10 @@ def join_ring(
             "number"
         )
     agreement.check(Agreement.of_json(first, "the first stage"), "the first stage")
+    deadline_s = time.monotonic() + wait_s
+    with meeting(rendezvous):
+        while not store.check([ALL_CAME]) and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S)
     ring = ring_over(store, own, number, count, most_row_bytes, wait_s, rendezvous)
     return ring, Shared.of_json(shared)
 

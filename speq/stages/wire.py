@@ -6,7 +6,8 @@ around is the answer.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -17,10 +18,14 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.stages.waiting import Waiter
 
 MAGIC = 0x7370657131  # "speq1"
 MAX_JSON_BYTES = 1 << 20
-TAG = 0
+# Of messages, and of a wait that is to fail.
+TAG, NOBODY_SENDS = 0, 1
+# Until connections that are closed have been noticed here.
+REST_S = 5.0
 OTHER_PROTOCOL = "run the same version of speq on all machines"
 
 
@@ -105,6 +110,7 @@ class GlooRing:
         self._group = group
         self.number, self.count = number, count
         self._most_row_bytes, self._wait_s = most_row_bytes, wait_s
+        self._waiter = Waiter()
 
     @property
     def _behind(self) -> int:
@@ -115,8 +121,32 @@ class GlooRing:
         return (self.number - 2) % self.count
 
     def send(self, message: Message, wait_s: float | None = None) -> None:
+        with self._breaking_off():
+            self._waiter.do(partial(self._send, message, wait_s or self._wait_s))
+
+    def receive(self, wait_s: float) -> Message:
+        with self._breaking_off():
+            return self._waiter.do(partial(self._receive, wait_s))
+
+    @contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        """Where the block is interrupted, close all connections: what waits there then fails, and
+        so does whatever the other stages wait for. A wait that lasts would outlive the interpreter.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                with suppress(RuntimeError):
+                    # Nobody sends that. gloo closes connections where a wait takes too long.
+                    nothing = self._group.recv([torch.zeros(1)], self._before, NOBODY_SENDS)
+                    nothing.wait(timedelta(milliseconds=1))
+                self._waiter.rest(REST_S)
+            raise
+
+    def _send(self, message: Message, wait_s: float) -> None:
         for part in message.packed():
-            self._wait(self._behind, partial(self._sent, part), wait_s or self._wait_s)
+            self._wait(self._behind, partial(self._sent, part), wait_s)
 
     def _sent(self, part: Tensor) -> Any:
         return self._group.send([part], self._behind, TAG)
@@ -124,7 +154,7 @@ class GlooRing:
     def _received(self, part: Tensor) -> Any:
         return self._group.recv([part], self._before, TAG)
 
-    def receive(self, wait_s: float) -> Message:
+    def _receive(self, wait_s: float) -> Message:
         head = torch.zeros(4, dtype=torch.int64)
         self._wait(self._before, partial(self._received, head), wait_s)
         kind, text_bytes, row_bytes = sizes_of(head, self._most_row_bytes)

@@ -26,6 +26,7 @@ from speq.stages.first import RingStages, open_stage
 from speq.stages.rendezvous import join_ring, open_ring
 from speq.stages.serve import follow
 from speq.stages.settings import StagesSettings, address_of, counts_of, staged
+from speq.stages.waiting import Waiter
 from speq.stages.wire import Kind, Message, Ring, sizes_of, unpacked
 from tests.helpers.command import arguments_of
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S, in_threads
@@ -317,6 +318,25 @@ def test_nobody_comes() -> None:
         open_ring(met, AGREED, SHARED, MOST_BYTES, 0.3)
     with pytest.raises(SpeqError, match=r"nobody listens on rendezvous"):
         join_ring(f"127.0.0.1:{free_port()}", 2, AGREED, MOST_BYTES, 0.3)
+
+
+def test_an_interrupt_ends_a_wait() -> None:
+    """Which the wait itself would not let through."""
+
+    def wait() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        over.wait(PATIENCE_S)
+
+    over = threading.Event()
+    waiter = Waiter()
+    with pytest.raises(KeyboardInterrupt):
+        waiter.do(wait)
+    assert not waiter.rest(0.05)
+    over.set()
+    assert waiter.rest(PATIENCE_S)
+    assert waiter.do(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        waiter.do(lambda: 1 // 0)
 
 
 def test_a_broken_pass_is_not_gone_on_with() -> None:

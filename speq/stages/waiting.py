@@ -1,0 +1,46 @@
+"""Waiting that Ctrl-C may end: gloo's own waits let no signal through until they are over."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Waiter:
+    """A thread that does what cannot be interrupted. Whoever is interrupted leaves it to that; it
+    ends with the process.
+    """
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
+        threading.Thread(target=self._work, name="stages", daemon=True).start()
+
+    def do(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises."""
+        answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        self._asked.put((work, answers))
+        answer, error = answers.get()
+        if error is not None:
+            raise error
+        return answer  # type: ignore[return-value]
+
+    def rest(self, wait_s: float) -> bool:
+        """Wait until nothing is being done any more; whether that is so in time."""
+        answers: SimpleQueue[Any] = SimpleQueue()
+        self._asked.put((lambda: None, answers))
+        with contextlib.suppress(Empty):
+            answers.get(timeout=wait_s)
+            return True
+        return False
+
+    def _work(self) -> None:
+        while True:
+            work, answers = self._asked.get()
+            try:
+                answers.put((work(), None))
+            except BaseException as error:
+                answers.put((None, error))
+            del work, answers
