@@ -53,14 +53,16 @@ def logits_of(generator: Generator) -> list[torch.Tensor]:
 
 
 def check_passes(model: Path, stages: str, dtype: str) -> None:
-    options = {"dtype": dtype, "drafter": "none", "draft": "none", "packed_copy": "none"}
-    whole = Generator.from_pretrained(model, "64MiB", device="cpu", **options)
+    options = {"dtype": dtype, "drafter": "none", "codec": "raw", "dense": "raw"}
+    options |= {"context_length": 128, "profile": "none"}
+    config = RunConfig.of("64MiB", **options, device="cpu", draft="none", packed_copy="none")
+    whole = Generator.load(model, config)
     try:
         wanted = logits_of(whole)
     finally:
         whole.close()
     budgets = ["64MiB"] * len(counts_of(stages, 3))
-    with in_threads(model, stages, budgets, dtype=dtype, codec="raw") as generator:
+    with in_threads(model, stages, budgets, **options) as generator:
         found = logits_of(generator)
     assert wanted[0].dtype == DTYPES[dtype]
     assert all(map(torch.equal, found, wanted))
