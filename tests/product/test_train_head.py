@@ -24,7 +24,12 @@ from speq.stats import StepStats
 from speq.training import acceptance
 from speq.training import train_head as command
 from speq.training.acceptance import Acceptance
-from speq.training.features import FEATURES, FeatureFile, features_of
+from speq.training.features import (
+    FEATURES,
+    FeatureFile,
+    Window,
+    window_of,
+)
 from speq.training.settings import HeadSettings
 from speq.training.texts import PIECE_CHARACTERS, Texts, pieces_of
 from speq.training.trainer import (
@@ -141,7 +146,7 @@ def test_features_are_the_models_own(model: Path) -> None:
             ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(seed))
             with torch.no_grad():
                 wanted = plain.model(ids[None]).last_hidden_state[0]
-            found = features_of(generator.runtime, ids)
+            found = window_of(generator.runtime, ids).features
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         generator.close()
 
@@ -149,12 +154,13 @@ def test_features_are_the_models_own(model: Path) -> None:
 def feature_file(folder: Path, count: int = 5, length: int = 12, width: int = 8) -> FeatureFile:
     folder.mkdir(exist_ok=True)
     journal = Journal(folder / "training.journal", {"f": 1}, command.is_ours)
-    features = FeatureFile(folder, journal, length, width, torch.float32)
+    features = FeatureFile(folder, journal, length, width, torch.float32, (2, 3))
     generator = torch.Generator().manual_seed(9)
     windows = [
-        (
+        Window(
             torch.randint(40, (length,), generator=generator),
             torch.randn(length, width, generator=generator),
+            torch.rand(length, 2, 5, generator=generator).argsort(-1)[..., :3],
         )
         for _ in range(count)
     ]
@@ -187,7 +193,7 @@ def test_damaged_windows_are_made_again(damage: str, tmp_path: Path) -> None:
         del content[4 * 12 * 8 * 4 - 1 :]
     path.write_bytes(content)
     journal = Journal(tmp_path / "work" / "training.journal", {"f": 1}, command.is_ours)
-    assert len(FeatureFile(tmp_path / "work", journal, 12, 8, torch.float32)) == 3
+    assert len(FeatureFile(tmp_path / "work", journal, 12, 8, torch.float32, (2, 3))) == 3
     again = Journal(tmp_path / "work" / "training.journal", {"f": 1}, command.is_ours)
     assert len(again.entries) == 3
 
@@ -204,6 +210,7 @@ def vocabulary(width: int = 8) -> Vocabulary:
 def trainer(folder: Path, **settings: Any) -> Trainer:
     shape = HeadShape(8, 32, window=5)
     given = {"batch_size": 2, "sequence_length": 12, "learning_rate": 0.01, **settings}
+    given = {"token_share": 1.0, **given}
     return Trainer(random_head(shape), feature_file(folder), vocabulary(), HeadSettings(**given))
 
 
@@ -271,7 +278,7 @@ def test_the_first_loss_is_the_formulas(tmp_path: Path) -> None:
         features, words = feature_file(tmp_path / "a"), vocabulary()
         wanted = {"feature": 0.0, "next_tokens": 0.0}
         for window in one.windows_of(0):
-            tokens, rows = features.read(window)
+            tokens, rows, _ = features.read(window)
             embedded = words.table[tokens.long()][1:10]
             state = head_in_numpy(one.head, embedded.numpy(), rows[:9].numpy())
             said = torch.from_numpy(state["feature"])
@@ -395,7 +402,7 @@ def test_an_interrupted_command_goes_on_to_the_same_bits(
 
         return call
 
-    monkeypatch.setattr(command, "features_of", counted("features", features_of, (2, 5)))
+    monkeypatch.setattr(command, "window_of", counted("features", window_of, (2, 5)))
     monkeypatch.setattr(Trainer, "step", counted("steps", Trainer.step, (3, 6)))
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
