@@ -107,8 +107,10 @@ def fitted(
         if not order:
             order = torch.randperm(len(features), generator=generator).tolist()
         with torch.no_grad():
-            kinds = rows_of(head, features.read(order.pop()), vocabulary)
-        embedded, given, wanted = (torch.cat(parts) for parts in list(zip(*kinds, strict=True))[1:])
+            pending, drafted = rows_of(head, features.read(order.pop()), vocabulary)
+        embedded = torch.cat((pending.embedded, drafted.embedded))
+        given = torch.cat((pending.features, drafted.features))
+        wanted = torch.cat((pending.wanted, drafted.wanted))
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
         optimizer.zero_grad(set_to_none=True)
         logits = head.route_logits(embedded, given, weight)

@@ -134,9 +134,9 @@ class HeadDrafter:
             states[node] = self._text.node(best.token_id, parent.feature, growing.as_last())
         draft = growing.finished(nodes)
         for leaf in range(len(states), draft.nodes):
-            above = draft.parents[leaf - 1]
-            if above in states:
-                self._name(leaf, draft.token_ids[leaf - 1], states[above].feature, on_route)
+            known = states.get(draft.parents[leaf - 1])
+            if known is not None:
+                self._name(leaf, draft.token_ids[leaf - 1], known.feature, on_route)
         return draft
 
     def _after(self, state: HeadState, sequence: Sequence, ahead: list[int]) -> Chosen | None:
