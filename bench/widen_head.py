@@ -1,4 +1,5 @@
-"""The draft head of a widened model: the source's, widened as the model is.
+"""The draft head of a widened model: the source's, widened as the model is. Names of experts are
+left out: the wide model has others.
 
 Hidden units and attention heads are copied as often as the model's, and so are a branch's neurons;
 a weight that reads copies is shared out over them. The wide head says what the source's says.
@@ -66,7 +67,7 @@ def widened(head: MoEHead, hidden: int, noise: float, seed: int, tied: bool) -> 
     # What enters the residual is divided, and what reads it without a norm is multiplied.
     scales = {"enter": 1 / scale, "output": 1 / scale, "gate": scale, "contrast": scale}
     weights: dict[str, Tensor] = {}
-    for name, _ in shape.tensors():
+    for name, _ in wide.tensors():
         kind = name.partition(".")[0]
         weight = head.weight(name).detach()
         weight = weight * scales.get(kind, 1 / scale if kind == "down" else 1)

@@ -5,7 +5,7 @@ readers bring what it still lacks, and then the next layer's likely experts. The
 followed by the first one, for the next chunk.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -26,7 +26,10 @@ WAVE = 4
 
 
 class LayerStream:
-    """Serves the layers of a prompt's passes."""
+    """Serves the layers of a prompt's passes.
+
+    on_route  told each layer's exact route, where anyone wants to know
+    """
 
     foresees: ClassVar[bool] = False
 
@@ -37,6 +40,7 @@ class LayerStream:
         self._num_experts = num_layers * history.num_experts
         self._tokens = self._chunk = self._done = self._rows = 0
         self._progress: Done | None = None
+        self.on_route: Callable[[int, Route], None] | None = None
 
     @contextmanager
     def prompt(self, tokens: int, chunk: int, progress: Done | None) -> Iterator[None]:
@@ -58,6 +62,8 @@ class LayerStream:
         self._rows = route.topk_ids.shape[0]
         self.history.observe(layer, route)
         self._supply.cache.policy.observe(layer, *route.arrays)
+        if self.on_route is not None:
+            self.on_route(layer, route)
         if self._progress is not None:
             self._progress(self._done + self._rows * layer // self._num_layers, self._tokens)
 

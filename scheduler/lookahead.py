@@ -77,6 +77,11 @@ class LookaheadBuffer:
         """Keep a draft token's route (T = 1)."""
         self.predicted[token, layer] = route
 
+    def knows(self, token: int, layer: int) -> bool:
+        """Whether a router has said what the token wants there: no guess is better."""
+        route = self.predicted.get((token, layer))
+        return route is not None and route.trusted
+
     def observe(self, layer: int, route: Route) -> None:
         """Keep the exact model's route, for all tokens of its pass."""
         self.used[layer] = route

@@ -3,7 +3,8 @@
 `OnDemand` fetches what is missing when it is asked for, as Mixtral-Offloading does: the baseline
 (`--prefetch none`) that everything cleverer is compared with. `ThreePhase` fetches what the draft
 names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
-router would say now. `Primed` is the same with the paper's first phase.
+router would say now. Names that no router chose, as a head's, are guesses as well: each kind is
+believed as far as it came true so far. `Primed` is the same with the paper's first phase.
 `speq.registries.PREFETCHERS` has them by name.
 """
 
@@ -119,9 +120,10 @@ class OnDemand:
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
-        self.allowance.named(layer, route, self.lookahead.reach_of(token))
         (experts,) = route.ids
-        self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
+        if route.trusted:
+            self.allowance.named(layer, route, self.lookahead.reach_of(token))
+            self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
         self._supply.cache.policy.foretell(layer, experts)
 
     def end(self) -> None:
@@ -164,7 +166,7 @@ class ThreePhase:
         self.lookahead = lookahead
         self.allowance: Allowance = AllAllowed()
         self._supply = supply
-        self._guesses = GuessRecord()
+        self._guesses, self._names = GuessRecord(), GuessRecord()
         # By layer: visits since something was missing, or was guessed to be.
         self._quiet = [0] * lookahead.num_layers
         self._new: set[ExpertKey] = set()
@@ -190,9 +192,15 @@ class ThreePhase:
         self._route: Route | None = None
         # {expert: margin} of guesses for the next layer.
         self._guessed: dict[int, float] = {}
+        # By layer, of names that no router chose, the same.
+        self._supposed: dict[int, dict[int, float]] = {}
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
+        if route.margins is not None:
+            (experts,) = route.ids
+            self._suppose(token, layer, dict(zip(experts, route.margins[0], strict=True)))
+            return
         self.allowance.named(layer, route, self.lookahead.reach_of(token))
         (experts,) = route.ids
         missing = self._supply.missing(layer, experts)
@@ -201,6 +209,29 @@ class ThreePhase:
         worth = self.allowance.worth(layer, experts)
         self._new |= {key for key in missing if key.expert in worth}
         self._want(token, layer, experts, route.weights[0])
+        self._go_ahead(token, layer, experts)
+
+    def _suppose(self, token: int, layer: int, named: dict[int, float]) -> None:
+        """A token's experts {expert: margin} that no router chose: as for guesses, those that are
+        probable by what became of such before are fetched.
+        """
+        missing = [key.expert for key in self._supply.missing(layer, [*named])]
+        if not missing and self._supply.cache.policy.keeps_all:
+            return
+        supposed = self._supposed.setdefault(layer, {})
+        for expert in missing:
+            supposed[expert] = max(supposed.get(expert, 0.0), named[expert])
+        probable = [e for e in named if self._names.probability(named[e]) >= PAYS]
+        reach = self.lookahead.reach_of(token)
+        for expert in probable:
+            wanted = self._wanted[layer]
+            wanted[expert] = wanted.get(expert, 0.0) + reach
+        if probable:
+            self._named.add(layer)
+            self._go_ahead(token, layer, probable)
+
+    def _go_ahead(self, token: int, layer: int, experts: list[int]) -> None:
+        """A token has named experts: load what there is to load."""
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)
         self._supply.cache.policy.foretell(layer, experts, known)
@@ -249,6 +280,7 @@ class ThreePhase:
         # What had come may have gone again.
         self._unsettled = {at for at in self._named if at > layer}
         self._guesses.learn(self._guessed, set(experts))
+        self._names.learn(self._supposed.pop(layer, {}), set(experts))
         quiet = not self._guessed and not self._supply.missing(layer, experts)
         self._quiet[layer] = self._quiet[layer] + 1 if quiet else 0
         self._guessed = {}
@@ -265,8 +297,8 @@ class ThreePhase:
 
     def _guess(self, layer: int, route: Route) -> None:
         """Add what is probably wanted by tokens that no draft has run."""
-        predicted, token_of = self.lookahead.predicted, self.lookahead.token_of
-        unnamed = [row for row in route.rows if (token_of(row), layer) not in predicted]
+        knows, token_of = self.lookahead.knows, self.lookahead.token_of
+        unnamed = [row for row in route.rows if not knows(token_of(row), layer)]
         guess = route.foresee(unnamed) if unnamed else None
         if guess is None:
             return

@@ -199,9 +199,11 @@ class LiveRows:
             for node, keys in zip(self._live, missing, strict=True):
                 token = self._lookahead.token_of(node)
                 for ahead in range(layer + 1, min(layer + 1 + AHEAD, self._lookahead.num_layers)):
-                    keys |= self._supply.missing(ahead, self._lookahead.expert_ids(token, ahead))
+                    if self._lookahead.knows(token, ahead):
+                        named = self._lookahead.expert_ids(token, ahead)
+                        keys |= self._supply.missing(ahead, named)
         return missing
 
     def _named(self, node: int) -> bool:
         token = self._lookahead.token_of(node)
-        return (token, self._lookahead.num_layers - 1) in self._lookahead.predicted
+        return self._lookahead.knows(token, self._lookahead.num_layers - 1)

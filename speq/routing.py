@@ -33,6 +33,7 @@ class Route:
     following  what the next MoE layer's router says of some of the rows, as they are when they
                enter this layer's experts. Hidden states change little from layer to layer. None in
                the last layer.
+    margins    of a route that no router chose, [T][K]: as `Guess.margins`. None: a router did
 
     The tensors are the router's own, and lie where the model computes. What the host looks at is
     brought to it once, by whoever asks first, or by a `speq.layers.route_reader` in one piece.
@@ -44,10 +45,16 @@ class Route:
     following: Following | None = None
     live: tuple[int, ...] | None = None
     left_out: frozenset[int] = frozenset()
+    margins: list[list[float]] | None = None
     _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _host_weights: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
     _guess: Guess | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether a router chose it, of the exact model or of a draft that is nearly the same."""
+        return self.margins is None
 
     @property
     def host_ids(self) -> Tensor:

@@ -56,6 +56,16 @@ def findings(made: "TrainedHead") -> Iterator[str]:
             f"{name}: {found['accept_length']:.2f} tokens a step, drafts of "
             f"{report['draft_length']}, {found['steps']} steps"
         )
+    named = report["named_layers"]
+    for layer in named:
+        found, guess = report["routes"], report["routes"]["guessed"][layer]
+        rival = "none" if guess is None else f"{guess:.1%}"
+        yield (
+            f"names experts of MoE layer {layer}: {found['drafted'][layer]:.1%} of those that are "
+            f"used (its router a layer early: {rival})"
+        )
+    if not named and report["routes"] is not None:
+        yield "names no experts: routers find more of them a layer early, in all layers"
     yield (
         f"trained on {report['tokens']} tokens, {report['steps']} steps, "
         f"{report['seconds'] / 60:.1f} minutes"

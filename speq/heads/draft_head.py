@@ -5,7 +5,7 @@ says of each entry what follows. `HeadText` keeps the entries, the drafter choos
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from speq.models.kv_cache import KVLayer
 from speq.models.moe_model import MoEModel
+from speq.routing import Route
 
 
 class HeadSizes(Protocol):
@@ -141,6 +142,23 @@ class DraftHead(Protocol):
 
     def after_scores(self, state: Any, model: MoEModel) -> Tensor:
         """The same of the token after the next, of a head that says it."""
+
+
+@runtime_checkable
+class NamesExperts(Protocol):
+    """A head that names experts of tokens before the exact model has run them.
+
+    named_layers  MoE layers of which it does, ascending; perhaps none
+    """
+
+    @property
+    def named_layers(self) -> tuple[int, ...]: ...
+
+    def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
+        """Of each of these layers the routes of tokens, in host memory, as nobody trusts them.
+
+        embedded  [T, H] of the tokens; features: [T, H] of those before them, as for `run`
+        """
 
 
 class HeadSource(Protocol):

@@ -16,6 +16,43 @@ BRANCHES = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
+class NamedLayers:
+    """Whose experts a head names.
+
+    layers       MoE layers of the model, ascending
+    num_experts  of each
+    top_k        experts that it names of each for a token: as many as the model chooses
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        numbers = (*self.layers, self.num_experts, self.top_k)
+        whole = all(type(number) is int for number in numbers)
+        ascending = all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False))
+        if not whole or not self.layers or self.layers[0] < 0 or not ascending:
+            raise SpeqError(
+                f"a head names experts of layers {list(self.layers)!r:.80}; these must be numbers "
+                "of layers, ascending"
+            )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise SpeqError(
+                f"a head names {self.top_k} of {self.num_experts} experts; it must be 1 at least, "
+                "and no more than there are"
+            )
+
+    @classmethod
+    def of_json(cls, value: Any) -> "NamedLayers":
+        """As `asdict` has it. Raises SpeqError for anything else."""
+        known = isinstance(value, dict) and value.keys() == cls.__dataclass_fields__.keys()
+        if not known or not isinstance(value["layers"], list):
+            raise SpeqError(f"a head names {value!r:.80}; it must be {list(cls.__slots__)}")
+        return cls(**value | {"layers": tuple(value["layers"])})
+
+
+@dataclass(frozen=True, slots=True)
 class HeadShape:
     """What a head's tensors follow from.
 
@@ -24,6 +61,7 @@ class HeadShape:
     branches     MLPs side by side, mixed by a gate
     contrast     whether the branches' contrast says the token after the next
     window       tokens that its attention looks back, the last one included
+    named        layers whose experts it names; None: it names none
     """
 
     hidden_size: int
@@ -31,6 +69,7 @@ class HeadShape:
     branches: int = 2
     contrast: bool = True
     window: int = 512
+    named: NamedLayers | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("hidden_size", 2), ("width", 1), ("branches", 1), ("window", 1)):
@@ -52,12 +91,19 @@ class HeadShape:
     @classmethod
     def of_json(cls, value: Any) -> "HeadShape":
         """As `as_json` wrote it. Raises SpeqError for anything else."""
-        if not isinstance(value, dict) or value.keys() != cls.__dataclass_fields__.keys():
+        known = set(cls.__dataclass_fields__)
+        if not isinstance(value, dict) or value.keys() | {"named"} != known:
             raise SpeqError(f"a head's sizes are {value!r:.80}; they must be {list(cls.__slots__)}")
+        if "named" in value:
+            value = value | {"named": NamedLayers.of_json(value["named"])}
         return cls(**value)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Of a head that names no experts as files had it before there were others."""
+        sizes = asdict(self)
+        if self.named is None:
+            del sizes["named"]
+        return sizes
 
     @property
     def head_width(self) -> int:
@@ -100,6 +146,8 @@ class HeadShape:
         if self.contrast:
             yield "contrast", (2, d)
             yield "contrast_bias", (2,)
+        if self.named is not None:
+            yield "routes", (len(self.named.layers), self.named.num_experts, 2 * d)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
         """Bytes of each of them."""

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.heads.draft_head import DraftHead, HeadState, Seen
+from speq.heads.draft_head import DraftHead, HeadState, NamesExperts, Seen
 from speq.models.kv_cache import KVCache, causal_mask
 from speq.models.moe_model import MoEModel
 from speq.models.tree import Tree
+from speq.routing import Route
 
 # Tokens that wait for their entries, at most, and rows of a pass that makes them.
 WAITING = 64
@@ -28,12 +29,19 @@ class HeadText:
 
     def __init__(self, model: MoEModel, head: DraftHead, capacity: int) -> None:
         self._model, self._head = model, head
+        self._naming: NamesExperts | None = None
+        if isinstance(head, NamesExperts) and head.named_layers:
+            self._naming = head
         kv_shapes = head.shape.kv_shapes
         self.cache = KVCache(1, kv_shapes, capacity, model.dtype, model.device)
         self._tokens: list[int] = []
         self._features: list[Tensor] = []
         # The last token whose entry was made, and its feature: another token may follow it yet.
         self._last: tuple[int, Tensor] | None = None
+
+    @property
+    def names_experts(self) -> bool:
+        return self._naming is not None
 
     @property
     def heard(self) -> int:
@@ -104,6 +112,20 @@ class HeadText:
     def after_scores(self, state: HeadState) -> Tensor:
         """Those of the token after the next, of a head that says it."""
         return self._head.after_scores(state, self._model)
+
+    @torch.inference_mode()
+    def routes(self, token_id: int, feature: Tensor | None = None) -> list[tuple[int, Route]]:
+        """(layer, route) of what a token will want, of a head that names experts.
+
+        feature  [1, H] of the token before it, by the head itself; None: the token is the pending
+                 one, of which `root` was asked
+        """
+        assert self._naming is not None
+        if feature is None:
+            assert self._last is not None
+            feature = self._last[1]
+        routes = self._naming.routes(self._head.embedded([token_id], self._model), feature)
+        return [*zip(self._naming.named_layers, routes, strict=True)]
 
     def _pass(
         self, token_ids: list[int], features: Tensor, start: int, tree: Tree | None

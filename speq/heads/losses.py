@@ -61,13 +61,27 @@ class Found:
 
 def terms(found: Found, wanted: Wanted) -> dict[str, Tensor]:
     """Each term by name, unweighted."""
+    parts = regressions(found.feature, found.after, wanted.feature, wanted.after)
+    return parts | cross_entropies(found, wanted)
+
+
+def regressions(
+    feature: Tensor, after: Tensor | None, wanted: Tensor, wanted_after: Tensor
+) -> dict[str, Tensor]:
+    """The terms of features [..., H]."""
+    parts = {"feature": regression(feature, wanted)}
+    if after is not None:
+        parts["after"] = regression(after, wanted_after)
+    return parts
+
+
+def cross_entropies(found: Found, wanted: Wanted) -> dict[str, Tensor]:
+    """The terms of tokens."""
     parts = {
-        "feature": regression(found.feature, wanted.feature),
         "next_tokens": cross_entropy(found.logits.log_softmax(-1), wanted.probs),
         "mixture": cross_entropy(mixed(found.mixing, found.branch_logits), wanted.probs),
     }
-    if found.after is not None and found.after_logits is not None:
-        parts["after"] = regression(found.after, wanted.after)
+    if found.after_logits is not None:
         after_log_probs = found.after_logits.log_softmax(-1)
         parts["after_tokens"] = cross_entropy(after_log_probs, wanted.after_probs)
     return parts

@@ -14,6 +14,10 @@ embedding of token i + 1, and says token i + 2:
 Jakiro (paper: Algorithm 1, Eqs. 1 to 11) scales branches by pi_j before W, which only flattens what
 they say. Here they are mixed as distributions, and the residual lies inside of a branch, as in the
 authors' own code.
+
+A head may name experts besides: of token i + 1 in some layers those that lead in
+
+    routes [norm(e(t[i+1])) ; norm(f_i)]
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +31,7 @@ from speq.heads.draft_head import Seen
 from speq.heads.head_shape import ROPE_BASE, HeadShape
 from speq.kernels import ops
 from speq.models.moe_model import MoEModel
+from speq.routing import Route, leading
 
 EPSILON = 1e-6
 # The shares of the two branches in the contrast before training, and what they sum to: 1.2 and 0.3.
@@ -113,8 +118,11 @@ class MoEHead(nn.Module):
 
     def enter(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Embeddings of tokens [..., H] and features of those before them [..., H] to x."""
+        return product(self._pair(embedded, features), self.weight("enter"))
+
+    def _pair(self, embedded: Tensor, features: Tensor) -> Tensor:
         pair = (self._normed("embedding", embedded), self._normed("feature", features))
-        return product(torch.cat(pair, dim=-1), self.weight("enter"))
+        return torch.cat(pair, dim=-1)
 
     def queries_keys_values(
         self, x: Tensor, rotation: tuple[Tensor, Tensor]
@@ -172,6 +180,30 @@ class MoEHead(nn.Module):
     def after_scores(self, state: HeadState, model: MoEModel) -> Tensor:
         assert state.after is not None
         return model.logits(state.after)
+
+    @property
+    def named_layers(self) -> tuple[int, ...]:
+        """As `NamesExperts`."""
+        return () if self.shape.named is None else self.shape.named.layers
+
+    def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
+        """As `NamesExperts.routes`."""
+        assert self.shape.named is not None
+        top_k = self.shape.named.top_k
+        logits = self.route_logits(embedded, features, self.weight("routes"))
+        ids, margins = leading(logits.flatten(0, 1), top_k)
+        # Numbers of experts are exact in float32, and one piece is read from a device in one go.
+        read = torch.stack((ids.float(), margins)).cpu().unflatten(1, logits.shape[:2])
+        even = torch.full(read.shape[2:], 1 / top_k)
+        return [
+            Route(experts.long(), even, margins=behind.tolist())
+            for experts, behind in zip(*read, strict=True)
+        ]
+
+    def route_logits(self, embedded: Tensor, features: Tensor, weight: Tensor) -> Tensor:
+        """[L, T, E] of rows [T, H] by weights [L, E, 2H], in whose dtype the head is."""
+        logits = product(self._pair(embedded, features), weight.flatten(0, 1))
+        return logits.unflatten(1, weight.shape[:2]).transpose(0, 1)
 
     def _mlp(self, branch: int, normed: Tensor) -> Tensor:
         both = product(normed, self.weight(f"gate_up.{branch}"))

@@ -213,6 +213,14 @@ class TrainHeadOptions(TypedDict, total=False):
     """Tokens of a window of text, and how far the head looks back."""
     batch_size: int
     """Windows in a step."""
+    token_share: float
+    """Share of a window's positions whose tokens are trained on, other ones in each step. Features
+    are at all positions. Tokens cost most of a step.
+    """
+    routes: str
+    """Whether the head names experts too, in layers where it finds more of them than the layer's
+    own router does a layer early: on or off.
+    """
     learning_rate: float
     """The highest, of a cosine schedule."""
     seed: int

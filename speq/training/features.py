@@ -1,7 +1,8 @@
-"""What a head is trained on: windows of tokens, and the exact model's last hidden states of them.
+"""What a head is trained on: windows of tokens, the exact model's last hidden states of them, and
+the experts that it chose.
 
 The model's own engine makes them once, under its memory budget, so that a model larger than memory
-can have a head. They lie in one file, window behind window. A journal says how many of them are
+can have a head. They lie in a file each, window behind window. A journal says how many of them are
 whole.
 """
 
@@ -10,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,29 @@ from speq.decode.sequence import Draft, Sequence
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.layers.draft_experts import OnRoute
+from speq.routing import Route
 from speq.runtime import Runtime
 
-TOKENS, FEATURES = "tokens.bin", "features.bin"
+TOKENS, FEATURES, ROUTES = "tokens.bin", "features.bin", "routes.bin"
 ID_DTYPE = torch.int32
+
+
+class Window(NamedTuple):
+    """tokens [M], features [M, H], and of each token the experts of each MoE layer [M, L, K]."""
+
+    tokens: Tensor
+    features: Tensor
+    routes: Tensor
+
+
+class HeldOut(NamedTuple):
+    """A window that nothing is trained on.
+
+    guessed  by layer, from the second on, experts [M, K] that its router names a layer early
+    """
+
+    window: Window
+    guessed: list[Tensor]
 
 
 class Ear:
@@ -51,24 +71,66 @@ class Ear:
         return torch.cat(self._heard)
 
 
-def features_of(runtime: Runtime, token_ids: Tensor) -> Tensor:
-    """The exact model's last hidden states [M, H] of a window [M], in host memory."""
+class RouteEar:
+    """Keeps the routes of a prompt's passes, as `LayerStream.on_route`.
+
+    guesses  whether it keeps as well what the next layer's router would choose a layer early
+    """
+
+    def __init__(self, num_layers: int, guesses: bool) -> None:
+        self._used: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self._guessed: list[list[Tensor]] | None = None
+        if guesses:
+            self._guessed = [[] for _ in range(num_layers - 1)]
+
+    def __call__(self, layer: int, route: Route) -> None:
+        self._used[layer].append(route.host_ids.to(ID_DTYPE))
+        if self._guessed is not None and layer < len(self._guessed):
+            guess = route.foresee([*range(len(route.topk_ids))])
+            assert guess is not None
+            self._guessed[layer].append(torch.tensor(guess.ids, dtype=ID_DTYPE))
+
+    def used(self) -> Tensor:
+        """[T, L, K] of the tokens heard."""
+        return torch.stack([torch.cat(parts) for parts in self._used], dim=1)
+
+    def guessed(self) -> list[Tensor]:
+        """By layer, from the second on, [T, K]."""
+        return [torch.cat(parts) for parts in self._guessed or []]
+
+
+def window_of(runtime: Runtime, token_ids: Tensor) -> Window:
+    """What the exact model makes of a window [M], in host memory."""
+    return _heard(runtime, token_ids, guesses=False).window
+
+
+def held_out_of(runtime: Runtime, token_ids: Tensor) -> HeldOut:
+    """The same of a window that is held out, and what routers guess of it."""
+    return _heard(runtime, token_ids, guesses=True)
+
+
+def _heard(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
     engine, ear = runtime.reserve(len(token_ids) + 1), Ear()
     engine.recorder.begin_run(runtime.begin_stats(0.0))
+    routes = RouteEar(len(runtime.shape.experts.layers), guesses)
     before, engine.drafter = engine.drafter, ear
+    engine.offload.stream.on_route = routes
     try:
         sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
         engine.start(Sequence(token_ids.tolist(), sampling))
     finally:
         engine.drafter = before
-    return ear.features()
+        engine.offload.stream.on_route = None
+    return HeldOut(Window(token_ids, ear.features(), routes.used()), routes.guessed())
 
 
 @dataclass(slots=True)
 class FeatureFile:
-    """Windows on the disk: tokens [M] int32, and features [M, H] in the model's dtype.
+    """Windows on the disk, features in the model's dtype, and tokens and experts as int32.
 
-    journal  has an entry {"window": CRC-32 of both} for each that is whole
+    journal  has an entry {"window": CRC-32 of all} for each that is whole
+    length   tokens of a window
+    routed   MoE layers, and experts of a token in each
     """
 
     folder: Path
@@ -76,13 +138,14 @@ class FeatureFile:
     length: int
     hidden_size: int
     dtype: torch.dtype
+    routed: tuple[int, int]
 
     def __post_init__(self) -> None:
         """Forget windows that are not as the journal says, and all behind them."""
         count = sum("window" in entry for entry in self.journal.entries)
         for at in range(count):
             try:
-                whole = self._crc32(*self.read(at)) == self.journal.entries[at]["window"]
+                whole = self._crc32(self.read(at)) == self.journal.entries[at]["window"]
             except OSError:
                 whole = False
             if not whole:
@@ -92,46 +155,58 @@ class FeatureFile:
     def __len__(self) -> int:
         return sum("window" in entry for entry in self.journal.entries)
 
-    def _sizes(self) -> tuple[int, int]:
-        return (
-            self.length * ID_DTYPE.itemsize,
-            self.length * self.hidden_size * self.dtype.itemsize,
-        )
+    def _parts(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of each part of a window, in its order."""
+        return [
+            (TOKENS, (self.length,), ID_DTYPE),
+            (FEATURES, (self.length, self.hidden_size), self.dtype),
+            (ROUTES, (self.length, *self.routed), ID_DTYPE),
+        ]
 
-    def append(self, windows: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add tokens and features of some windows. They are on the disk when this returns."""
+    def append(self, windows: Iterable[Window]) -> None:
+        """Add some windows. They are on the disk when this returns."""
         assert not self.journal.entries or "window" in self.journal.entries[-1]
-        at, made = len(self), [(t.to(ID_DTYPE), f.to(self.dtype)) for t, f in windows]
-        for part, (name, size) in enumerate(zip((TOKENS, FEATURES), self._sizes(), strict=True)):
+        dtypes = [dtype for _, _, dtype in self._parts()]
+        at = len(self)
+        made = [
+            Window(*(part.to(dtype) for part, dtype in zip(window, dtypes, strict=True)))
+            for window in windows
+        ]
+        for part, (name, shape, dtype) in enumerate(self._parts()):
             descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             with os.fdopen(descriptor, "wb") as file:
-                file.seek(at * size)
+                file.seek(at * size_of(shape, dtype))
                 for window in made:
                     file.write(bytes_of(window[part].contiguous().view(-1).view(torch.uint8)))
                 file.flush()
                 os.fsync(file.fileno())
-        self.journal.add(*({"window": self._crc32(*window)} for window in made))
+        self.journal.add(*({"window": self._crc32(window)} for window in made))
 
-    def read(self, at: int) -> tuple[Tensor, Tensor]:
-        """Tokens [M] and features [M, H] of a window. Raises OSError where they are not there."""
-        sizes = zip((TOKENS, FEATURES), self._sizes(), (ID_DTYPE, self.dtype), strict=True)
+    def read(self, at: int) -> Window:
+        """A window. Raises OSError where it is not there."""
         parts = []
-        for name, size, dtype in sizes:
-            data = torch.empty(size, dtype=torch.uint8)
+        for name, shape, dtype in self._parts():
+            data = torch.empty(size_of(shape, dtype), dtype=torch.uint8)
             with (self.folder / name).open("rb") as file:
-                file.seek(at * size)
-                if file.readinto(bytes_of(data)) != size:
+                file.seek(at * len(data))
+                if file.readinto(bytes_of(data)) != len(data):
                     raise OSError(f"{name} ends within window {at}")
-            parts.append(data.view(dtype))
-        tokens, features = parts
-        return tokens, features.view(self.length, self.hidden_size)
+            parts.append(data.view(dtype).view(shape))
+        return Window(*parts)
 
     def batch(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Tokens [B, M] int64 and features [B, M, H] float32."""
-        tokens, features = zip(*map(self.read, windows), strict=True)
+        tokens, features, _ = zip(*map(self.read, windows), strict=True)
         return torch.stack(tokens).long(), torch.stack(features).float()
 
     @staticmethod
-    def _crc32(tokens: Tensor, features: Tensor) -> int:
-        first = zlib.crc32(bytes_of(tokens.contiguous().view(-1).view(torch.uint8)))
-        return zlib.crc32(bytes_of(features.contiguous().view(-1).view(torch.uint8)), first)
+    def _crc32(window: Window) -> int:
+        found = 0
+        for part in window:
+            found = zlib.crc32(bytes_of(part.contiguous().view(-1).view(torch.uint8)), found)
+        return found
+
+
+def size_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes."""
+    return torch.Size(shape).numel() * dtype.itemsize

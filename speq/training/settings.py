@@ -33,6 +33,22 @@ class HeadSettings(Options):
         Option("Tokens of a window of text, and how far the head looks back.", Whole(8)),
     ] = 512
     batch_size: Annotated[int, Option("Windows in a step.", Whole(1))] = 4
+    token_share: Annotated[
+        float,
+        Option(
+            "Share of a window's positions whose tokens are trained on, other ones in each step. "
+            "Features are at all positions. Tokens cost most of a step.",
+            Number(1, without_minimum=True),
+        ),
+    ] = 0.25
+    routes: Annotated[
+        str,
+        Option(
+            "Whether the head names experts too, in layers where it finds more of them than the "
+            "layer's own router does a layer early: on or off.",
+            Choice(("on", "off")),
+        ),
+    ] = "on"
     learning_rate: Annotated[
         float, Option("The highest, of a cosine schedule.", Number(1, without_minimum=True))
     ] = 1e-3

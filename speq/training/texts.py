@@ -53,6 +53,11 @@ class Texts:
                 digest.update(text.encode())
         return digest.hexdigest()[:32]
 
+    @property
+    def ends(self) -> "Texts":
+        """What is held out, to take windows of."""
+        return Texts(self.held_out, {})
+
     def pieces(self, seed: int) -> list[str]:
         """What is trained on, in pieces, in an order of the seed's."""
         found = [piece for text in self.texts.values() for piece in pieces_of(text)]

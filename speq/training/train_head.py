@@ -7,6 +7,7 @@ the last step that was saved. The same command goes on from there, to the same b
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +30,17 @@ from speq.options.declared import split
 from speq.options.typed import TrainHeadOptions
 from speq.text.tokenizer import tokens_of
 from speq.training.acceptance import DRAFT_LENGTH, NUM_PROMPTS, PROMPT_TOKENS, measured
-from speq.training.features import FEATURES, TOKENS, FeatureFile, features_of
+from speq.training.features import (
+    FEATURES,
+    ROUTES,
+    TOKENS,
+    FeatureFile,
+    HeldOut,
+    Window,
+    held_out_of,
+    window_of,
+)
+from speq.training.routes import HELD_OUT, STEPS, Recalls, fitted, naming, recalls
 from speq.training.settings import HeadSettings, TrainingSettings
 from speq.training.texts import Texts
 from speq.training.trainer import STATE, WARMUP_STEPS, Trainer, Vocabulary
@@ -132,18 +143,21 @@ class HeadRun:
                     "with it, or remove the folder to begin anew"
                 )
             features = self._features(generator, work)
+            held_out = self._held_out(generator)
             vocabulary = vocabulary_of(generator)
             digest, dtype = header["model"], features.dtype
             prompts = self.texts.prompts(
                 lambda text: tokens_of(generator.tokenizer, text), PROMPT_TOKENS, NUM_PROMPTS
             )
-        trainer = self._trainer(features, vocabulary)
+            num_experts = generator.runtime.shape.experts.num_experts
+        trainer = self._trainer(features, vocabulary, num_experts)
         losses = self._train(trainer, work)
-        write_head(folder / NAME, trainer.head, digest, dtype)
+        head, found = self._naming(trainer, features, vocabulary, num_experts, held_out)
+        write_head(folder / NAME, head, digest, dtype)
         acceptance = self._acceptance(folder / NAME, prompts, budget)
         # Once more, with what runs can now know beforehand.
-        trainer.head.stand = stand_of(acceptance)
-        write_head(folder / NAME, trainer.head, digest, dtype)
+        head.stand = stand_of(acceptance)
+        write_head(folder / NAME, head, digest, dtype)
         report = {
             "format": FORMAT,
             "speq": __version__,
@@ -155,10 +169,12 @@ class HeadRun:
             "windows": len(features),
             "tokens": len(features) * features.length,
             "steps": trainer.taken,
-            "head_bytes": trainer.head.shape.nbytes(dtype),
+            "head_bytes": head.shape.nbytes(dtype),
             "losses": losses,
             "draft_length": DRAFT_LENGTH,
             "acceptance": acceptance,
+            "routes": None if found is None else found.to_json(),
+            "named_layers": list(head.named_layers),
             "seconds": monotonic() - self.start_s,
         }
         write_whole(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")
@@ -209,27 +225,23 @@ class HeadRun:
     def _features(self, generator: Generator, work: Path) -> FeatureFile:
         """All windows, made as far as they are not there."""
         runtime, length = generator.runtime, self.settings.sequence_length
-        features = FeatureFile(work, self.journal, length, runtime.shape.hidden_size, runtime.dtype)
+        shape = runtime.shape
+        routed = (len(shape.experts.layers), shape.top_k)
+        features = FeatureFile(work, self.journal, length, shape.hidden_size, runtime.dtype, routed)
         if any("windows" in entry for entry in self.journal.entries):
             return features
-        tokenizer = generator.tokenizer
-        windows = self.texts.windows(
-            lambda text: tokens_of(tokenizer, text),
-            length,
-            tokenizer.eos_token_id,
-            self.settings.seed,
-        )
+        windows = self._windows(generator, self.texts)
         for _ in range(len(features)):
             next(windows)
         wanted = self.training.windows
-        group: list[tuple[torch.Tensor, torch.Tensor]] = []
+        group: list[Window] = []
         while wanted is None or len(features) + len(group) < wanted:
             if wanted is None and self._left_s(FEATURES_SHARE) < 0 and len(features):
                 break
             token_ids = next(windows, None)
             if token_ids is None:
                 break
-            group.append((token_ids, features_of(runtime, token_ids)))
+            group.append(window_of(runtime, token_ids))
             if len(group) == GROUP:
                 features.append(group)
                 group = []
@@ -244,7 +256,41 @@ class HeadRun:
         self.journal.add({"windows": len(features)})
         return features
 
-    def _trainer(self, features: FeatureFile, vocabulary: Vocabulary) -> Trainer:
+    def _windows(self, generator: Generator, texts: Texts) -> Iterator[torch.Tensor]:
+        tokenizer, settings = generator.tokenizer, self.settings
+        return texts.windows(
+            lambda text: tokens_of(tokenizer, text),
+            settings.sequence_length,
+            tokenizer.eos_token_id,
+            settings.seed,
+        )
+
+    def _held_out(self, generator: Generator) -> list[HeldOut]:
+        """Windows to judge names of experts by; none where none are trained or texts are short."""
+        if self.settings.routes == "off":
+            return []
+        windows = self._windows(generator, self.texts.ends)
+        some = zip(range(HELD_OUT), windows, strict=False)
+        return [held_out_of(generator.runtime, token_ids) for _, token_ids in some]
+
+    def _naming(
+        self,
+        trainer: Trainer,
+        features: FeatureFile,
+        vocabulary: Vocabulary,
+        num_experts: int,
+        held_out: list[HeldOut],
+    ) -> tuple[MoEHead, Recalls | None]:
+        """The head as it is kept: with names of experts in the layers where these are worth it."""
+        head, steps = trainer.head, min(trainer.taken, STEPS)
+        if not held_out:
+            return head, None
+        seed = self.settings.seed
+        weight = fitted(head, features, vocabulary, num_experts, steps, seed, self.progress)
+        found = recalls(head, weight, held_out, vocabulary)
+        return naming(head, weight, found.won(), features.routed[1]), found
+
+    def _trainer(self, features: FeatureFile, vocabulary: Vocabulary, num_experts: int) -> Trainer:
         settings, hidden_size = self.settings, features.hidden_size
         shape = HeadShape(
             hidden_size,
@@ -253,11 +299,14 @@ class HeadRun:
             settings.contrasts,
             settings.sequence_length,
         )
-        needed = COPIES * shape.nbytes(torch.float32) + vocabulary.nbytes
+        routes = features.routed[0] * num_experts * 2 * hidden_size * torch.float32.itemsize
+        held = shape.nbytes(torch.float32) + (routes if settings.routes == "on" else 0)
+        needed = COPIES * held + vocabulary.nbytes
         if vocabulary.table.is_cpu and needed > available_bytes():
             raise SpeqError(
                 f"training takes {format_bytes(needed)} for the head and the vocabulary and "
-                f"{format_bytes(available_bytes())} are free; give a smaller --width"
+                f"{format_bytes(available_bytes())} are free; give a smaller --width, or --routes "
+                "off"
             )
         head = MoEHead.random(shape, settings.seed).to(vocabulary.table.device)
         return Trainer(head, features, vocabulary, settings)
@@ -338,4 +387,4 @@ def header_in(path: Path) -> dict[str, Any]:
 
 
 def is_ours(name: str) -> bool:
-    return name in (JOURNAL, TOKENS, FEATURES, STATE)
+    return name in (JOURNAL, TOKENS, FEATURES, ROUTES, STATE)

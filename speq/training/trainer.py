@@ -15,7 +15,14 @@ from speq.files.atomic_file import replacing
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import SafetensorsFile, header_of
 from speq.heads.head_file import sum_of
-from speq.heads.losses import Found, LossWeights, Wanted, terms, total
+from speq.heads.losses import (
+    Found,
+    LossWeights,
+    Wanted,
+    cross_entropies,
+    regressions,
+    total,
+)
 from speq.heads.moe_head import HeadState, MoEHead, rotations
 from speq.training.features import FeatureFile
 from speq.training.settings import HeadSettings
@@ -126,7 +133,8 @@ class Trainer:
         return found
 
     def _backward(self, state: HeadState, wanted: Tensor, keep: bool) -> dict[str, float]:
-        """Gradients of rows [B, T, ...], in blocks of rows, whose logits live one block long.
+        """Gradients of rows [B, T, ...]: of features, of all rows; of tokens, of some, in blocks,
+        whose logits live one block long.
 
         wanted  [B, T + 1 or more, H]: of row i the next feature is at i, and the one after at i + 1
         """
@@ -135,17 +143,30 @@ class Trainer:
         ends = [part.detach().requires_grad_() for part in parts]
         batch, count = state.feature.shape[:2]
         sums: dict[str, float] = {}
-        for row in range(batch):
-            for start in range(0, count, self._vocabulary.block_rows):
-                end = min(start + self._vocabulary.block_rows, count)
-                block = [part[row, start:end] for part in ends]
-                loss = terms(self._found(*block), self._wanted(wanted[row, start : end + 1]))
-                share = (end - start) / (batch * count)
-                (total(loss, self._weights) * share).backward()
-                for name, value in loss.items():
-                    sums[name] = sums.get(name, 0.0) + float(value.detach()) * share
+
+        def learn(loss: dict[str, Tensor], share: float) -> None:
+            (total(loss, self._weights) * share).backward()
+            for name, value in loss.items():
+                sums[name] = sums.get(name, 0.0) + float(value.detach()) * share
+
+        after = None if state.after is None else ends[3]
+        learn(regressions(ends[0], after, wanted[:, :count], wanted[:, 1 : count + 1]), 1.0)
+        for window, rows in enumerate(self._token_rows(batch, count)):
+            for chosen in rows.split(self._vocabulary.block_rows):
+                found = self._found(*(part[window, chosen] for part in ends))
+                pairs = wanted[window, torch.stack((chosen, chosen + 1), 1)]
+                loss = cross_entropies(found, self._wanted(pairs))
+                learn(loss, len(chosen) / (batch * len(rows)))
         torch.autograd.backward(parts, [end.grad for end in ends], retain_graph=keep)
         return sums
+
+    def _token_rows(self, batch: int, count: int) -> list[Tensor]:
+        """Of each window the rows whose tokens are trained on in this step, ascending."""
+        kept = max(round(self._settings.token_share * count), 1)
+        generator = torch.Generator().manual_seed(self._settings.seed + 15485863 * self.taken)
+        device = self._vocabulary.table.device
+        orders = (torch.randperm(count, generator=generator)[:kept] for _ in range(batch))
+        return [order.sort().values.to(device) for order in orders]
 
     def _found(
         self, feature: Tensor, mixing: Tensor, branches: Tensor, after: Tensor | None = None
@@ -155,10 +176,10 @@ class Trainer:
         return Found(feature, mixing, say(feature), say(branches), after, after_logits)
 
     def _wanted(self, features: Tensor) -> Wanted:
-        """features: [R + 1, H]"""
+        """features: [R, 2, H], of the next token and of the one after."""
         with torch.no_grad():
             probs = self._vocabulary.logits(features).softmax(-1)
-        return Wanted(features[:-1], features[1:], probs[:-1], probs[1:])
+        return Wanted(*features.unbind(1), *probs.unbind(1))
 
     def save(self, folder: Path) -> None:
         """All that the next step depends on."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from speq.heads.head_file import head_beside, model_digest, write_head
-from speq.heads.head_shape import HeadShape
+from speq.heads.head_shape import HeadShape, NamedLayers
 from speq.heads.moe_head import MoEHead
 from speq.models.opened import open_model
 
@@ -23,17 +23,21 @@ def random_head(shape: HeadShape, seed: int = 0) -> MoEHead:
 
 
 def write_random_head(
-    model: Path, seed: int = 0, stand: tuple[float, ...] = (), **sizes: Any
+    model: Path, seed: int = 0, stand: tuple[float, ...] = (), names: bool = False, **sizes: Any
 ) -> Path:
     """A head that knows nothing, beside its model, where drafter head finds it.
 
     stand  what it says of its drafts
+    names  whether it names experts, of every second layer from the first on
     """
     opened = open_model(model)
     digest = model_digest(opened.checkpoint, opened.family.names)
-    hidden_size = opened.shape.hidden_size
+    hidden_size, experts = opened.shape.hidden_size, opened.shape.experts
+    layers = tuple(range(0, len(experts.layers), 2))
+    named = NamedLayers(layers, experts.num_experts, opened.shape.top_k) if names else None
     opened.close()
-    shape = HeadShape(hidden_size, **({"width": 32, "window": 48} | sizes))
+    given = {"width": 32, "window": 48, "named": named} | sizes
+    shape = HeadShape(hidden_size, **given)
     path, head = head_beside(model), random_head(shape, seed)
     head.stand = stand
     path.parent.mkdir(parents=True, exist_ok=True)

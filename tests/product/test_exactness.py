@@ -25,6 +25,7 @@ from speq.experts.expert_store import ExpertStore
 from speq.layers.dense_matrix import LosslessMatrix
 from speq.measure.report import read_prompts
 from speq.registries import CACHE_POLICIES, PREFETCHERS
+from speq.scheduler.prefetch import ThreePhase
 from speq.scheduler.transfer import Fetch
 from tests.helpers.cells import Cell, Folder, Folders, loaded, outcomes
 from tests.helpers.fake_transfer import Reordering
@@ -189,6 +190,28 @@ def test_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     cell = HEADS[(at + 1) % 4]
     expected = drawn_tokens(plain, prompt, 40, SamplingParams(**options))
     run_cell(cell, *folders.of(family, cell), "float32", prompt, expected, **options)
+
+
+@pytest.mark.parametrize("cell", [HEADS[0], HEADS[2]], ids=str)
+def test_names_of_experts_leave_tokens_as_they_are(
+    cell: Cell, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that knows nothing, and whose names are fetched nevertheless, all of them."""
+    monkeypatch.setattr("speq.scheduler.prefetch.PAYS", 0.0)
+    told: list[tuple[int, int]] = []
+    suppose = ThreePhase._suppose
+
+    def heard(self: ThreePhase, token: int, layer: int, named: dict[int, float]) -> None:
+        told.append((token, layer))
+        suppose(self, token, layer, named)
+
+    monkeypatch.setattr(ThreePhase, "_suppose", heard)
+    expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), PROMPTS[0], 40)
+    model, draft = folders.of("qwen2_moe", cell)
+    run_cell(cell, model, draft, "float32", PROMPTS[0], expected)
+    # Of the pending token, and of drafted ones; of every second layer.
+    assert {token for token, _ in told} >= {0, 1, 2}
+    assert {layer for _, layer in told} == set(range(0, 1 + max(layer for _, layer in told), 2))
 
 
 # Drafts with what lies in slots, down to two for all layers together.

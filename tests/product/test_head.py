@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -21,7 +23,7 @@ from speq.decode.sequence import Sequence
 from speq.files.safetensors_file import SafetensorsFile
 from speq.heads import losses
 from speq.heads.head_file import head_beside, model_digest, read_head, write_head
-from speq.heads.head_shape import HeadShape
+from speq.heads.head_shape import HeadShape, NamedLayers
 from speq.heads.losses import Found, LossWeights, Wanted
 from speq.heads.moe_head import MoEHead, mixed, rotations
 from speq.heads.named import head_worth_weighing
@@ -34,7 +36,7 @@ from tests.helpers.tiny_models import write_model
 
 SHAPES = (
     HeadShape(16, 12, window=5),
-    HeadShape(128, 24, contrast=False),
+    HeadShape(128, 24, contrast=False, named=NamedLayers((0, 3), 6, 2)),
     HeadShape(18, 7, branches=1, contrast=False, window=3),
 )
 
@@ -65,6 +67,46 @@ def test_a_pass_is_the_formulas(shape: HeadShape) -> None:
     for name, values in found.items():
         close = torch.from_numpy(wanted[name])
         torch.testing.assert_close(values.double(), close, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_names_are_those_of_the_formula(drafting: bool) -> None:
+    """In numpy: what leads in each layer, and by how much over the best that is not named."""
+    named = NamedLayers((1, 4), 7, 3)
+    head = random_head(HeadShape(16, 8, named=named))
+    embedded, features = torch.randn(2, 5, 16)
+    if drafting:
+        head = head.held(torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        routes = head.routes(embedded, features)
+    assert head.named_layers == (1, 4) and len(routes) == 2
+    w = {name: weight.double().numpy() for name, weight in head.weights().items()}
+    pair = []
+    for rows, norm in ((embedded, "embedding_norm"), (features, "feature_norm")):
+        values = rows.double().numpy()
+        pair.append(values / np.sqrt((values**2).mean(-1, keepdims=True) + 1e-6) * w[norm])
+    for route, weights in zip(routes, w["routes"], strict=True):
+        logits = np.concatenate(pair, 1) @ weights.T
+        order = np.argsort(-logits, axis=1)
+        assert route.ids == order[:, :3].tolist()
+        ordered = np.take_along_axis(logits, order, 1)
+        assert route.margins is not None and not route.trusted
+        np.testing.assert_allclose(route.margins, ordered[:, :3] - ordered[:, 3:4], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "sentence"),
+    [
+        ((), (4, 2), "ascending"),
+        ((1, 1), (4, 2), "ascending"),
+        ((-1,), (4, 2), "ascending"),
+        (("0",), (4, 2), "ascending"),
+        ((0,), (4, 5), "names 5 of 4 experts"),
+    ],
+)
+def test_layers_that_cannot_be_named(layers: Any, experts: tuple[int, int], sentence: str) -> None:
+    with pytest.raises(SpeqError, match=sentence):
+        NamedLayers(layers, *experts)
 
 
 def test_heads_to_draft_with_compute_the_same() -> None:
@@ -183,16 +225,21 @@ def digest_of(model: Path) -> str:
         opened.close()
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
-    head = random_head(SHAPES[0])
+def test_what_is_written_is_read(shape: HeadShape, dtype: torch.dtype, tmp_path: Path) -> None:
+    head = random_head(shape)
     path = tmp_path / "h.safetensors"
     write_head(path, head, "of that model", dtype)
-    again = read_head(path, "of that model", 16)
+    again = read_head(path, "of that model", shape.hidden_size)
     assert again.shape == head.shape and again.stand == ()
     head.stand = 0.75, 1.0
     write_head(path, head, "of that model", dtype)
-    assert read_head(path, "of that model", 16).held(dtype, torch.device("cpu")).stand == (0.75, 1)
+    held = read_head(path, "of that model", shape.hidden_size).held(dtype, torch.device("cpu"))
+    assert held.stand == (0.75, 1) and held.shape == shape
+    # As files were before any head named experts.
+    sizes = json.loads(safe_open(path, "pt").metadata()["shape"])
+    assert ("named" in sizes) == (shape.named is not None)
     plain = load_file(path)
     assert plain.keys() == dict(head.shape.tensors()).keys()
     for name, weight in head.weights().items():
@@ -248,6 +295,8 @@ def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
     assert "is damaged" in refused(with_header(shape='{"hidden_size": 64}'))
     sizes = json.loads(header["__metadata__"]["shape"])
     assert "is damaged" in refused(with_header(shape=json.dumps(sizes | {"width": "x"})))
+    for named in (1, {}, {"layers": 0, "num_experts": 4, "top_k": 2}):
+        assert "is damaged" in refused(with_header(shape=json.dumps(sizes | {"named": named})))
     for shares in ("{", "{}", '["x"]', "[1.5]", "[true]", "[NaN]"):
         assert f"stand in shares of {shares}" in refused(with_header(stand=shares))
     assert "are not those of a head" in refused(with_header(shape=json.dumps(sizes | {"width": 8})))

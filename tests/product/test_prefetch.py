@@ -356,6 +356,33 @@ def test_guesses_are_made_for_tokens_that_no_draft_spoke_of() -> None:
     assert asked == [[1], [0, 1]]
 
 
+def test_names_that_no_router_chose_are_acted_on_once_they_prove_right() -> None:
+    """And are believed apart from guesses, which go on beside them."""
+    rig, asked = Rig(slots=LAYERS * EXPERTS), list[list[int]]()
+
+    def step(named: list[int], wanted: list[int]) -> list[ExpertKey]:
+        rig.prefetcher.begin(1)
+        before = len(rig.transfer.asked)
+        ids = torch.tensor([named])
+        route = Route(ids, torch.full(ids.shape, 0.5), margins=[[1.1, 1.2]])
+        rig.prefetcher.request(0, 1, route)
+        rig.prefetcher.end()
+        ahead = [key for key, _ in rig.transfer.asked[before:]]
+        assert rig.prefetcher.new_experts == 0
+        rig.verify(0, [[0, 1]], following_of({10: 2.1, 11: 2.2, 4: 1.0}, asked))
+        rig.verify(1, [wanted])
+        rig.arrive()
+        return ahead
+
+    # As guesses are: even odds do not pay, (2 + 2) / (4 + 2) do, and (2 + 2) / (4 + 4) do not.
+    assert step([2, 3], [2, 3]) == []
+    assert step([5, 6], [8, 9]) == keys(1, 5, 6)
+    assert step([7, 0], [8, 9]) == []
+    # The layer's router was asked of the same row all the same.
+    assert asked == [[0], [0], [0]]
+    assert rig.prefetcher.lookahead.expert_ids(0, 1) == [7, 0]
+
+
 @pytest.mark.parametrize("mode", [SingleSooner, SingleLater])
 def test_single_shots_guess_nothing(mode: type[SingleShot]) -> None:
     rig, asked = Rig(mode), list[list[int]]()

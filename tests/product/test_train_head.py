@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,13 +19,21 @@ from speq.cli import app
 from speq.files.alone import alone_in
 from speq.files.journal import Journal
 from speq.heads.head_file import read_head
-from speq.heads.head_shape import HeadShape
+from speq.heads.head_shape import HeadShape, NamedLayers
 from speq.heads.moe_head import rotations
 from speq.stats import StepStats
-from speq.training import acceptance
+from speq.training import acceptance, routes
 from speq.training import train_head as command
 from speq.training.acceptance import Acceptance
-from speq.training.features import FEATURES, FeatureFile, features_of
+from speq.training.features import (
+    FEATURES,
+    FeatureFile,
+    HeldOut,
+    Window,
+    held_out_of,
+    window_of,
+)
+from speq.training.routes import Recalls
 from speq.training.settings import HeadSettings
 from speq.training.texts import PIECE_CHARACTERS, Texts, pieces_of
 from speq.training.trainer import (
@@ -141,20 +150,48 @@ def test_features_are_the_models_own(model: Path) -> None:
             ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(seed))
             with torch.no_grad():
                 wanted = plain.model(ids[None]).last_hidden_state[0]
-            found = features_of(generator.runtime, ids)
+            found = window_of(generator.runtime, ids).features
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         generator.close()
+
+
+def test_routes_are_the_models_own(model: Path) -> None:
+    """Plain transformers' choices; a layer's guess is its router on what enters the one before."""
+    plain = load_plain(model)
+    ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(2))
+    entered: list[Tensor] = []
+    layers = [*plain.model.layers]
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda _, given: entered.append(given[0][0]))
+    with torch.no_grad():
+        plain(ids[None])
+        routers = [layer.mlp.gate.weight.T for layer in layers]
+        logits = [x @ router for x, router in zip(entered, routers, strict=True)]
+        early = [x @ router for x, router in zip(entered[:-1], routers[1:], strict=True)]
+    generator = Generator.from_pretrained(
+        model, "900KiB", draft="none", draft_length=0, dtype="float32"
+    )
+    found = held_out_of(generator.runtime, ids)
+    top_k = generator.runtime.shape.top_k
+    generator.close()
+    for at, wanted in enumerate(logits):
+        chosen = wanted.topk(top_k).indices.sort().values
+        assert torch.equal(found.window.routes[:, at].long().sort().values, chosen)
+    assert len(found.guessed) == len(early)
+    for guess, wanted in zip(found.guessed, early, strict=True):
+        assert torch.equal(guess.long(), wanted.topk(top_k).indices)
 
 
 def feature_file(folder: Path, count: int = 5, length: int = 12, width: int = 8) -> FeatureFile:
     folder.mkdir(exist_ok=True)
     journal = Journal(folder / "training.journal", {"f": 1}, command.is_ours)
-    features = FeatureFile(folder, journal, length, width, torch.float32)
+    features = FeatureFile(folder, journal, length, width, torch.float32, (2, 3))
     generator = torch.Generator().manual_seed(9)
     windows = [
-        (
+        Window(
             torch.randint(40, (length,), generator=generator),
             torch.randn(length, width, generator=generator),
+            torch.rand(length, 2, 5, generator=generator).argsort(-1)[..., :3],
         )
         for _ in range(count)
     ]
@@ -187,7 +224,7 @@ def test_damaged_windows_are_made_again(damage: str, tmp_path: Path) -> None:
         del content[4 * 12 * 8 * 4 - 1 :]
     path.write_bytes(content)
     journal = Journal(tmp_path / "work" / "training.journal", {"f": 1}, command.is_ours)
-    assert len(FeatureFile(tmp_path / "work", journal, 12, 8, torch.float32)) == 3
+    assert len(FeatureFile(tmp_path / "work", journal, 12, 8, torch.float32, (2, 3))) == 3
     again = Journal(tmp_path / "work" / "training.journal", {"f": 1}, command.is_ours)
     assert len(again.entries) == 3
 
@@ -204,6 +241,7 @@ def vocabulary(width: int = 8) -> Vocabulary:
 def trainer(folder: Path, **settings: Any) -> Trainer:
     shape = HeadShape(8, 32, window=5)
     given = {"batch_size": 2, "sequence_length": 12, "learning_rate": 0.01, **settings}
+    given = {"token_share": 1.0, **given}
     return Trainer(random_head(shape), feature_file(folder), vocabulary(), HeadSettings(**given))
 
 
@@ -271,7 +309,7 @@ def test_the_first_loss_is_the_formulas(tmp_path: Path) -> None:
         features, words = feature_file(tmp_path / "a"), vocabulary()
         wanted = {"feature": 0.0, "next_tokens": 0.0}
         for window in one.windows_of(0):
-            tokens, rows = features.read(window)
+            tokens, rows, _ = features.read(window)
             embedded = words.table[tokens.long()][1:10]
             state = head_in_numpy(one.head, embedded.numpy(), rows[:9].numpy())
             said = torch.from_numpy(state["feature"])
@@ -315,6 +353,99 @@ def test_rates_rise_and_fall() -> None:
     assert all(rate_share(at, None) == rate_share(at, 7000) for at in range(WARMUP_STEPS))
 
 
+# Names of experts.
+
+
+def held_out(count: int = 2) -> list[HeldOut]:
+    """Random windows of 12 tokens, 2 layers of 5 experts, 3 of a token."""
+    generator = torch.Generator().manual_seed(3)
+
+    def chosen() -> Tensor:
+        return torch.rand(12, 2, 5, generator=generator).argsort(-1)[..., :3]
+
+    return [
+        HeldOut(
+            Window(
+                torch.randint(40, (12,), generator=generator),
+                torch.randn(12, 8, generator=generator),
+                chosen(),
+            ),
+            [chosen()[:, 0]],
+        )
+        for _ in range(count)
+    ]
+
+
+def test_recalls_are_counted_by_token() -> None:
+    """Against numpy's pass over each window, expert by expert."""
+    head = random_head(HeadShape(8, 12, window=50))
+    weight = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(4))
+    windows, words = held_out(), vocabulary()
+    found = routes.recalls(head, weight, windows, words)
+    counts = {name: [0, 0] for name in ("drafted", "pending", "guessed")}
+    used = [[0] * 5, [0] * 5]
+    w = {name: each.double().numpy() for name, each in head.weights().items()}
+
+    def normed(row: Any, name: str) -> Any:
+        return row / np.sqrt((row**2).mean() + 1e-6) * w[name]
+
+    for (tokens, features, wanted), (guesses,) in windows:
+        embedded, f = words.table[tokens].double().numpy(), features.double().numpy()
+        own = head_in_numpy(head, embedded[1:11], f[:10])["feature"]
+        for row in range(10):
+            given = {"pending": (row + 1, f[row]), "drafted": (row + 2, own[row])}
+            for layer in range(2):
+                for kind, (at, feature) in given.items():
+                    pair = [
+                        normed(embedded[at], "embedding_norm"),
+                        normed(feature, "feature_norm"),
+                    ]
+                    logits = weight[layer].double().numpy() @ np.concatenate(pair)
+                    named = set(np.argsort(-logits)[:3].tolist())
+                    counts[kind][layer] += len(named & set(wanted[at, layer].tolist()))
+                chosen = set(wanted[row + 2, layer].tolist())
+                counts["guessed"][layer] += layer * len(set(guesses[row + 2].tolist()) & chosen)
+                for expert in chosen:
+                    used[layer][expert] += 1
+    assert found.tokens == 20
+    assert found.drafted == pytest.approx([count / 60 for count in counts["drafted"]])
+    assert found.pending == pytest.approx([count / 60 for count in counts["pending"]])
+    assert found.guessed == [None, pytest.approx(counts["guessed"][1] / 60)]
+    assert found.most_used == pytest.approx([sum(sorted(each)[-3:]) / 60 for each in used])
+
+
+def test_layers_in_which_others_find_more_are_left_out() -> None:
+    found = Recalls(10, [0.9, 0.7, 0.8, 0.7], [1.0] * 4, [None, 0.7, 0.6, 0.5], [0.4] * 3 + [0.7])
+    assert found.won() == (0, 2)
+    head, weight = random_head(HeadShape(8, 12)), torch.randn(4, 5, 16)
+    kept = routes.naming(head, weight, found.won(), top_k=3)
+    assert kept.shape.named == NamedLayers((0, 2), 5, 3)
+    assert torch.equal(kept.weight("routes"), weight[[0, 2]])
+    assert all(torch.equal(kept.weight(name), w) for name, w in head.weights().items())
+    assert routes.naming(head, weight, (), top_k=3) is head
+
+
+def test_names_are_learnt(tmp_path: Path) -> None:
+    """Where a token's experts follow from the token alone."""
+    generator = torch.Generator().manual_seed(5)
+    table = torch.rand(40, 2, 5, generator=generator).argsort(-1)[..., :3]
+    words = Vocabulary(torch.randn(40, 32, generator=generator), torch.zeros(40, 32), None)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    journal = Journal(folder / "training.journal", {"f": 1}, command.is_ours)
+    features = FeatureFile(folder, journal, 48, 32, torch.float32, (2, 3))
+
+    def window() -> Window:
+        tokens = torch.randint(40, (48,), generator=generator)
+        return Window(tokens, torch.randn(48, 32, generator=generator), table[tokens])
+
+    features.append([window() for _ in range(8)])
+    head = random_head(HeadShape(32, 12))
+    weight = routes.fitted(head, features, words, num_experts=5, steps=150, seed=0)
+    found = routes.recalls(head, weight, [HeldOut(window(), [])], words)
+    assert min(found.drafted) > max(found.most_used) + 0.1
+
+
 # Acceptance.
 
 
@@ -353,6 +484,15 @@ def test_the_command_trains_a_head_that_drafts(model: Path, texts: Path) -> None
     report = json.loads((folder / "report.json").read_text())
     assert report["texts"] == ["one.txt", "two.txt"]
     assert (report["windows"], report["tokens"], report["steps"]) == (6, 6 * 32, 30)
+    names = report["routes"]
+    assert names["tokens"] == 8 * 30
+    assert report["named_layers"] == [
+        at
+        for at, share in enumerate(names["drafted"])
+        if share > max(names["guessed"][at] or 0, names["most_used"][at])
+    ]
+    kept = read_head(folder / "head.safetensors", report["model"], 64)
+    assert list(kept.named_layers) == report["named_layers"]
     for found in report["acceptance"].values():
         assert len(found["by_depth"]) == report["draft_length"] == 4
         assert found["tried"][0] == found["steps"] > 4
@@ -395,7 +535,7 @@ def test_an_interrupted_command_goes_on_to_the_same_bits(
 
         return call
 
-    monkeypatch.setattr(command, "features_of", counted("features", features_of, (2, 5)))
+    monkeypatch.setattr(command, "window_of", counted("features", window_of, (2, 5)))
     monkeypatch.setattr(Trainer, "step", counted("steps", Trainer.step, (3, 6)))
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):

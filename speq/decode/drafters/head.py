@@ -53,21 +53,32 @@ class HeadDrafter:
     def propose(
         self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
-        """Draft up to an end of text or as far as `go_on` lets it. It names no routes."""
+        """Draft up to an end of text or as far as `go_on` lets it. Where the head names experts,
+        on_route is told those of the pending token, and of each that follows one which was run.
+        """
         if not bounds.length:
             return Draft()
         text = self._text
         assert text.heard == len(sequence.prompt_ids) + len(sequence.generated_ids) - 1
         state = text.root(sequence.pending_id)
         root = text.cache.length
+        self._name(0, sequence.pending_id, None, on_route)
         try:
             if bounds.nodes is None:
-                return self._chain(sequence, bounds.length, state, go_on)
-            return self._tree(sequence, bounds.length, bounds.nodes, state, go_on)
+                return self._chain(sequence, bounds.length, state, on_route, go_on)
+            return self._tree(sequence, bounds.length, bounds.nodes, state, on_route, go_on)
         finally:
             text.forget(root)
 
-    def _chain(self, sequence: Sequence, length: int, state: HeadState, go_on: GoOn) -> Draft:
+    def _name(self, node: int, token_id: int, feature: Tensor | None, on_route: OnRoute) -> None:
+        """Tell what a node will want, as far as the head names it. feature: as of `HeadText`."""
+        if self._text.names_experts:
+            for layer, route in self._text.routes(token_id, feature):
+                on_route(node, layer, route)
+
+    def _chain(
+        self, sequence: Sequence, length: int, state: HeadState, on_route: OnRoute, go_on: GoOn
+    ) -> Draft:
         tokens: list[int] = []
         leads: list[float | None] = []
         passes = 0
@@ -78,9 +89,10 @@ class HeadDrafter:
                 break
             tokens.append(chosen.token_id)
             leads.append(chosen.lead)
-            if len(tokens) == length or sequence.ends(tokens[-1]):
-                break
-            if not go_on(passes, leads[-1]):
+            last = len(tokens) == length or sequence.ends(tokens[-1])
+            on = not last and go_on(passes, leads[-1])
+            self._name(len(tokens), tokens[-1], state.feature, on_route)
+            if not on:
                 break
             if self.says_after and len(tokens) == length - 1:
                 tokens += self._beyond(state, sequence, tokens)
@@ -90,7 +102,13 @@ class HeadDrafter:
         return Draft.chain(tokens, leads, passes)
 
     def _tree(
-        self, sequence: Sequence, length: int, nodes: int, state: HeadState, go_on: GoOn
+        self,
+        sequence: Sequence,
+        length: int,
+        nodes: int,
+        state: HeadState,
+        on_route: OnRoute,
+        go_on: GoOn,
     ) -> Draft:
         """Nodes that are run are the first of the tree, in the order in which they are run."""
         growing = BestFirst(self._confidence.probability)
@@ -112,8 +130,14 @@ class HeadDrafter:
             if not go_on(draft.passes, best.lead, best.parent):
                 break
             node, parent = growing.grow(best), states[best.parent]
+            self._name(node, best.token_id, parent.feature, on_route)
             states[node] = self._text.node(best.token_id, parent.feature, growing.as_last())
-        return growing.finished(nodes)
+        draft = growing.finished(nodes)
+        for leaf in range(len(states), draft.nodes):
+            known = states.get(draft.parents[leaf - 1])
+            if known is not None:
+                self._name(leaf, draft.token_ids[leaf - 1], known.feature, on_route)
+        return draft
 
     def _after(self, state: HeadState, sequence: Sequence, ahead: list[int]) -> Chosen | None:
         """What follows the sequence and `ahead`, drafted tokens; None where it is not finite."""
