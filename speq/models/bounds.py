@@ -1,6 +1,7 @@
 """What a config.json may promise: known from files alone, before anything is built from it."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from speq.errors import SpeqError
@@ -48,10 +49,16 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
             )
 
 
-def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Raise SpeqError where a config promises more layers or tokens than the weights hold."""
+def check_weights(
+    config: dict[str, Any], checkpoint: Checkpoint, counts: Callable[[str], bool]
+) -> None:
+    """Raise SpeqError where a config promises more layers or tokens than the weights hold.
+
+    counts  tells by its name on disk whether a tensor is of the model
+    """
     where = checkpoint.path / "config.json"
-    layers = {int(m[1]) for m in map(LAYER.search, checkpoint.tensors) if m is not None}
+    names = filter(counts, checkpoint.tensors)
+    layers = {int(m[1]) for m in map(LAYER.search, names) if m is not None}
     promised = config.get("num_hidden_layers")
     if layers and isinstance(promised, int) and promised > len(layers):
         raise SpeqError(
@@ -60,7 +67,7 @@ def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
         )
     vocab_size = config.get("vocab_size")
     for name, (file, info) in checkpoint.tensors.items():
-        if not EMBEDDING.search(name) or not isinstance(vocab_size, int) or not info.shape:
+        if not counts(name) or not EMBEDDING.search(name) or not isinstance(vocab_size, int) or not info.shape:
             continue
         if info.shape[0] != vocab_size:
             raise SpeqError(

@@ -55,10 +55,13 @@ def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **opt
     wanted   tells the tensors by their names on disk; those of plain words are all there
     options  of `from_pretrained`
     """
-    path = checkpoint.path
+    path, family = checkpoint.path, family_of(checkpoint.config, checkpoint.path)
+    if family.text is not None:
+        # The class of a text's configuration is that of the text alone.
+        options |= {"config": hf_config(checkpoint), "key_mapping": family.key_mapping}
     if checkpoint.format == WORDS:
         return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
-    config = hf_config(checkpoint)
+    config = options.pop("config", None) or hf_config(checkpoint)
     if (path / "generation_config.json").exists():
         options["generation_config"] = GenerationConfig.from_pretrained(path)
     state = state_of(checkpoint, wanted)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from speq.models.attention import KVShapes
 from speq.models.delta_cache import NO_STATES, DeltaLayer, DeltaShape
 from speq.models.length import Length
 from speq.models.tree import Tree
@@ -97,7 +98,8 @@ class PlacedKVLayer(KVLayer):
 class KVCache(Cache):
     """Room for `capacity` tokens of one text.
 
-    kv_shapes  (heads, width) of keys and of values
+    kv_shapes  (heads, width) of keys and of values, in each layer
+    by_layer   kv_shapes of each layer, where they differ
     number     among the caches of texts that run side by side
     delta      layers that keep states in place of entries
     known      tokens that the first entries are of, where another text may begin with the same ones
@@ -106,12 +108,13 @@ class KVCache(Cache):
     def __init__(
         self,
         num_layers: int,
-        kv_shapes: tuple[tuple[int, int], tuple[int, int]],
+        kv_shapes: KVShapes,
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
         number: int = 0,
         delta: DeltaShape = NO_STATES,
+        by_layer: tuple[KVShapes, ...] = (),
     ) -> None:
         self.capacity, self.number = capacity, number
         self.known: list[int] = []
@@ -124,7 +127,8 @@ class KVCache(Cache):
         def made(layer: int) -> Any:
             if layer in delta.layers:
                 return DeltaLayer(delta.sizes, dtype, device, length)
-            return KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), length)
+            keys, values = by_layer[layer] if by_layer else kv_shapes
+            return KVLayer(storage(keys), storage(values), length)
 
         super().__init__(layers=[made(layer) for layer in range(num_layers)])
 

@@ -76,7 +76,8 @@ class MoEModel:
         blocks = list(family.moe_blocks(hf_model).values())
         foreseen = [*(block.logits for block in blocks[1:]), None]
         for layer, (block, next_logits) in enumerate(zip(blocks, foreseen, strict=True)):
-            block.experts.attach(layer, self._switch, block.router, next_logits)
+            listening = layer, self._switch, block.router, next_logits
+            block.experts.attach(*listening, block.logits_of)
         self.num_moe_layers = len(blocks)
         self.gates = [block.gate for block in blocks]
         # Of the experts of each layer; empty where they have none.
@@ -170,7 +171,7 @@ class MoEModel:
             mixer = getattr(layer, "self_attn", None) or layer.linear_attn
             found.setdefault("attention", []).append(mixer)
             kind = "shared experts" if index in blocks else "dense layers"
-            found.setdefault(kind, []).append(getattr(layer, self._family.names.blocks[0]))
+            found.setdefault(kind, []).append(getattr(layer, self._family.names.mlp))
         found[EXPERTS] = [block.experts for block in blocks.values()]
         found["router"] = [block.router for block in blocks.values()]
         for parent in (body, *body.layers):
@@ -302,9 +303,14 @@ class MoEModel:
         """
         head = self._hf_model.get_output_embeddings()
         if bank is None:
-            return head(hidden_states)
+            return self._capped(head(hidden_states))
         with self.using(bank):
-            return head(hidden_states)
+            return self._capped(head(hidden_states))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Logits through the softcap that some models have, as their own forward does it."""
+        cap = logits_cap(self._config)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def score(
         self,
@@ -351,6 +357,12 @@ class MoEModel:
         """mask: what tokens see of the entries, given how far they look back."""
         masks = {kind: mask(window) for kind, window in self._windows.items()}
         return masks if self._family.typed_masks else masks[ANY_KIND]
+
+
+def logits_cap(config: Any) -> float | None:
+    """Between which number and its negative logits are squeezed; None: they are not."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
 
 
 def windows_of(family: Family, config: Any) -> dict[str, int | None]:
@@ -408,10 +420,10 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def is_held(family: Family, num_layers: int | None, name: str) -> bool:
-    """Whether a model holds a tensor of that name outside its experts; layers behind its last, and
-    those below `mtp`, are for predicting tokens ahead.
+    """Whether a model holds a tensor of that name on disk outside its experts; layers behind its
+    last, and those below `mtp`, are for predicting tokens ahead.
     """
-    if name.startswith("mtp."):
+    if name.startswith("mtp.") or not family.is_of_text(name):
         return False
     layer = LAYER.search(name)
     beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
@@ -433,11 +445,12 @@ def load(
 
     Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
     """
+    count = family.sizes_in(checkpoint.config).get("num_hidden_layers")
     try:
         with quiet_transformers(), family.without_experts():
             model, info = from_checkpoint(
                 checkpoint,
-                partial(is_held, family, checkpoint.config.get("num_hidden_layers")),
+                partial(is_held, family, count),
                 dtype=dtype,
                 attn_implementation=family.attention_by,
                 use_safetensors=True,
@@ -463,8 +476,8 @@ def load(
             f"{missing[0]} among them; download it again"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
-    count = checkpoint.config.get("num_hidden_layers")
-    unexpected = [name for name in unexpected if is_held(family, count, name)]
+    stored = [name for name in map(family.on_disk, unexpected) if name in checkpoint.tensors]
+    unexpected = [name for name in stored if is_held(family, count, name)]
     if unexpected:
         logging.getLogger("speq").warning(
             "%s holds %d tensors the model has no use for, %s among them",

@@ -36,7 +36,8 @@ class Opened:
         """
         names = self.family.names
         tensors = self.checkpoint.tensors.items()
-        stored = [info for name, (_, info) in tensors if not names.is_expert(name)]
+        held = ((name, info) for name, (_, info) in tensors if self.family.is_of_text(name))
+        stored = [info for name, info in held if not names.is_expert(name)]
         kinds = ((torch.bfloat16 if e.dtype == FP8_DTYPE else e.dtype, e.shape) for e in stored)
         return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
 
@@ -68,7 +69,7 @@ def open_model(model: str | Path, verify_reads: bool = False) -> Opened:
     config = read_json(path / "config.json")
     family = family_of(config, path)
     checkpoint = Checkpoint(path)
-    check_weights(config, checkpoint)
+    check_weights(family.sizes_in(config), checkpoint, family.is_of_text)
     shape = shape_of(family, hf_config(checkpoint), path / "config.json")
     store = open_experts(checkpoint, shape.experts, verify_reads)
     return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store))

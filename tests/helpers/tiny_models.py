@@ -207,6 +207,35 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILY_OPTIONS["gemma4"] = {
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "enable_moe_block": True,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+# Of models of pictures and text, the part that is of pictures.
+VISION: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    }
+}
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families that are mostly built like another one here run in the wider checks, as does one whose
 # own part has tests of its own (test_delta.py). Those that differ in next to nothing run in the
@@ -234,8 +263,20 @@ SPREAD = {
         "down_proj_bias": 0.5,
         "_proj.bias": 0.5,
         "sinks": 1.0,
-    }
+    },
+    # Layers say more than the token before, which is what the tied head would repeat.
+    "gemma4": {
+        "post_attention_layernorm.weight": 3.0,
+        "post_feedforward_layernorm.weight": 3.0,
+        "layernorm_1.weight": 1.0,
+        "layernorm_2.weight": 1.0,
+        "router.scale": 1.0,
+        "per_expert_scale": 1.0,
+        "layer_scalar": 1.0,
+    },
 }
+# What experts of a layer are below, where it is not `model.layers.L.mlp.experts`.
+EXPERTS_BELOW = {"gemma4": "model.language_model.layers.{}.experts"}
 # Families whose experts have biases, which no draft with desc_act fits.
 BIASED = ("gpt_oss",)
 CORRECTION = ("e_score_correction_bias",)
@@ -261,7 +302,7 @@ def write_model(
     **overrides: Any,
 ) -> Path:
     """A random model of a family, with a tokenizer, as `save_pretrained` writes it."""
-    config = AutoConfig.for_model(model_type, **(COMMON | FAMILY_OPTIONS[model_type] | overrides))
+    config = config_of(model_type, **overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -273,10 +314,25 @@ def write_model(
         if name.endswith(CORRECTION):  # which experts are chosen depends on it
             tensor.data.copy_(0.2 * torch.randn(tensor.shape))
         if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
-            tensor.data.normal_(std=config.initializer_range)
+            tensor.data.normal_(std=COMMON["initializer_range"])
     model.save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)
     return path
+
+
+def config_of(model_type: str, **overrides: Any) -> Any:
+    """The configuration of a small model; of one of pictures and text, with both parts."""
+    options = COMMON | FAMILY_OPTIONS[model_type] | overrides
+    if model_type not in VISION:
+        return AutoConfig.for_model(model_type, **options)
+    return AutoConfig.for_model(
+        model_type,
+        text_config=options,
+        vision_config=VISION[model_type],
+        tie_word_embeddings=options["tie_word_embeddings"],
+        eos_token_id=EOS,
+        initializer_range=options["initializer_range"],
+    )
 
 
 def write_perturbed(path: Path, source: Path, noise: float, seed: int = 0) -> Path:
@@ -329,21 +385,25 @@ def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tenso
 
 
 def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, those of all experts of a layer as gpt_oss has them as tensors of
-    experts alone.
+    """Tensors of a checkpoint, those of all experts of a layer in one as tensors of experts alone.
+
+    Where they have biases they lie as gpt_oss has them: transposed, with gate and up in turns.
     """
     alone: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, projection = name.rpartition(".")
-        if f"{name}_bias" not in tensors:
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             alone[name] = tensor
             continue
+        turned = f"{name}_bias" in tensors
         for at, stored in enumerate(tensor):
-            parts = {"down_proj": stored}
+            matrix = stored.T if turned else stored
+            parts = {"down_proj": matrix}
             if projection == "gate_up_proj":
-                parts = {"gate_proj": stored[:, 0::2], "up_proj": stored[:, 1::2]}
-            for each, matrix in parts.items():
-                alone[f"{prefix}.{at}.{each}.weight"] = matrix.T.contiguous()
+                halves = (matrix[0::2], matrix[1::2]) if turned else matrix.chunk(2)
+                parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+            for each, part in parts.items():
+                alone[f"{prefix}.{at}.{each}.weight"] = part.contiguous()
     return alone
 
 
@@ -414,6 +474,6 @@ def greedy_tokens(
         do_sample=False,
         logits_processor=processors,
         eos_token_id=None,
-        pad_token_id=EOS if model.config.vocab_size > EOS else 0,
+        pad_token_id=EOS if model.config.get_text_config().vocab_size > EOS else 0,
     )
     return output[0, len(prompt_ids) :].tolist()
