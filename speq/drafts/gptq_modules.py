@@ -188,16 +188,17 @@ def dense_modules(
 
     Raises SpeqError for those that are not whole, or of other sizes.
     """
-    by_name = {shape.name: shape for shape in shapes}
+    by_name = {shape.stored: shape for shape in shapes}
     found: dict[str, PackedModule] = {}
     for name, (file, info) in shards.tensors.items():
         module, _, part = name.rpartition(".")
         own = next((ending for ending in endings(module) if ending in by_name), None)
         if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
-            found.setdefault(own, PackedModule(module, {})).parts[part] = Part(file, info)
+            found.setdefault(by_name[own].name, PackedModule(module, {})).parts[part] = Part(file, info)
     found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
+    by_module = {shape.name: shape for shape in by_name.values()}
     for name, packed in found.items():
-        shape = by_name[name]
+        shape = by_module[name]
         check_module(shards.path, config, packed, shape.outputs, shape.columns, ())
     return found
 

@@ -38,6 +38,7 @@ class ExpertNames:
     experts      what the block calls its experts
     projections  what an expert calls PROJECTIONS, in their order
     mlp          what a layer calls its dense MLP, or the block that its shared experts are in
+    prefix       what stands before `layers` on disk
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -45,6 +46,7 @@ class ExpertNames:
     experts: str = "experts"
     projections: tuple[tuple[str, str, str], ...] = (PROJECTIONS,)
     mlp: str = "mlp"
+    prefix: str = "model."
 
     @cached_property
     def projection_of(self) -> dict[str, str]:
@@ -100,10 +102,10 @@ class ExpertNames:
         return self.matrix(words_name(name)) is not None
 
     def module(self, layer: int, expert: int, projection: str) -> str:
-        """The name that transformers gives an expert's matrix, without `.weight`."""
+        """The name on disk that transformers gives an expert's matrix, without `.weight`."""
         name = self.projections[0][PROJECTIONS.index(projection)]
         block = f"{self.blocks[0]}." if self.blocks[0] else ""
-        return f"model.layers.{layer}.{block}{self.experts}.{expert}.{name}"
+        return f"{self.prefix}layers.{layer}.{block}{self.experts}.{expert}.{name}"
 
 
 USUAL_NAMES = ExpertNames()

@@ -1,6 +1,7 @@
 """The dense layers of a model that a draft may run on codes, by what they are for."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,16 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
-    """A dense layer: the name of its module, which is that on disk, its part and its matrix'
-    sizes [outputs, columns].
+    """A dense layer: the name of its module, its part and its matrix' sizes [outputs, columns].
+
+    stored  what its tensors on disk are below
     """
 
     name: str
     part: str
     outputs: int
     columns: int
+    stored: str
 
     @property
     def layer(self) -> int | None:
@@ -35,11 +38,14 @@ class DenseShape:
         return None if match is None else int(match[1])
 
 
-def dense_shapes(model: Any, block: str) -> tuple[DenseShape, ...]:
+def dense_shapes(
+    model: Any, block: str, on_disk: Callable[[str], str]
+) -> tuple[DenseShape, ...]:
     """Those of a model, in the order of its modules. Routers, gates of shared experts, norms and
     embeddings are none.
 
-    block  what a layer calls its MLP
+    block    what a layer calls its MLP
+    on_disk  what checkpoints call a module
     """
     head = model.get_output_embeddings()
     found = []
@@ -47,7 +53,8 @@ def dense_shapes(model: Any, block: str) -> tuple[DenseShape, ...]:
         if isinstance(module, nn.Linear):
             part = HEAD if module is head else part_of(name, block)
             if part is not None:
-                found.append(DenseShape(name, part, module.out_features, module.in_features))
+                sizes = module.out_features, module.in_features
+                found.append(DenseShape(name, part, *sizes, on_disk(name)))
     return tuple(found)
 
 

@@ -295,7 +295,10 @@ PHIMOE_NAMES = ExpertNames(
 )
 HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
 GPT_OSS_NAMES = ExpertNames(routers=("router",))
-GEMMA4_NAMES = ExpertNames(blocks=("",), routers=("router", "router.proj"))
+GEMMA4_TEXT = TextPart("text_config", "model.language_model.")
+GEMMA4_NAMES = ExpertNames(
+    blocks=("",), routers=("router", "router.proj"), prefix=GEMMA4_TEXT.prefix
+)
 
 FAMILIES = {
     family.model_type: family
@@ -422,7 +425,7 @@ FAMILIES = {
             logits_of=log_of_first,
             top_k="top_k_experts",
             hidden_act="hidden_activation",
-            text=TextPart("text_config", "model.language_model."),
+            text=GEMMA4_TEXT,
             typed_masks=True,
             attention=heads_by_layer,
             check=check_gemma4,

@@ -287,7 +287,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
         tied=config.tie_word_embeddings,
         wide_sizes=tuple(tensor.numel() for name, tensor in following if name in wide),
         own_bytes=sum(tensor.nbytes for tensor in own),
-        draft_layers=dense_shapes(model, family.names.mlp),
+        draft_layers=dense_shapes(model, family.names.mlp, family.on_disk),
         max_context=max_context(config, where),
         delta=family.delta(config),
     )

@@ -96,7 +96,7 @@ class Shards:
         """Tensors of a layer's shard, in their order: dense layers, then experts."""
         found: Entries = {}
         for shape in self.dense_of(layer):
-            found |= self._module(shape.name, shape.columns, shape.outputs)
+            found |= self._module(shape.stored, shape.columns, shape.outputs)
         if layer in self.layout.layers:
             found |= self._experts(layer)
         return found
@@ -128,7 +128,7 @@ class Shards:
         """Which modules loaders that know of `dynamic` leave alone: a pattern of their names."""
         if not self.dense:
             return NOT_EXPERTS
-        known = "|".join(re.escape(shape.name) for shape in self.dense)
+        known = "|".join(re.escape(shape.stored) for shape in self.dense)
         return rf"-:^(?!(.*\.experts(\.|$)|({known})$)).*"
 
 
@@ -321,7 +321,7 @@ def is_copied(name: str) -> bool:
 
 def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
     """Tensors that are not quantised, in the order they are read in."""
-    names, dense = shards.layout.names, {f"{shape.name}.weight" for shape in shards.dense}
+    names, dense = shards.layout.names, {f"{shape.stored}.weight" for shape in shards.dense}
     tensors = {
         name: at
         for name, at in checkpoint.tensors.items()

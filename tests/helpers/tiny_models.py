@@ -237,10 +237,10 @@ VISION: dict[str, dict[str, Any]] = {
     }
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
-# Families that are mostly built like another one here run in the wider checks, as does one whose
-# own part has tests of its own (test_delta.py). Those that differ in next to nothing run in the
+# Families that are mostly built like another one here run in the wider checks, as do those whose
+# own part has tests of its own (test_delta.py, test_gemma4.py). Those that differ in next to nothing run in the
 # long ones.
-LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next"),)
+LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "gemma4"),)
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
@@ -365,6 +365,16 @@ def write_fused(path: Path, source: Path) -> Path:
     fused = {name: tensor for name, tensor in tensors.items() if not alone.search(name)}
     save_file(fused, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def layers_of(model: Any) -> Any:
+    """Decoder layers of plain transformers' model, of one of pictures and text too."""
+    return getattr(model.model, "language_model", model.model).layers
+
+
+def experts_of(layer: Any) -> Any:
+    """All experts of a layer; None: it has none."""
+    return getattr(layer, "experts", None) or getattr(layer.mlp, "experts", None)
 
 
 def matrices_of(experts: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,10 @@ from speq.routing import Route
 from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, write_model
 
 # Attention of other families is no usual one.
-UNUSUAL = ("deepseek_v2", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe")
+UNUSUAL = (
+    *("deepseek_v2", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe"),
+    "gemma4",
+)
 # Some layers of these have no attention.
 STATES = ("qwen3_next",)
 WALKED = tuple(family for family in FAMILIES if family not in (*UNUSUAL, *STATES))

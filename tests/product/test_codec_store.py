@@ -39,6 +39,7 @@ from tests.helpers.tiny_models import (
     BIASED,
     BY_FAMILY,
     FAMILIES,
+    EXPERTS_BELOW,
     experts_alone,
     greedy_tokens,
     load_plain,
@@ -61,10 +62,12 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
             parts = {}
             for new, short in old.items():
                 prefix = f"model.layers.{layer}"
-                name = f"{prefix}.mlp.experts.{expert}.{new}.weight"
-                if name not in tensors:
-                    name = f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight"
-                parts[new] = tensors[name]
+                names = (
+                    f"{prefix}.mlp.experts.{expert}.{new}.weight",
+                    f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight",
+                    f"{EXPERTS_BELOW['gemma4'].format(layer)}.{expert}.{new}.weight",
+                )
+                parts[new] = next(tensors[name] for name in names if name in tensors)
             gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])
             found.append((gate_up, parts["down_proj"]))
     return found
