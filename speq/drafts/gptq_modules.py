@@ -194,7 +194,9 @@ def dense_modules(
         module, _, part = name.rpartition(".")
         own = next((ending for ending in endings(module) if ending in by_name), None)
         if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
-            found.setdefault(by_name[own].name, PackedModule(module, {})).parts[part] = Part(file, info)
+            found.setdefault(by_name[own].name, PackedModule(module, {})).parts[part] = Part(
+                file, info
+            )
     found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
     by_module = {shape.name: shape for shape in by_name.values()}
     for name, packed in found.items():

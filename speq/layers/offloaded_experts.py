@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from speq.kernels.ops import ExpertBiases
 from speq.routing import Route
 
-
 # Finds logits [T, E] in what a router returns.
 LogitsOf = Callable[[tuple[Tensor, ...]], Tensor]
 
@@ -69,8 +68,8 @@ class OffloadedExperts(nn.Module):
         self._is_hf_initialized = True  # keeps the family's weight initialisation away
         self.layer = -1
         self.switch = BankSwitch()
-        # Of the pass under way what the router was given, where it was rows, and its logits: a list,
-        # as an attribute of a module is slow to set.
+        # Of the pass under way what the router was given, and its logits: a list, as an attribute
+        # of a module is slow to set.
         self._heard: list[tuple[Tensor | None, Tensor]] = []
         self._logits_of = first_of
         self._next_logits: Callable[[Tensor], Tensor] | None = None

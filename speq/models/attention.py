@@ -10,7 +10,6 @@ from transformers.masking_utils import sdpa_mask
 
 from speq.kernels.decoder_ops import beside_sinks
 
-
 # (heads, width) of a layer's cached keys and of its cached values.
 KVShapes = tuple[tuple[int, int], tuple[int, int]]
 

@@ -67,7 +67,12 @@ def check_weights(
         )
     vocab_size = config.get("vocab_size")
     for name, (file, info) in checkpoint.tensors.items():
-        if not counts(name) or not EMBEDDING.search(name) or not isinstance(vocab_size, int) or not info.shape:
+        if (
+            not counts(name)
+            or not EMBEDDING.search(name)
+            or not isinstance(vocab_size, int)
+            or not info.shape
+        ):
             continue
         if info.shape[0] != vocab_size:
             raise SpeqError(

@@ -38,9 +38,7 @@ class DenseShape:
         return None if match is None else int(match[1])
 
 
-def dense_shapes(
-    model: Any, block: str, on_disk: Callable[[str], str]
-) -> tuple[DenseShape, ...]:
+def dense_shapes(model: Any, block: str, on_disk: Callable[[str], str]) -> tuple[DenseShape, ...]:
     """Those of a model, in the order of its modules. Routers, gates of shared experts, norms and
     embeddings are none.
 

@@ -238,8 +238,8 @@ VISION: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families that are mostly built like another one here run in the wider checks, as do those whose
-# own part has tests of its own (test_delta.py, test_gemma4.py). Those that differ in next to nothing run in the
-# long ones.
+# own part has tests of its own (test_delta.py, test_gemma4.py). Those that differ in next to
+# nothing run in the long ones.
 LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "gemma4"),)
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),

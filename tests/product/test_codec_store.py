@@ -38,8 +38,8 @@ from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import (
     BIASED,
     BY_FAMILY,
-    FAMILIES,
     EXPERTS_BELOW,
+    FAMILIES,
     experts_alone,
     greedy_tokens,
     load_plain,

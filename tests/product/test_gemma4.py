@@ -207,9 +207,7 @@ def test_a_tensor_that_is_missing_is_named(model: Path) -> None:
         Generator.from_pretrained(model, 1 << 30)
 
 
-def test_no_tensor_of_pictures_is_warned_of(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_tensor_of_pictures_is_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that the text has no use for is."""
     Generator.from_pretrained(model, 1 << 30, draft_length=0).close()
     assert "no use for" not in caplog.text
