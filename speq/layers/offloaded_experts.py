@@ -71,7 +71,7 @@ class OffloadedExperts(nn.Module):
         # Of the pass under way what the router was given, and its logits: a list, as an attribute
         # of a module is slow to set.
         self._heard: list[tuple[Tensor | None, Tensor]] = []
-        self._logits_of = first_of
+        self._logits_of: LogitsOf = first_of
         self._next_logits: Callable[[Tensor], Tensor] | None = None
 
     def attach(

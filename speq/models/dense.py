@@ -66,7 +66,7 @@ def hold_dense(
 
 def standing_in(module: Plain, matrix: ExactMatrix, switch: BankSwitch) -> nn.Module:
     if isinstance(module, nn.Embedding):
-        scale = module.embed_scale if is_scaled(module) else None
+        scale = getattr(module, "embed_scale", None)
         return DenseEmbedding(matrix, scale)
     bias = None if module.bias is None else module.bias.detach()
     return DenseLinear(matrix, bias, switch)

@@ -181,6 +181,7 @@ class Family:
     attention     what its attention caches, from the config
     attention_by  what of transformers' table computes it, where the walk does not
     biased        whether its experts have biases
+    normed        whether what experts give goes through norms, and is not added as it is
     transposed    whether words of experts are on disk as [E, H, 2F], gate and up in turns, and
                   [E, F, H]
     activation    of its experts; None: as the config's hidden_act says
@@ -208,6 +209,7 @@ class Family:
     attention: Callable[[Any], AttentionShape] = cached_heads
     attention_by: str = "sdpa"
     biased: bool = False
+    normed: bool = False
     transposed: bool = False
     activation: str | None = None
     check: Callable[[Any, int, object], None] = unchecked
@@ -428,6 +430,7 @@ FAMILIES = {
             text=GEMMA4_TEXT,
             typed_masks=True,
             attention=heads_by_layer,
+            normed=True,
             check=check_gemma4,
         ),
     )

@@ -19,6 +19,7 @@ from speq.devices.device import Processor
 from speq.experts.expert_store import expert_slot
 from speq.models import moe_model
 from speq.models.opened import open_model
+from speq.quantizing.models import quantize
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.tiny_models import drawn_tokens, experts_alone, greedy_tokens, load_plain
@@ -197,6 +198,12 @@ def test_what_does_not_run_is_refused_by_name(
     change(model, **changes)
     with pytest.raises(SpeqError, match=sentence):
         open_model(model)
+
+
+def test_it_is_not_quantised_by_what_experts_add(tiny: Folder, tmp_path: Path) -> None:
+    with pytest.raises(SpeqError, match=r"is of family gemma4, where what experts give goes thr"):
+        quantize(tiny("gemma4"), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_that_is_missing_is_named(model: Path) -> None:

@@ -38,15 +38,7 @@ from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
 from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
-from tests.helpers.tiny_models import (
-    BY_FAMILY,
-    EXPERTS_BELOW,
-    experts_of,
-    layers_of,
-    load_plain,
-    put_matrices,
-    write_model,
-)
+from tests.helpers.tiny_models import BY_FAMILY, load_plain, put_matrices, write_model
 from tests.helpers.window_words import told
 
 Folder = Callable[[str], Path]
@@ -84,14 +76,12 @@ def draft_of(folder: Path, model: Path) -> Any:
     plain = load_plain(model)
     tensors = tensors_in(folder)
     with torch.no_grad():
-        kind = plain.config.model_type
-        below = EXPERTS_BELOW.get(kind, "model.layers.{}.mlp.experts")
-        for index, layer in enumerate(layers_of(plain)):
-            experts = experts_of(layer)
+        for index, layer in enumerate(plain.model.layers):
+            experts = getattr(layer.mlp, "experts", None)
             if experts is None:
                 continue
             for expert in range(len(experts.down_proj)):
-                module = f"{below.format(index)}.{expert}"
+                module = f"model.layers.{index}.mlp.experts.{expert}"
                 gate, up, down = (unpacked(tensors, f"{module}.{p}") for p in PROJECTIONS)
                 put_matrices(experts, expert, torch.cat([gate, up]), down)
     return plain
@@ -116,12 +106,12 @@ def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None
     for window, ours in zip(windows, zip(*left, strict=True), strict=True):
         with torch.no_grad():
             theirs = plain(window[None], output_hidden_states=True).hidden_states
-            normed = getattr(plain.model, "language_model", plain.model).norm(ours[-1])
+            normed = plain.model.norm(ours[-1])
         for mine, expected in zip((*ours[:-1], normed), theirs[1:], strict=True):
             torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", [each for each in BY_FAMILY if each.values != ("gemma4",)])
 def test_every_layer_sees_what_the_models_would(
     family: str, tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
