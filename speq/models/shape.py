@@ -273,6 +273,7 @@ def shape_of(family: Family, config: Any, where: object) -> ModelShape:
             family.names,
             family.transposed,
             family.biased,
+            family.normed,
         ),
         top_k=top_k,
         activation=family.activation or hidden_act,

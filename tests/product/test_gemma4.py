@@ -200,7 +200,14 @@ def test_what_does_not_run_is_refused_by_name(
         open_model(model)
 
 
-def test_it_is_not_quantised_by_what_experts_add(tiny: Folder, tmp_path: Path) -> None:
+def test_it_is_not_quantised_by_what_experts_add(
+    tiny: Folder, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nobody is told to."""
+    with caplog.at_level("INFO", logger="speq"):
+        Generator.from_pretrained(model, 1 << 30, drafter="int4").close()
+    assert "the draft is made by rounding" in caplog.text
+    assert "speq quantize" not in caplog.text
     with pytest.raises(SpeqError, match=r"is of family gemma4, where what experts give goes thr"):
         quantize(tiny("gemma4"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -223,3 +230,17 @@ def test_no_tensor_of_pictures_is_warned_of(model: Path, caplog: pytest.LogCaptu
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     Generator.from_pretrained(model, 1 << 30, draft_length=0).close()
     assert "holds 1 tensors the model has no use for, model.language_model.layers" in caplog.text
+
+
+def test_entries_are_taken_from_another_text(tiny: Folder) -> None:
+    opened = open_model(tiny("gemma4"))
+    one, other = (opened.shape.cache(12, torch.float32, CPU, number) for number in range(2))
+    for at, tensor in enumerate(one.tensors()):
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * at)
+    one.length, one.known = 9, [*range(9)]
+    other.take(one, 7)
+    assert (other.length, other.known) == (7, [*range(7)])
+    for theirs, ours in zip(one.tensors(), other.tensors(), strict=True):
+        assert torch.equal(ours[:, :, :7], theirs[:, :, :7])
+        assert not ours[:, :, 7:].any()
+    opened.close()
