@@ -128,7 +128,7 @@ def quantized(
             raise SpeqError(
                 f"model {str(model)!r} is of family {opened.family.model_type}, where what experts "
                 "give goes through norms; speq quantize adds it up as it is: leave the draft to be "
-                "rounded, or give one that GPTQModel made"
+                "rounded, or give a GPTQ checkpoint"
             )
         if opened.store.codec.needs_draft:
             raise SpeqError(
