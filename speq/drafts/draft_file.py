@@ -49,19 +49,22 @@ def candidate_paths(checkpoint: Checkpoint, what: str = "") -> list[Path]:
 
 
 def load_or_make(
-    arena: Int4Arena, checkpoint: Checkpoint, store: ExpertStore, progress: Done | None = None
+    arena: Int4Arena,
+    checkpoint: Checkpoint,
+    store: ExpertStore,
+    progress: Done | None = None,
+    quantisable: bool = True,
 ) -> None:
     """Fill `arena` from the draft on disk, or round the experts and keep the result.
 
-    progress  told (done, total), to the end only when the result is kept
+    progress     told (done, total), to the end only when the result is kept
+    quantisable  whether `speq quantize` takes the model
     """
     paths = candidate_paths(checkpoint)
     if read_kept(arena.parts, paths, progress):
         return
-    logger.info(
-        "the draft is made by rounding; `speq quantize %s` makes a better one (GPTQ)",
-        checkpoint.path,
-    )
+    better = f"; `speq quantize {checkpoint.path}` makes a better one (GPTQ)"
+    logger.info("the draft is made by rounding%s", better if quantisable else "")
     experts = store.num_layers * store.num_experts
     told = None if progress is None else lambda done, _: progress(done, experts + 1)
     quantize(arena, store, told)

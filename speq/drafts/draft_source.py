@@ -26,6 +26,7 @@ class RoundedDraft:
     ) -> None:
         self.layout = Int4Layout(experts.hidden_size, experts.expert_width)
         self._checkpoint, self._store, self._owned = checkpoint, store, owned
+        self._quantisable = not experts.normed
 
     @property
     def label(self) -> str:
@@ -43,7 +44,8 @@ class RoundedDraft:
         return Int4Expert.rounded(self.layout, *exact)
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
-        draft_file.load_or_make(arena, self._checkpoint, self._store, progress)
+        source = self._checkpoint, self._store
+        draft_file.load_or_make(arena, *source, progress, quantisable=self._quantisable)
 
     def close(self) -> None:
         if self._owned:

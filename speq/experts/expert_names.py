@@ -32,16 +32,19 @@ class ExpertNames:
     layer `layers.L.BLOCK.EXPERTS.FUSED`, a router's `layers.L.BLOCK.ROUTER.weight`. Quantised
     checkpoints take either's names; of MXFP4 `_blocks` stands behind them, or `_scales`.
 
-    blocks       what a layer calls the block that has the router and the experts
+    blocks       what a layer calls the block that has the router and the experts; empty where the
+                 layer itself has them
     routers      what the block calls its router; on disk, what holds the router's weight
     experts      what the block calls its experts
     projections  what an expert calls PROJECTIONS, in their order
+    mlp          what a layer calls its dense MLP, or the block that its shared experts are in
     """
 
     blocks: tuple[str, ...] = ("mlp",)
     routers: tuple[str, ...] = ("gate",)
     experts: str = "experts"
     projections: tuple[tuple[str, str, str], ...] = (PROJECTIONS,)
+    mlp: str = "mlp"
 
     @cached_property
     def projection_of(self) -> dict[str, str]:
@@ -55,15 +58,19 @@ class ExpertNames:
     @cached_property
     def within_layer(self) -> str:
         """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""
-        blocks = _any(self.blocks)
         # Layers below `mtp` predict tokens ahead, and have numbers of their own.
-        return rf"(?<!mtp\.)layers\.(?P<layer>\d{{1,9}})\.{blocks}\.{re.escape(self.experts)}\."
+        return rf"(?<!mtp\.)layers\.(?P<layer>\d{{1,9}})\.{self._block}{re.escape(self.experts)}\."
 
     @cached_property
     def router(self) -> re.Pattern[str]:
         """Finds a router's weight; group 1 is its model layer."""
         routers = _any(self.routers)
-        return re.compile(rf"(?:^|\.)layers\.(\d+)\.{_any(self.blocks)}\.{routers}\.weight$")
+        return re.compile(rf"(?:^|\.)layers\.(\d+)\.{self._block}{routers}\.weight$")
+
+    @cached_property
+    def _block(self) -> str:
+        """Pattern of a block's name, with the dot behind it."""
+        return _any(tuple(name and f"{name}." for name in self.blocks))
 
     @cached_property
     def _expert(self) -> re.Pattern[str]:
@@ -95,7 +102,8 @@ class ExpertNames:
     def module(self, layer: int, expert: int, projection: str) -> str:
         """The name that transformers gives an expert's matrix, without `.weight`."""
         name = self.projections[0][PROJECTIONS.index(projection)]
-        return f"model.layers.{layer}.{self.blocks[0]}.{self.experts}.{expert}.{name}"
+        block = f"{self.blocks[0]}." if self.blocks[0] else ""
+        return f"model.layers.{layer}.{block}{self.experts}.{expert}.{name}"
 
 
 USUAL_NAMES = ExpertNames()

@@ -143,6 +143,7 @@ class ExpertLayout:
     transposed  whether words of all experts of a layer lie there as [E, H, 2F], gate and up in
                 turns, and [E, F, H]
     biased      whether they have biases, which lie outside the records
+    normed      whether what they give goes through norms, and is not added as it is
     """
 
     layers: tuple[int, ...]
@@ -152,6 +153,7 @@ class ExpertLayout:
     names: ExpertNames = USUAL_NAMES
     transposed: bool = False
     biased: bool = False
+    normed: bool = False
 
     def shape(self, matrix: ExpertMatrix) -> tuple[int, ...]:
         """What a tensor of experts' matrices is on disk."""

@@ -1,5 +1,6 @@
 """Where the model of text lies in a checkpoint of text and of something else, such as pictures."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ class TextPart:
                 "part of the model that is of text: download it again"
             )
         return found
+
+    @property
+    def renaming(self) -> dict[str, str]:
+        """What `called` does, as transformers' loader takes it: a pattern, and what it gives."""
+        return {f"^{re.escape(self.prefix)}": MODEL}
 
     def called(self, stored: str) -> str:
         """What the model of text calls a tensor, by its name on disk."""

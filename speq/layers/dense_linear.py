@@ -36,14 +36,19 @@ class DenseLinear(nn.Module):
 
 
 class DenseEmbedding(nn.Module):
-    """An nn.Embedding over a table as it is held."""
+    """An nn.Embedding over a table as it is held.
 
-    def __init__(self, table: ExactMatrix) -> None:
+    scale  what its rows are multiplied by, in their dtype; None: by nothing
+    """
+
+    def __init__(self, table: ExactMatrix, scale: Tensor | None = None) -> None:
         super().__init__()
         self.table = table
+        self.scale = scale if scale is None else nn.Buffer(scale, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table.rows(ids)
+        rows = self.table.rows(ids)
+        return rows if self.scale is None else rows * self.scale.to(rows.dtype)
 
 
 def dense_linears(model: nn.Module) -> dict[str, DenseLinear]:

@@ -38,12 +38,14 @@ class ScoreGate:
     divided  weights are divided by their sum
     scale    weights are multiplied by it
     bias     [E], added to scores to choose by, and not to weights
+    factors  [E], what an expert's weight is multiplied by
     """
 
     sigmoid: bool = False
     divided: bool = False
     scale: float = 1.0
     bias: Tensor | None = None
+    factors: Tensor | None = None
 
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.float().sigmoid() if self.sigmoid else logits.float().softmax(-1)
@@ -59,6 +61,8 @@ class ScoreGate:
         weights = scores.gather(-1, ids)
         if self.divided:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=LEAST)
+        if self.factors is not None:
+            weights = weights * self.factors.to(weights.device)[ids]
         return ids, weights * self.scale
 
 
@@ -114,6 +118,11 @@ def corrected_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
         scale=float(router.routed_scaling_factor),
         bias=router.e_score_correction_bias,
     )
+
+
+def factored_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+    """Gemma 4's: divided by their sum, and then by expert."""
+    return ScoreGate(divided=True, factors=router.per_expert_scale)
 
 
 def minimax_gate(router: nn.Module, beside: tuple[Tensor, ...]) -> Gate:

@@ -14,6 +14,19 @@ from torch import Tensor, nn
 from speq.kernels.ops import ExpertBiases
 from speq.routing import Route
 
+# Finds logits [T, E] in what a router returns.
+LogitsOf = Callable[[tuple[Tensor, ...]], Tensor]
+
+
+def first_of(output: tuple[Tensor, ...]) -> Tensor:
+    """Of routers that return their logits first."""
+    return output[0]
+
+
+def log_of_first(output: tuple[Tensor, ...]) -> Tensor:
+    """Of routers that return probabilities first, whose logarithms are logits as good."""
+    return output[0].log()
+
 
 class ExpertBank(Protocol):
     """One set of experts for all MoE layers.
@@ -55,8 +68,10 @@ class OffloadedExperts(nn.Module):
         self._is_hf_initialized = True  # keeps the family's weight initialisation away
         self.layer = -1
         self.switch = BankSwitch()
-        # The logits of the pass under way: a list, as an attribute of a module is slow to set.
-        self._heard: list[Tensor] = []
+        # Of the pass under way what the router was given, and its logits: a list, as an attribute
+        # of a module is slow to set.
+        self._heard: list[tuple[Tensor | None, Tensor]] = []
+        self._logits_of: LogitsOf = first_of
         self._next_logits: Callable[[Tensor], Tensor] | None = None
 
     def attach(
@@ -65,24 +80,30 @@ class OffloadedExperts(nn.Module):
         switch: BankSwitch,
         router: nn.Module,
         next_logits: Callable[[Tensor], Tensor] | None,
+        logits_of: LogitsOf = first_of,
     ) -> None:
         """Make this module MoE layer number `layer`, under `switch`, and listen to its router.
 
         next_logits  what the router of the layer behind it says of rows; no module, which would
                      become a child of this one
+        logits_of    finds logits in what a router returns
         """
         self.layer = layer
         self.switch = switch
         self._next_logits = next_logits
+        self._logits_of = logits_of
         router.register_forward_hook(self._keep_logits)
 
     def _keep_logits(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
-        self._heard[:] = output[:1]
+        rows = args[0] if args else None
+        self._heard[:] = [(rows, self._logits_of(output))]
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         assert self.switch.bank is not None, "no bank was chosen for this pass"
-        following = partial(self._foresee, hidden_states) if self._next_logits else None
-        logits = self._heard.pop() if self._heard else None
+        rows, logits = self._heard.pop() if self._heard else (None, None)
+        # Routers may look at rows that experts are given through a norm.
+        asked = rows if rows is not None and rows.shape == hidden_states.shape else hidden_states
+        following = partial(self._foresee, asked) if self._next_logits else None
         route = Route(topk_ids, topk_weights, logits, following)
         return self.switch.bank(self.layer, hidden_states, route)
 
@@ -113,9 +134,10 @@ class BiasedExperts(OffloadedExperts):
         switch: BankSwitch,
         router: nn.Module,
         next_logits: Callable[[Tensor], Tensor] | None,
+        logits_of: LogitsOf = first_of,
     ) -> None:
         """Puts the biases of gate before those of up besides, as the kernels take them."""
-        super().attach(layer, switch, router, next_logits)
+        super().attach(layer, switch, router, next_logits, logits_of)
         if self.biases is not None:  # attached before
             return
         in_turns = self.gate_up_proj_bias.data

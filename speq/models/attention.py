@@ -10,21 +10,26 @@ from transformers.masking_utils import sdpa_mask
 
 from speq.kernels.decoder_ops import beside_sinks
 
+# (heads, width) of a layer's cached keys and of its cached values.
+KVShapes = tuple[tuple[int, int], tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of one layer's attention.
+    """Sizes of one layer's attention; of the widest, where layers differ.
 
-    kv_shapes       (heads, width) of the cached keys and of the cached values
+    kv_shapes       of the cached keys and values
     query_width     elements of a token's queries, of all heads
     expanded_width  elements one cached token takes where attention expands it to all heads
     score_heads     heads whose scores exist whole, [rows, context] each, twice over
+    by_layer        kv_shapes of each layer, where they differ; empty: they are the same
     """
 
-    kv_shapes: tuple[tuple[int, int], tuple[int, int]]
+    kv_shapes: KVShapes
     query_width: int
     expanded_width: int
     score_heads: int
+    by_layer: tuple[KVShapes, ...] = ()
 
 
 def cached_heads(config: Any) -> AttentionShape:
@@ -40,6 +45,23 @@ def gated_heads(config: Any) -> AttentionShape:
     """As `cached_heads`, each query beside a gate of its size."""
     shape = cached_heads(config)
     return replace(shape, query_width=2 * shape.query_width)
+
+
+def heads_by_layer(config: Any) -> AttentionShape:
+    """As `cached_heads`, of other numbers and widths in each kind of layer."""
+    layers = [cached_heads(each) for each in config.per_layer_config]
+    return AttentionShape(
+        kv_shapes=max((each.kv_shapes for each in layers), key=elements),
+        query_width=max(each.query_width for each in layers),
+        expanded_width=max(each.expanded_width for each in layers),
+        score_heads=0,
+        by_layer=tuple(each.kv_shapes for each in layers),
+    )
+
+
+def elements(kv_shapes: KVShapes) -> int:
+    """What a token takes of a layer's cache."""
+    return sum(heads * width for heads, width in kv_shapes)
 
 
 def cached_latents(config: Any) -> AttentionShape:

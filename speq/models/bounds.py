@@ -51,7 +51,13 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
 def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Raise SpeqError where a config promises more layers or tokens than the weights hold."""
     where = checkpoint.path / "config.json"
-    layers = {int(m[1]) for m in map(LAYER.search, checkpoint.tensors) if m is not None}
+    part = checkpoint.part
+    own = {
+        name: at
+        for name, at in checkpoint.tensors.items()
+        if part is None or not part.is_beside(name)
+    }
+    layers = {int(m[1]) for m in map(LAYER.search, own) if m is not None}
     promised = config.get("num_hidden_layers")
     if layers and isinstance(promised, int) and promised > len(layers):
         raise SpeqError(
@@ -59,7 +65,7 @@ def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
             f"{len(layers)} layers; {OTHER_VERSION}"
         )
     vocab_size = config.get("vocab_size")
-    for name, (file, info) in checkpoint.tensors.items():
+    for name, (file, info) in own.items():
         if not EMBEDDING.search(name) or not isinstance(vocab_size, int) or not info.shape:
             continue
         if info.shape[0] != vocab_size:

@@ -30,12 +30,18 @@ def plain_modules(
     model: nn.Module, routers: Iterable[nn.Module] = ()
 ) -> Iterator[tuple[str, Plain]]:
     """transformers' own dense layers and embedding, by name. Classes derived from them are left as
-    they are, and so is what routers are made of.
+    they are, but for an embedding that multiplies its rows, and so is what routers are made of.
     """
     left = {id(module) for router in routers for module in router.modules()}
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, nn.Embedding) and id(module) not in left:
+        plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled(module)
+        if plain and id(module) not in left:
             yield name, module
+
+
+def is_scaled(module: nn.Module) -> bool:
+    """Whether it is an embedding that multiplies its rows by a buffer."""
+    return isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
 
 
 def hold_dense(
@@ -60,7 +66,8 @@ def hold_dense(
 
 def standing_in(module: Plain, matrix: ExactMatrix, switch: BankSwitch) -> nn.Module:
     if isinstance(module, nn.Embedding):
-        return DenseEmbedding(matrix)
+        scale = getattr(module, "embed_scale", None)
+        return DenseEmbedding(matrix, scale)
     bias = None if module.bias is None else module.bias.detach()
     return DenseLinear(matrix, bias, switch)
 

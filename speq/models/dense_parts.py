@@ -19,8 +19,8 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
-    """A dense layer: the name of its module, which is that on disk, its part and its matrix'
-    sizes [outputs, columns].
+    """A dense layer: the name of its module, which the model's checkpoint has for it too, its part
+    and its matrix' sizes [outputs, columns].
     """
 
     name: str

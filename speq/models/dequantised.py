@@ -59,6 +59,8 @@ def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **opt
     """
     path, config = checkpoint.path, hf_config(checkpoint)
     if checkpoint.format == WORDS:
+        if checkpoint.part is not None:
+            options["key_mapping"] = checkpoint.part.renaming
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, trust_remote_code=False, **options
         )

@@ -22,18 +22,26 @@ from speq.layers.gates import (
     corrected_gate,
     dividing_gate,
     ernie_gate,
+    factored_gate,
     minimax_gate,
     scaled_gate,
     softmax_gate,
     sparse_mixer,
 )
-from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
+from speq.layers.offloaded_experts import (
+    BiasedExperts,
+    LogitsOf,
+    OffloadedExperts,
+    first_of,
+    log_of_first,
+)
 from speq.models.attention import (
     BESIDE_SINKS,
     AttentionShape,
     cached_heads,
     cached_latents,
     gated_heads,
+    heads_by_layer,
     heads_with_sinks,
 )
 from speq.models.bounds import LAYER
@@ -49,17 +57,19 @@ class MoEBlock(NamedTuple):
 
     beside  what the router is given beside hidden states
     gate    how it chooses
+    logits_of  finds its logits in what it returns
     """
 
     experts: OffloadedExperts
     router: nn.Module
     gate: Gate
     beside: tuple[Tensor, ...] = ()
+    logits_of: LogitsOf = first_of
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """What the router says of rows [T, H]: [T, E]."""
         said: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.beside)
-        return said[0]
+        return self.logits_of(said)
 
 
 class Predictor(NamedTuple):
@@ -113,6 +123,25 @@ def check_clamped(config: Any, num_experts: int, where: object) -> None:
             )
 
 
+def check_gemma4(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for parts that other models of the family have, and speq does not run."""
+    for name, what in (
+        ("num_kv_shared_layers", "layers that share the keys and values of others"),
+        ("hidden_size_per_layer_input", "embeddings of tokens for each layer"),
+    ):
+        given = getattr(config, name)
+        if given:
+            raise SpeqError(
+                f"{where} has {name} {given!r}, {what}, which speq does not run; give a model "
+                "without them, such as Gemma-4-26B-A4B"
+            )
+    if config.use_bidirectional_attention == "all":
+        raise SpeqError(
+            f"{where} has use_bidirectional_attention 'all', with which tokens see those behind "
+            "them; give a model that writes text"
+        )
+
+
 def check_pairs(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for groups too small: two experts rank one, and top-k chooses among them."""
     check_groups(config, num_experts, where)
@@ -134,12 +163,14 @@ class Family:
     names         of experts and routers on disk; the first ones are attributes of the model too
     router_inputs   attributes of the block that its router is given beside hidden states
     gate          how its routers choose
-    num_experts, expert_width   attributes of the config
+    logits_of     finds logits in what its routers return
+    num_experts, expert_width, top_k, hidden_act   attributes of the config
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     what its attention caches, from the config
     attention_by  what of transformers' table computes it, where the walk does not
     biased        whether its experts have biases
+    normed        whether what experts give goes through norms, and is not added as it is
     transposed    whether words of experts are on disk as [E, H, 2F], gate and up in turns, and
                   [E, F, H]
     activation    of its experts; None: as the config's hidden_act says
@@ -158,13 +189,17 @@ class Family:
     names: ExpertNames = USUAL_NAMES
     router_inputs: tuple[str, ...] = ()
     gate: GateOf = softmax_gate
+    logits_of: LogitsOf = first_of
     num_experts: str = "num_experts"
     expert_width: str = "moe_intermediate_size"
+    top_k: str = "num_experts_per_tok"
+    hidden_act: str = "hidden_act"
     window: bool = False
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
     attention_by: str = "sdpa"
     biased: bool = False
+    normed: bool = False
     transposed: bool = False
     activation: str | None = None
     check: Callable[[Any, int, object], None] = unchecked
@@ -227,13 +262,14 @@ class Family:
         """Blocks that have routed experts, by model layer."""
         blocks = {}
         for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
-            block = getattr(layer, self.names.blocks[0], None)
+            name = self.names.blocks[0]
+            block = getattr(layer, name, None) if name else layer
             experts = getattr(block, self.names.experts, None)
             if isinstance(experts, OffloadedExperts):
                 beside = tuple(getattr(block, name) for name in self.router_inputs)
                 router = getattr(block, self.names.routers[0])
                 gate = self.gate(router, beside)
-                blocks[index] = MoEBlock(experts, router, gate, beside)
+                blocks[index] = MoEBlock(experts, router, gate, beside, self.logits_of)
         return blocks
 
     def routers(self, model: nn.Module) -> list[nn.Module]:
@@ -250,6 +286,11 @@ PHIMOE_NAMES = ExpertNames(
 )
 HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
 GPT_OSS_NAMES = ExpertNames(routers=("router",))
+GEMMA4_NAMES = ExpertNames(blocks=("",), routers=("router", "router.proj"))
+# Of pictures and sounds.
+GEMMA4_BESIDE = tuple(
+    f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+)
 
 FAMILIES = {
     family.model_type: family
@@ -377,6 +418,20 @@ FAMILIES = {
             transposed=True,
             activation=CLAMPED,
             check=check_clamped,
+        ),
+        Family(
+            "gemma4",
+            "Gemma4TextExperts",
+            names=GEMMA4_NAMES,
+            gate=factored_gate,
+            logits_of=log_of_first,
+            top_k="top_k_experts",
+            hidden_act="hidden_activation",
+            typed_masks=True,
+            attention=heads_by_layer,
+            normed=True,
+            check=check_gemma4,
+            text_part=TextPart("gemma4_text", "model.language_model.", GEMMA4_BESIDE),
         ),
     )
 }

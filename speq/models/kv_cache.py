@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from speq.models.attention import KVShapes
 from speq.models.delta_cache import NO_STATES, DeltaLayer, DeltaShape
 from speq.models.length import Length
 from speq.models.tree import Tree
@@ -113,7 +114,8 @@ class NoLayer(KVLayer):
 class KVCache(Cache):
     """Room for `capacity` tokens of one text.
 
-    kv_shapes  (heads, width) of keys and of values
+    kv_shapes  (heads, width) of keys and of values, in each layer
+    by_layer   kv_shapes of each layer, where they differ
     number     among the caches of texts that run side by side
     delta      layers that keep states in place of entries
     own        layers that are held here; None: all of them
@@ -125,13 +127,14 @@ class KVCache(Cache):
     def __init__(
         self,
         num_layers: int,
-        kv_shapes: tuple[tuple[int, int], tuple[int, int]],
+        kv_shapes: KVShapes,
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
         number: int = 0,
         delta: DeltaShape = NO_STATES,
         own: range | None = None,
+        by_layer: tuple[KVShapes, ...] = (),
     ) -> None:
         self.capacity, self.number = capacity, number
         self.changes: list[Change] | None = None
@@ -147,7 +150,8 @@ class KVCache(Cache):
                 return NoLayer(dtype, device, length)
             if layer in delta.layers:
                 return DeltaLayer(delta.sizes, dtype, device, length)
-            return KVLayer(storage(kv_shapes[0]), storage(kv_shapes[1]), length)
+            keys, values = by_layer[layer] if by_layer else kv_shapes
+            return KVLayer(storage(keys), storage(values), length)
 
         super().__init__(layers=[made(layer) for layer in range(num_layers)])
 

@@ -32,8 +32,9 @@ class LayerwiseModel:
         seen: list[Tensor] = []
 
         def overhear(arguments: dict[str, Any]) -> Any:
-            def forward(hidden_states: Tensor, **others: Any) -> Tensor:
+            def forward(hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
                 seen.append(hidden_states)
+                assert all(each is None for each in more), "a layer's arguments have names"
                 arguments.update(others)
                 return hidden_states
 

@@ -76,7 +76,8 @@ class MoEModel:
         blocks = list(family.moe_blocks(hf_model).values())
         foreseen = [*(block.logits for block in blocks[1:]), None]
         for layer, (block, next_logits) in enumerate(zip(blocks, foreseen, strict=True)):
-            block.experts.attach(layer, self._switch, block.router, next_logits)
+            listening = layer, self._switch, block.router, next_logits
+            block.experts.attach(*listening, block.logits_of)
         self.num_moe_layers = len(blocks)
         self.gates = [block.gate for block in blocks]
         # Of the experts of each layer; empty where they have none.
@@ -185,7 +186,7 @@ class MoEModel:
             mixer = getattr(layer, "self_attn", None) or layer.linear_attn
             found.setdefault("attention", []).append(mixer)
             kind = "shared experts" if index in blocks else "dense layers"
-            found.setdefault(kind, []).append(getattr(layer, self._family.names.blocks[0]))
+            found.setdefault(kind, []).append(getattr(layer, self._family.names.mlp))
         found[EXPERTS] = [block.experts for block in blocks.values()]
         found["router"] = [block.router for block in blocks.values()]
         for parent in (body, *body.layers):
@@ -338,9 +339,14 @@ class MoEModel:
         """
         head = self._hf_model.get_output_embeddings()
         if bank is None:
-            return head(hidden_states)
+            return self._capped(head(hidden_states))
         with self.using(bank):
-            return head(hidden_states)
+            return self._capped(head(hidden_states))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Logits through the softcap that some models have, as their own forward does it."""
+        cap = logits_cap(self._config)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def score(
         self,
@@ -387,6 +393,12 @@ class MoEModel:
         """mask: what tokens see of the entries, given how far they look back."""
         masks = {kind: mask(window) for kind, window in self._windows.items()}
         return masks if self._family.typed_masks else masks[ANY_KIND]
+
+
+def logits_cap(config: Any) -> float | None:
+    """Between which number and its negative logits are squeezed; None: they are not."""
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
 
 
 def windows_of(family: Family, config: Any) -> dict[str, int | None]:
@@ -500,7 +512,7 @@ def load(
             "%s holds %d tensors the model has no use for, %s among them",
             checkpoint.path,
             len(unexpected),
-            sorted(unexpected)[0],
+            checkpoint.on_disk(sorted(unexpected)[0]),
         )
     check = checkpoint.tensor_check()
     mapped = MappedWeights(checkpoint, check)

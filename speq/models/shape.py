@@ -16,7 +16,7 @@ from speq.files.json_file import read_json
 from speq.kernels import library, many_rows
 from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
-from speq.models.attention import AttentionShape
+from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import check_sizes
 from speq.models.delta_cache import NO_STATES, DeltaShape
 from speq.models.dense import plain_modules
@@ -47,7 +47,7 @@ SKELETON_DTYPE = torch.bfloat16
 class ModelShape:
     """Sizes of everything but the experts' words.
 
-    attention         of every layer; one layer's scores exist at a time
+    attention         of the layers; one layer's scores exist at a time
     dense             rows and columns of the matrices of the embedding, which is the first, and of
                       dense layers; one that two share comes once
     dense_names       of the tensors of these on disk
@@ -95,17 +95,25 @@ class ModelShape:
 
     @property
     def kv_elements_per_token(self) -> int:
-        layers = self.num_layers - len(self.delta.layers)
-        return layers * sum(heads * width for heads, width in self.attention.kv_shapes)
+        return sum(elements(kv_shapes) for kv_shapes in self.kv_layers)
+
+    @property
+    def kv_layers(self) -> list[KVShapes]:
+        """(heads, width) of keys and of values in each layer that keeps entries."""
+        layers = range(self.num_layers) if self.part is None else self.part.layers
+        by_layer = self.attention.by_layer or (self.attention.kv_shapes,) * layers.stop
+        return [by_layer[layer] for layer in layers if layer not in self.delta.layers]
 
     def cache(
         self, capacity: int, dtype: torch.dtype, device: torch.device, number: int = 0
     ) -> KVCache:
         """Room for a text of so many tokens; number: among those that run side by side."""
-        kv_shapes = self.attention.kv_shapes
+        kv_shapes, by_layer = self.attention.kv_shapes, self.attention.by_layer
         own = None if self.part is None else self.part.layers
         layers = self.num_layers if own is None else own.stop
-        return KVCache(layers, kv_shapes, capacity, dtype, device, number, self.delta, own)
+        return KVCache(
+            layers, kv_shapes, capacity, dtype, device, number, self.delta, own, by_layer
+        )
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of everything but experts as words, computing in `dtype`."""
@@ -204,12 +212,14 @@ def config_in(path: Path) -> Any:
     content = read_json(path / "config.json")
     check_sizes(family_of(content, path).config(content, path), path / "config.json")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
         raise SpeqError(
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
+    config = whole.get_text_config()
+    config.tie_word_embeddings = whole.tie_word_embeddings  # that of the whole is what counts
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # models are made of words, whatever those are published as
     return config
@@ -238,8 +248,8 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
         getattr(config, family.num_experts),
         getattr(config, family.expert_width),
     )
-    top_k = one_top_k(config, where)
-    check_config(config, num_experts, top_k, where)
+    top_k = one_top_k(config, family.top_k, where)
+    check_config(config, num_experts, top_k, family.top_k, where)
     family.check(config, num_experts, where)
     model = skeleton(family, config, where, part)
     layers = tuple(family.moe_blocks(model))
@@ -253,9 +263,10 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
             f"{where} describes a model without routed experts, and there is nothing to offload; "
             "give a Mixture-of-Experts model"
         )
-    if config.hidden_act not in HIDDEN_ACTS:
+    hidden_act = getattr(config, family.hidden_act)
+    if hidden_act not in HIDDEN_ACTS:
         raise SpeqError(
-            f"{where} asks for the activation {config.hidden_act!r}; supported are "
+            f"{where} asks for the activation {hidden_act!r}; supported are "
             f"{', '.join(HIDDEN_ACTS)}"
         )
     dense: dict[int, tuple[int, int]] = {}
@@ -279,9 +290,10 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
             family.names,
             family.transposed,
             family.biased,
+            family.normed,
         ),
         top_k=top_k,
-        activation=family.activation or config.hidden_act,
+        activation=family.activation or hidden_act,
         num_layers=config.num_hidden_layers if part is None else len(part.layers),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size if has_ends else 0,
@@ -293,7 +305,7 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
         tied=config.tie_word_embeddings if has_ends else True,
         wide_sizes=tuple(tensor.numel() for name, tensor in following if name in wide),
         own_bytes=sum(tensor.nbytes for tensor in own),
-        draft_layers=dense_shapes(model, family.names.blocks[0]),
+        draft_layers=dense_shapes(model, family.names.mlp),
         max_context=max_context(config, where),
         delta=delta_of(family, config, part),
         part=part,
@@ -313,11 +325,13 @@ def is_widened(model: Any, name: str) -> bool:
     return any(part in name for part in model._keep_in_fp32_modules_strict or ())
 
 
-def one_top_k(config: Any, where: object) -> Any:
+def one_top_k(config: Any, name: str, where: object) -> Any:
     """Experts of a token, which some configs give layer by layer. Raises SpeqError where they
     differ, or are no number.
+
+    name  of the config's attribute
     """
-    given = config.num_experts_per_tok
+    given = getattr(config, name)
     layers = set(given[: config.num_hidden_layers]) if isinstance(given, list) else {given}
     if len(layers) != 1:
         raise SpeqError(
@@ -327,13 +341,16 @@ def one_top_k(config: Any, where: object) -> Any:
     return layers.pop()
 
 
-def check_config(config: Any, num_experts: int, top_k: Any, where: object) -> None:
-    """Refuse what transformers would only stumble over in the middle of a pass."""
-    if num_experts < 1:
+def check_config(config: Any, num_experts: Any, top_k: Any, name: str, where: object) -> None:
+    """Refuse what transformers would only stumble over in the middle of a pass.
+
+    name  of top_k in the config
+    """
+    if not isinstance(num_experts, int) or num_experts < 1:
         raise SpeqError(f"{where} promises {num_experts} experts a layer; it must be at least 1")
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise SpeqError(
-            f"{where} has num_experts_per_tok {top_k!r}; it must be from 1 to the {num_experts} "
+            f"{where} has {name} {top_k!r}; it must be from 1 to the {num_experts} "
             "experts of a layer"
         )
     window = getattr(config, "sliding_window", None)

@@ -211,8 +211,7 @@ def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1)
     if holding.drafter == "int4":
         for layout in subject.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
-    kept_layers = shape.num_layers - len(shape.delta.layers)
-    kv_shapes = [shape.attention.kv_shapes] * (texts * kept_layers)
+    kv_shapes = shape.kv_layers * texts
     yield from texts * shape.delta.sizes_of(subject.dtype)
     if holding.drafter == "head" and subject.head is not None:
         yield from subject.head.sizes(subject.dtype)

@@ -61,6 +61,9 @@ def only_layer(model: nn.Module, family: Family, dtype: torch.dtype) -> nn.Modul
     at = next(iter(family.moe_blocks(model)))
     layer: nn.Module = body.layers[at]  # type: ignore[assignment,index]
     body.layers = nn.ModuleList([layer])
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds:  # so that each that stands for another is given what this one takes
+        model.config.layer_types = [kinds[at]] * len(kinds)  # type: ignore[union-attr]
     width = model.get_input_embeddings().embedding_dim  # type: ignore[operator]
     model.set_input_embeddings(nn.Embedding(1, width, device="meta"))  # type: ignore[operator]
     body.to(dtype).to_empty(device="cpu")

@@ -124,6 +124,12 @@ def quantized(
                 f"model {str(model)!r} is published in {opened.checkpoint.format}; speq quantize "
                 "takes weights of 16 or 32 bits: give a checkpoint of those"
             )
+        if opened.shape.experts.normed:
+            raise SpeqError(
+                f"model {str(model)!r} is of family {opened.family.model_type}, where what experts "
+                "give goes through norms; speq quantize adds it up as it is: leave the draft to be "
+                "rounded, or give a GPTQ checkpoint"
+            )
         if opened.store.codec.needs_draft:
             raise SpeqError(
                 f"model {str(model)!r} is packed as residuals of a draft; give the one it was "

@@ -4,6 +4,7 @@ Nothing of speq's own packing is used here: a mistake would have to be made twic
 """
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.picture_files import PREFIX
-from tests.helpers.tiny_models import experts_alone
+from tests.helpers.tiny_models import EXPERTS_BELOW, experts_alone
 
 FIELDS = ("qweight", "qzeros", "scales", "g_idx")
 OLD_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -117,6 +118,7 @@ def dequantised(parts: dict[str, np.ndarray], version: int, dtype: type = np.flo
     return out
 
 
+EXPERT = re.compile(r"layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.(\w+)\.weight$")
 # Parts of each expert by (model layer, expert, projection).
 Written = dict[tuple[int, int, str], dict[str, np.ndarray]]
 
@@ -126,11 +128,12 @@ def write_gptq(path: Path, model: Path, packing: Packing, seed: int = 0) -> Writ
     path.mkdir(parents=True)
     tensors = experts_alone(load_file(model / "model.safetensors"))
     written, others = pack_experts(tensors, packing, np.random.default_rng(seed))
-    experts = named(written, packing)
+    config = json.loads((model / "config.json").read_text())
+    below = EXPERTS_BELOW.get(config["model_type"], "model.layers.{}.mlp.experts")
+    experts = named(written, packing, below)
     if any(name.startswith(PREFIX) for name in others):
         experts = {PREFIX + name.removeprefix("model."): each for name, each in experts.items()}
     entries = others | experts
-    config = json.loads((model / "config.json").read_text())
     if packing.files == "autogptq":
         (path / "quantize_config.json").write_text(json.dumps(packing.config))
         save_file(entries, path / f"gptq_model-4bit-{packing.group_size}g.safetensors")
@@ -151,9 +154,10 @@ def pack_experts(
         if ".experts." not in name or name.endswith("_bias") or name.startswith("mtp."):
             others[name] = tensor
             continue
-        fields = name.replace(PREFIX, "model.").split(".")
+        match = EXPERT.search(name)
+        assert match is not None
         old = {new: projection for projection, new in OLD_NAMES.items()}
-        layer, expert, projection = int(fields[2]), int(fields[5]), fields[6]
+        layer, expert, projection = int(match[1]), int(match[2]), match[3]
         projection = old.get(projection, projection)
         weight = tensor.double().numpy()
         if projection == "down_proj":
@@ -166,8 +170,11 @@ def pack_experts(
     return written, others
 
 
-def named(written: Written, packing: Packing) -> dict[str, torch.Tensor]:
-    """Tensors by the names of a checkpoint."""
+def named(written: Written, packing: Packing, below: str) -> dict[str, torch.Tensor]:
+    """Tensors by the names of a checkpoint.
+
+    below  what experts of a layer are below
+    """
     out: dict[str, torch.Tensor] = {}
     modules: dict[tuple[int, int], dict[str, dict[str, np.ndarray]]] = {}
     for (layer, expert, projection), parts in written.items():
@@ -178,23 +185,23 @@ def named(written: Written, packing: Packing) -> dict[str, torch.Tensor]:
             both = {name: np.concatenate([gate[name], up[name]], 1) for name in FIELDS[:3]}
             projections["gate_up_proj"] = both | {"g_idx": gate["g_idx"]}
         for projection, parts in projections.items():
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
+            prefix = f"{below.format(layer)}.{expert}.{projection}"
             if packing.names == "old":
                 block = f"model.layers.{layer}.block_sparse_moe"
                 prefix = f"{block}.experts.{expert}.{OLD_NAMES[projection]}"
             for field, value in parts.items():
                 out[f"{prefix}.{field}"] = torch.from_numpy(value.copy())
-    return stacked(out, modules) if packing.names == "stacked" else out
+    return stacked(out, modules, below) if packing.names == "stacked" else out
 
 
-def stacked(entries: dict[str, torch.Tensor], experts: Any) -> dict[str, torch.Tensor]:
+def stacked(entries: dict[str, torch.Tensor], experts: Any, below: str) -> dict[str, torch.Tensor]:
     layers = sorted({layer for layer, _ in experts})
     count = 1 + max(expert for _, expert in experts)
     out = {}
     for layer in layers:
         for module in ("gate_up_proj", "down_proj"):
             for field in FIELDS:
-                block = f"model.layers.{layer}.mlp.experts"
+                block = below.format(layer)
                 each = [entries[f"{block}.{expert}.{module}.{field}"] for expert in range(count)]
                 out[f"{block}.{module}.{field}"] = torch.stack(each)
     return out

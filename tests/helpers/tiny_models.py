@@ -228,13 +228,44 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILY_OPTIONS["gemma4"] = {
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "enable_moe_block": True,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+# Of models of pictures and text, the part that is of pictures.
+VISION: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    }
+}
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families some of whose layers have no attention, and keep states.
 WITH_STATES = ("qwen3_next", "qwen3_5_moe")
-# Families that are mostly built like another one here run in the wider checks, as does one whose
-# own part has tests of its own (test_delta.py). Those that differ in next to nothing run in the
-# long ones.
-LIKE_OTHERS = (*("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe"),)
+# Families that are mostly built like another one here run in the wider checks, as do those whose
+# own part has tests of its own (test_delta.py, test_gemma4.py). Those that differ in next to
+# nothing run in the long ones.
+LIKE_OTHERS = (
+    *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
+)
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
@@ -257,11 +288,24 @@ SPREAD = {
         "down_proj_bias": 0.5,
         "_proj.bias": 0.5,
         "sinks": 1.0,
-    }
+    },
+    # Layers say more than the token before, which is what the tied head would repeat.
+    "gemma4": {
+        "post_attention_layernorm.weight": 3.0,
+        "post_feedforward_layernorm.weight": 3.0,
+        "layernorm_1.weight": 1.0,
+        "layernorm_2.weight": 1.0,
+        "router.scale": 1.0,
+        "per_expert_scale": 1.0,
+        "layer_scalar": 1.0,
+    },
 }
+# What experts of a layer are below, where it is not `model.layers.L.mlp.experts`; by the model's
+# names.
+EXPERTS_BELOW = {"gemma4": "model.layers.{}.experts"}
 # Families whose experts have biases, which no draft with desc_act fits.
 BIASED = ("gpt_oss",)
-# Families that are published as a part of models of pictures and text, with what that part is.
+# Families whose part of text is written alone and then put beside others, with what that part is.
 BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 CORRECTION = ("e_score_correction_bias",)
 
@@ -286,10 +330,9 @@ def write_model(
     **overrides: Any,
 ) -> Path:
     """A random model of a family, with a tokenizer, as `save_pretrained` writes it; of those that
-    are published beside pictures, as `put_beside_pictures` does.
+    transformers has no small whole of, as `put_beside_pictures` does.
     """
-    options = COMMON | FAMILY_OPTIONS[model_type] | overrides
-    config = AutoConfig.for_model(BESIDE_PICTURES.get(model_type, model_type), **options)
+    config = config_of(model_type, **overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -301,12 +344,29 @@ def write_model(
         if name.endswith(CORRECTION):  # which experts are chosen depends on it
             tensor.data.copy_(0.2 * torch.randn(tensor.shape))
         if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
-            tensor.data.normal_(std=config.initializer_range)
+            tensor.data.normal_(std=COMMON["initializer_range"])
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if model_type in BESIDE_PICTURES:
         put_beside_pictures(path, model_type)
     write_tokenizer(path)
     return path
+
+
+def config_of(model_type: str, **overrides: Any) -> Any:
+    """The configuration of a small model; of families in VISION with both parts, of others in
+    BESIDE_PICTURES that of text.
+    """
+    options = COMMON | FAMILY_OPTIONS[model_type] | overrides
+    if model_type not in VISION:
+        return AutoConfig.for_model(BESIDE_PICTURES.get(model_type, model_type), **options)
+    return AutoConfig.for_model(
+        model_type,
+        text_config=options,
+        vision_config=VISION[model_type],
+        tie_word_embeddings=options["tie_word_embeddings"],
+        eos_token_id=EOS,
+        initializer_range=options["initializer_range"],
+    )
 
 
 def write_perturbed(path: Path, source: Path, noise: float, seed: int = 0) -> Path:
@@ -341,6 +401,16 @@ def write_fused(path: Path, source: Path) -> Path:
     return path
 
 
+def layers_of(model: Any) -> Any:
+    """Decoder layers of plain transformers' model, of one of pictures and text too."""
+    return getattr(model.model, "language_model", model.model).layers
+
+
+def experts_of(layer: Any) -> Any:
+    """All experts of a layer; None: it has none."""
+    return getattr(layer, "experts", None) or getattr(layer.mlp, "experts", None)
+
+
 def matrices_of(experts: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up_proj [2F, H], gate over up, and down_proj [H, F] of one of a layer's experts, as
     transformers holds them.
@@ -359,22 +429,25 @@ def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tenso
 
 
 def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, those of all experts of a layer as tensors of experts alone."""
+    """Tensors of a checkpoint, those of all experts of a layer as tensors of experts alone.
+
+    Where they have biases they lie as gpt_oss has them: transposed, with gate and up in turns.
+    """
     alone: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, projection = name.rpartition(".")
         if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             alone[name] = tensor
             continue
+        turned = f"{name}_bias" in tensors
         for at, stored in enumerate(tensor):
-            parts = {"down_proj": stored}
-            in_turns = f"{name}_bias" in tensors  # as gpt_oss has them, which are transposed too
+            matrix = stored.T if turned else stored
+            parts = {"down_proj": matrix}
             if projection == "gate_up_proj":
-                halves = (stored[:, 0::2], stored[:, 1::2]) if in_turns else stored.chunk(2)
+                halves = (matrix[0::2], matrix[1::2]) if turned else matrix.chunk(2)
                 parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
-            for each, matrix in parts.items():
-                own = matrix.T if in_turns else matrix
-                alone[f"{prefix}.{at}.{each}.weight"] = own.contiguous()
+            for each, part in parts.items():
+                alone[f"{prefix}.{at}.{each}.weight"] = part.contiguous()
     return alone
 
 
@@ -445,6 +518,6 @@ def greedy_tokens(
         do_sample=False,
         logits_processor=processors,
         eos_token_id=None,
-        pad_token_id=EOS if model.config.vocab_size > EOS else 0,
+        pad_token_id=EOS if model.config.get_text_config().vocab_size > EOS else 0,
     )
     return output[0, len(prompt_ids) :].tolist()

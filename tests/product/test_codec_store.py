@@ -38,6 +38,7 @@ from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import (
     BIASED,
     BY_FAMILY,
+    EXPERTS_BELOW,
     FAMILIES,
     experts_alone,
     greedy_tokens,
@@ -61,10 +62,12 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
             parts = {}
             for new, short in old.items():
                 prefix = f"model.layers.{layer}"
-                name = f"{prefix}.mlp.experts.{expert}.{new}.weight"
-                if name not in tensors:
-                    name = f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight"
-                parts[new] = tensors[name]
+                names = (
+                    f"{prefix}.mlp.experts.{expert}.{new}.weight",
+                    f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight",
+                    f"{EXPERTS_BELOW['gemma4'].format(layer)}.{expert}.{new}.weight",
+                )
+                parts[new] = next(tensors[name] for name in names if name in tensors)
             gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])
             found.append((gate_up, parts["down_proj"]))
     return found

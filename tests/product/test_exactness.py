@@ -470,6 +470,15 @@ VARIANTS = {
             "num_key_value_heads": 4,
         },
     ),
+    "gemma4 with one width, values of their own, a head of its own and a narrow cap": (
+        "gemma4",
+        {
+            "global_head_dim": 16,
+            "attention_k_eq_v": False,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
 }
 
 

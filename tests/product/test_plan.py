@@ -132,6 +132,7 @@ def test_models_of_the_paper(
         ("Solar-Open-100B", 48, 128, 8, 96.6, 11.2),
         ("Qwen3-Next-80B-A3B-Instruct", 48, 512, 10, 77.31, 4.41),
         ("Qwen3.5-35B-A3B", 40, 256, 8, 32.21, 4.56),
+        ("gemma-4-26B-A4B-it", 30, 128, 8, 22.84, 4.46),
         ("gpt-oss-20b", 24, 32, 4, 19.1, 3.36),
         ("gpt-oss-120b", 36, 128, 4, 114.66, 4.04),
     ],
@@ -146,6 +147,13 @@ def test_models_of_later_families(
     assert of.shape.resident_bytes(torch.bfloat16) / GIB == pytest.approx(rest_gib, abs=0.06)
     made = planned(LATER / name, f"{int(rest_gib) + 20}GiB")
     assert max(by_way(made).values()) > 2 * top_k
+
+
+def test_entries_are_planned_by_the_width_of_each_layer() -> None:
+    """Of Gemma 4 every sixth layer has 2 heads of 512 where others have 8 of 256."""
+    made = planned(LATER / "gemma-4-26B-A4B-it", "32GiB")
+    wide, narrow = 25 * 2 * 8 * 256, 5 * 2 * 2 * 512
+    assert made.memory[0].items["kv_cache"] == 4096 * (wide + narrow) * 2
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None
             torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=4e-4)
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", [each for each in BY_FAMILY if each.values != ("gemma4",)])
 def test_every_layer_sees_what_the_models_would(
     family: str, tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

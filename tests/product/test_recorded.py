@@ -112,8 +112,7 @@ def ready(path: Path) -> Iterator[Ready]:
     config = RunConfig.of("32MiB", 4, dtype="float32", device="cpu", draft_dense="none")
     loaded = load(opened, config)
     assert loaded.draft_bank is not None
-    layers, shapes = opened.shape.num_layers, opened.shape.attention.kv_shapes
-    caches = [KVCache(layers, shapes, CAPACITY, torch.float32, CPU) for _ in range(2)]
+    caches = [opened.shape.cache(CAPACITY, torch.float32, CPU) for _ in range(2)]
     yield Ready(loaded, loaded.draft_bank, caches[0], caches[1])
     opened.close()
 

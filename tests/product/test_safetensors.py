@@ -30,7 +30,10 @@ from tests.helpers.tiny_models import (
     BESIDE_PICTURES,
     BIASED,
     BY_FAMILY,
+    EXPERTS_BELOW,
     experts_alone,
+    experts_of,
+    layers_of,
     load_plain,
     matrices_of,
     write_model,
@@ -198,6 +201,7 @@ OWN_NAMES = {
     "mixtral": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "phimoe": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "minimax_m2": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+    "gemma4": (f"{EXPERTS_BELOW['gemma4']}.{{}}.", ("gate_proj", "up_proj", "down_proj")),
 }
 USUAL_NAMES = ("model.layers.{}.mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
 MOE_LAYERS = {
@@ -250,8 +254,8 @@ def plain_experts(path: Path) -> list[tuple[Tensor, Tensor]]:
     model = load_plain(path)
     return [
         matrices_of(experts, at)
-        for layer in model.model.layers
-        if (experts := getattr(layer.mlp, "experts", None)) is not None
+        for layer in layers_of(model)
+        if (experts := experts_of(layer)) is not None
         for at in range(experts.gate_up_proj.shape[0])
     ]
 

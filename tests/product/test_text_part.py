@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_names_of_the_part_and_back(stored: str, name: str) -> None:
     part = FAMILIES[FAMILY].text_part
     assert part is not None
     assert part.called(stored) == name
+    assert {re.sub(*each, stored) for each in part.renaming.items()} == {name}
     assert part.stored(name) == stored
     assert FAMILIES[FAMILY].holds(name, 4) == ("visual" not in name and "mtp" not in name)
     assert part.called(name) == name
@@ -82,14 +84,15 @@ def test_other_parts_are_left_unread(tiny: Folder, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.wide
-def test_the_part_alone_and_in_shards(tiny: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [FAMILY, "gemma4"])
+def test_the_part_alone_and_in_shards(family: str, tiny: Folder, tmp_path: Path) -> None:
     """As transformers saves the model of text, and as large checkpoints are published."""
-    expected = greedy_tokens(load_plain(tiny(FAMILY)), PROMPT, TOKENS)
-    alone = copied(tiny(FAMILY), tmp_path / "alone")
+    expected = greedy_tokens(load_plain(tiny(family)), PROMPT, TOKENS)
+    alone = copied(tiny(family), tmp_path / "alone")
     (alone / "config.json").write_text(json.dumps(config_of(alone)["text_config"]))
     save_file(stored_tensors(alone), alone / FILE, metadata={"format": "pt"})
     assert run(alone) == expected
-    sharded = copied(tiny(FAMILY), tmp_path / "sharded")
+    sharded = copied(tiny(family), tmp_path / "sharded")
     tensors = load_file(sharded / FILE)
     (sharded / FILE).unlink()
     shards = {name: f"{at % 2}.safetensors" for at, name in enumerate(sorted(tensors))}

@@ -64,8 +64,9 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     assert length == len(PROMPT) + 39
     generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
     for (keys, values), layer in zip(kept, with_entries, strict=True):
-        torch.testing.assert_close(keys[:, :, :length], layer.keys[:, :, :length])
-        torch.testing.assert_close(values[:, :, :length], layer.values[:, :, :length])
+        for ours, theirs in ((keys, layer.keys), (values, layer.values)):
+            close = {"rtol": 1e-4, "atol": 5e-5}  # of passes of other shapes
+            torch.testing.assert_close(ours[:, :, :length], theirs[:, :, :length], **close)
 
 
 class BranchingDrafter:
