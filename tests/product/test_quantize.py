@@ -104,13 +104,16 @@ class Entering:
 
 def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None:
     """What layers left [windows, T, H], against a plain pass over each window."""
+    # Of layers with states a plain pass in float32 is 1.4e-4 off one in float64.
+    atol = (
+        4e-4 if "linear_attention" in (getattr(plain.config, "layer_types", None) or ()) else 1e-4
+    )
     for window, ours in zip(windows, zip(*left, strict=True), strict=True):
         with torch.no_grad():
             theirs = plain(window[None], output_hidden_states=True).hidden_states
             normed = plain.model.norm(ours[-1])
         for mine, expected in zip((*ours[:-1], normed), theirs[1:], strict=True):
-            # Of layers with states a plain pass in float32 is 1.4e-4 off one in float64.
-            torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=4e-4)
+            torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("family", [each for each in BY_FAMILY if each.values != ("gemma4",)])
