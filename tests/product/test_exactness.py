@@ -22,6 +22,7 @@ from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.decode.offload import fetch_from
 from speq.experts.expert_store import ExpertStore
+from speq.heads.head_file import head_beside
 from speq.layers.dense_matrix import LosslessMatrix
 from speq.measure.report import read_prompts
 from speq.registries import CACHE_POLICIES, PREFETCHERS
@@ -29,6 +30,7 @@ from speq.scheduler.prefetch import ThreePhase
 from speq.scheduler.transfer import Fetch
 from tests.helpers.cells import Cell, Folder, Folders, loaded, outcomes
 from tests.helpers.fake_transfer import Reordering
+from tests.helpers.heads import write_random_head
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny_models import (
     BY_FAMILY,
@@ -194,7 +196,7 @@ def test_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
 
 @pytest.mark.parametrize("cell", [HEADS[0], HEADS[2]], ids=str)
 def test_names_of_experts_leave_tokens_as_they_are(
-    cell: Cell, folders: Folders, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that knows nothing, and whose names are fetched nevertheless, all of them."""
     monkeypatch.setattr("speq.scheduler.prefetch.PAYS", 0.0)
@@ -208,6 +210,11 @@ def test_names_of_experts_leave_tokens_as_they_are(
     monkeypatch.setattr(ThreePhase, "_suppose", heard)
     expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), PROMPTS[0], 40)
     model, draft = folders.of("qwen2_moe", cell)
+    beside = head_beside(model)
+    other, named = beside.read_bytes(), tmp_path / "head.safetensors"
+    named.write_bytes(write_random_head(model, names=True).read_bytes())
+    beside.write_bytes(other)
+    cell = replace(cell, head=str(named))
     run_cell(cell, model, draft, "float32", PROMPTS[0], expected)
     # Of the pending token, and of drafted ones; of every second layer.
     assert {token for token, _ in told} >= {0, 1, 2}
