@@ -83,11 +83,11 @@ def join_ring(
         store: Any = dist.TCPStore(
             host, port, None, timeout=timedelta(seconds=wait_s), wait_for_workers=False
         )
-        first = store.get("first")
+        # All is read before the first stage hears of this one: it leaves where it refuses that.
+        first, shared = store.get("first"), store.get("shared")
         taken = store.add(f"taken {number}", 1) > 1
         if not taken:
             store.set(came(number), agreement.to_json())
-        shared = store.get("shared")
     if taken:
         raise SpeqError(
             f"another process came to {rendezvous} as stage {number} before; give each its own "
