@@ -80,7 +80,7 @@ class Folders:
             path = self.root / f"{family}-mtp"
             return path if path.exists() else write_mtp(path, model), draft
         if cell.drafter == "head" and cell.head == "auto" and not head_beside(model).exists():
-            write_random_head(model)
+            write_random_head(model, names=True)
         if cell.store == "plain":
             return model, draft
         tied = cell.codec == "residual"
