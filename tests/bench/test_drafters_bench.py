@@ -130,7 +130,9 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
     # All experts lie in slots once the prompt is read, or nearly so.
     assert rows["cached", 0.0]["accept_length"] >= rows["head", 0.0]["accept_length"]
     assert json.loads(file.read_text())["rows"] == report.rows
-    assert len(kind_of("drafters").panels(json.loads(file.read_text()))) == 6
+    panels = kind_of("drafters").panels(json.loads(file.read_text()))
+    along = [f"{across}-temperature-{at}" for across in ("depth", "rank") for at in (0, 1)]
+    assert [panel.name for panel in panels] == ["tpot", "moved", "length", *along, "tdi"]
 
     few = settings_of(temperatures="0")
     report = run(str(model), few, None, force=False)

@@ -4,7 +4,8 @@ from speq.dashboard.bench_panels.picture import Series, by_name, picture
 from speq.dashboard.bench_panels.rows import Column, Row, label, rows_of, table_of
 from speq.dashboard.panel import Panel
 
-TEXTS, LENGTH = label("texts", "texts"), label("draft length", "draft_length")
+TEXTS = Column("texts", "texts", needed=True)
+LENGTH = label("draft length", "draft_length")
 SPEED = Column("tokens a second", "tokens_per_s")
 LEAST = Column("least, tokens a second", "tokens_per_s_least")
 MOST = Column("most, tokens a second", "tokens_per_s_most")
@@ -13,7 +14,7 @@ VERIFY = Column("verification, ms", "verify_ms")
 DRAFT = Column("draft, ms", "draft_ms")
 EFFICIENCY = Column("target efficiency", "target_efficiency")
 ACCEPTED = Column("tokens a step and text", "accept_length")
-ROWS = Column("rows of a verification", "rows_mean")
+ROWS = Column("rows of a verification", "rows_mean", needed=True)
 EXPERTS = Column("distinct experts of a layer", "distinct")
 INDEPENDENT = Column("N(t)", "independent")
 EACH = Column("rows of an expert", "tokens_per_expert")

@@ -1,20 +1,23 @@
 """Panels of `speq bench drafters`: what stands of each drafter's tokens, and what they cost."""
 
-from speq.dashboard.bench_panels.picture import Series, by_name, picture
+from typing import Any
+
+from speq.dashboard.bench_panels.picture import Series, by_name, picture, slug
 from speq.dashboard.bench_panels.rows import (
     Column,
     Row,
     distinct,
+    is_number,
     label,
     megabytes,
     rows_of,
     table_of,
+    wrong,
 )
 from speq.dashboard.panel import Panel, Table
-from speq.errors import SpeqError
 
 BUDGET = label("memory budget", "budget")
-TEMPERATURE = label("temperature", "temperature")
+TEMPERATURE = Column("temperature", "temperature", needed=True)
 DRAFTER = label("drafter", "drafter")
 SETTING = label("setting", "setting")
 LENGTH = Column("tokens of a step", "accept_length")
@@ -30,29 +33,41 @@ FIGURES = (LENGTH, TDI, DRAFTED, ACCEPTED, MOVED, TPOT, OF_NONE, MEMORY, SLOTS)
 
 
 def panels(report: Row) -> list[Panel]:
-    """Times, bytes, lengths and diversity of all drafters; acceptance by depth and by rank."""
+    """Times, bytes, lengths and diversity of all drafters; acceptance by depth and by rank.
+
+    Acceptance has a panel for each setting: lines of all settings in one could not be told apart.
+    """
     rows = rows_of(report, (BUDGET, TEMPERATURE, DRAFTER, *FIGURES))
-    for row, given in zip(rows, report["rows"], strict=True):
-        budget = f"{row['budget']}, " if len(distinct(rows, "budget")) > 1 else ""
+    several = len(distinct(rows, "budget")) > 1
+    for at, (row, given) in enumerate(zip(rows, report["rows"], strict=True)):
+        budget = f"{row['budget']}, " if several else ""
         row["setting"] = f"{budget}temperature {row['temperature']:g}"
-        row["by_depth"], row["by_rank"] = (_shares(given, key) for key in ("by_depth", "by_rank"))
+        for key in ("by_depth", "by_rank"):
+            row[key] = _shares(f"rows[{at}].{key}", given.get(key))
     each = "Each bar is the median over texts and rounds"
+    most = "Higher is better, and at 1 nothing that was drafted stands."
+    even = "At 1 the likeliest tokens of a draft's choice are equally likely."
     return [
         _bars("tpot", "Time per output token", f"{each}; lower is faster.", rows, TPOT),
         _bars("moved", "Bytes moved per token", f"{each}; lower is less.", rows, MOVED),
-        _bars("length", "Tokens of a step", "Higher is better; 1: nothing stands.", rows, LENGTH),
-        _along("depth", "Drafted tokens that stand, by depth", rows, "by_depth", "depth"),
-        _along("rank", "Drafted tokens that stand, by rank", rows, "by_rank", "rank"),
-        _bars("tdi", "Token diversity", "1: the likeliest tokens are equally likely.", rows, TDI),
+        _bars("length", "Tokens of a step", most, rows, LENGTH),
+        *(_along("depth", setting, rows) for setting in distinct(rows, "setting")),
+        *(_along("rank", setting, rows) for setting in distinct(rows, "setting")),
+        _bars("tdi", "Token diversity", even, rows, TDI),
     ]
 
 
 def notes(report: Row) -> list[str]:
     """Drafters that could not be had."""
-    left_out = report.get("left_out") or {}
+    left_out = report.get("left_out")
+    if left_out is None:
+        return []
     if not isinstance(left_out, dict):
-        raise SpeqError("left_out is no object; measure again")
-    return [f"Left out: {name}: {reason}" for name, reason in left_out.items()]
+        raise wrong("left_out", left_out, "an object")
+    for name, reason in left_out.items():
+        if not isinstance(reason, str):
+            raise wrong(f"left_out.{name}", reason, "a reason")
+    return [f"Not measured: {name}: {reason}." for name, reason in left_out.items()]
 
 
 def _bars(name: str, title: str, aid: str, rows: list[Row], figure: Column) -> Panel:
@@ -68,32 +83,42 @@ def _bars(name: str, title: str, aid: str, rows: list[Row], figure: Column) -> P
     )
 
 
-def _along(name: str, title: str, rows: list[Row], key: str, across: str) -> Panel:
-    """A line for each drafter and setting, over depth or rank, from 1 on."""
-    series = [
-        Series(f"{row['drafter']}, {row['setting']}", [*range(1, len(row[key]) + 1)], row[key])
-        for row in rows
-        if row[key]
-    ]
-    most = max((len(row[key]) for row in rows), default=0)
+def _along(across: str, setting: str, rows: list[Row]) -> Panel:
+    """A line for each drafter at a setting, over depth or rank, from 1 on.
+
+    A drafter that drafted nothing here keeps its place among the lines, so that each of the others
+    looks the same at all settings.
+    """
+    key = f"by_{across}"
+    here = {row["drafter"]: row[key] for row in rows if row["setting"] == setting}
+    found = {drafter: here.get(drafter, []) for drafter in distinct(rows, "drafter")}
+    most = max(map(len, found.values()))
     cells = [
-        [row["setting"], row["drafter"], *row[key], *[None] * (most - len(row[key]))]
-        for row in rows
-        if row[key]
+        [drafter, *shares, *[None] * (most - len(shares))]
+        for drafter, shares in found.items()
+        if shares
     ]
-    titles = (SETTING.title, DRAFTER.title, *(f"{across} {at + 1}, %" for at in range(most)))
-    aid = "Of the tokens behind one that stands, the share that stands: higher is better."
     return picture(
-        name, title, aid, series, "lines", (across, "tokens that stand, %"), Table(titles, cells)
+        f"{across}-{slug(setting)}",
+        f"Drafted tokens that stand, by {across}, {setting}",
+        "Of the tokens behind one that stands, the share that stands: higher is better.",
+        [  # places are names, as there is nothing between two of them
+            Series(str(drafter), [str(at) for at in range(1, len(shares) + 1)], shares)
+            for drafter, shares in found.items()
+        ],
+        "lines",
+        (across, "tokens that stand, %"),
+        Table((DRAFTER.title, *(f"{across} {at + 1}, %" for at in range(most))), cells),
+        "Nothing was drafted at this setting.",
     )
 
 
-def _shares(row: Row, key: str) -> list[float | None]:
-    """In percent. Raises SpeqError for what is no list of shares."""
-    found = row.get(key)
-    fine = isinstance(found, list) and all(
-        each is None or (isinstance(each, int | float) and 0 <= each <= 1) for each in found
-    )
-    if not fine:
-        raise SpeqError(f"{key} is {found!r}; it must be a list of shares: measure again")
-    return [None if each is None else 100.0 * each for each in found or []]
+def _shares(place: str, found: Any) -> list[float | None]:
+    """In percent. Raises SpeqError for what is no list of shares; one that is not known is None."""
+    if not isinstance(found, list) or not all(map(_is_share, found)):
+        raise wrong(place, found, "a list of shares")
+    return [None if each is None else 100.0 * each for each in found]
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or (is_number(value) and 0 <= value <= 1)

@@ -164,7 +164,8 @@ def _trace(at: int, series: Series, mark: Mark, numeric: bool) -> Trace:
     if mark == "points":
         trace |= {"mode": "markers", "offsetgroup": series.name}
     else:
-        dash = DASHES[at % len(DASHES)]
+        # A second round of symbols has each with another dash.
+        dash = DASHES[(at + at // len(SYMBOLS)) % len(DASHES)]
         trace |= {"mode": "lines+markers", "line": {"color": colour, "dash": dash}}
     if series.low is not None or series.high is not None:
         trace["error_y"] = _error_bars(series, colour)
