@@ -333,8 +333,13 @@ def test_an_interrupt_ends_a_wait() -> None:
 
     over = threading.Event()
     waiter = Waiter()
-    with pytest.raises(KeyboardInterrupt):
-        waiter.do(wait)
+    # A shell's background commands ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            waiter.do(wait)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not waiter.rest(0.05)
     over.set()
     assert waiter.rest(PATIENCE_S)
