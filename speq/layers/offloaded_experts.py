@@ -140,6 +140,7 @@ class BiasedExperts(OffloadedExperts):
         super().attach(layer, switch, router, next_logits, logits_of)
         if self.biases is not None:  # attached before
             return
-        in_turns = self.gate_up_proj_bias.data
-        self.gate_up_proj_bias.data = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
-        self.biases = ExpertBiases(self.gate_up_proj_bias.data, self.down_proj_bias.data)
+        in_turns = self.gate_up_proj_bias.detach()
+        apart = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
+        self.gate_up_proj_bias = nn.Parameter(apart, requires_grad=False)
+        self.biases = ExpertBiases(apart, self.down_proj_bias.detach())
