@@ -52,12 +52,14 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], order: int, **sa
         generator, _ = loaded(cell, model, draft, "float32", context, device="cuda")
         result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
         verification = generator.runtime.engine.verification
+        chains = [step for step in generator.last_run.decode if not step.branches]
         generator.close()
     assert device.pinned == {}
     recorded = cell.graphs == "auto" and generator.runtime.model.unrecordable is None
     assert isinstance(verification, RecordedVerification) == recorded
     if isinstance(verification, RecordedVerification):
-        assert verification.passes.shapes
+        # Passes over trees are launched, and all of a short text may be such.
+        assert verification.passes.shapes or not chains
     return result
 
 
