@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LOOK_S = 0.5
+"""A signal that comes just before a wait begins does not end it: how long until one looks again."""
+
 
 class Waiter:
     """A thread that does what cannot be interrupted. Whoever is interrupted leaves it to that; it
@@ -22,7 +25,10 @@ class Waiter:
         """What `work` returns, or raises."""
         answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
         self._asked.put((work, answers))
-        answer, error = answers.get()
+        while True:
+            with contextlib.suppress(Empty):
+                answer, error = answers.get(timeout=LOOK_S)
+                break
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]
