@@ -25,7 +25,7 @@ from speq.governor.draft_length import (
 )
 from speq.governor.measured_cycles import MeasuredCycles
 from speq.governor.prior import Prior
-from speq.governor.roofline import Cycle, interpolated
+from speq.governor.roofline import Cycle
 from speq.governor.slo import Objectives
 from speq.stats import Forecast, StepStats
 
@@ -172,17 +172,28 @@ class AdaptiveDraftLength:
         if prior is not None and prior.acceptance is not None:
             for kind in self._kinds:
                 kind.acceptance.believe(prior.acceptance, prior.tokens)
-        if prior is not None and self.model.ready:
-            self._first_plain = 0
-            self._plain_s = interpolated(prior.verify, 1)
-            self._drafts.left_s = BELIEVED / prior.drafts * self._plain_s
+        if prior is not None:
+            self._begin_with(self.model, BELIEVED / prior.drafts)
 
-    def beside(self, longest: int) -> "AdaptiveDraftLength":
-        """A governor of batches of another size, whose drafts are no longer than that. It measures
-        their cycles for itself, and knows what this one knows of acceptance.
+    def _begin_with(self, model: CycleModel, believed: float = BELIEVED) -> None:
+        """Spare the calibration where a model was made from what is known.
+
+        believed  plain cycles that probes may lose at once
+        """
+        self.model = model
+        if model.ready:
+            self._first_plain = 0
+            self._plain_s = model.verify_s(model.single)
+            self._drafts.left_s = believed * self._plain_s
+
+    def beside(self, longest: int, times: float) -> "AdaptiveDraftLength":
+        """A governor of batches of so many times as many texts, whose drafts are no longer than
+        that. It begins with what this one's cycles say of theirs, and knows what this one knows of
+        acceptance.
         """
         nodes = None if self.nodes is None or not longest else min(self.nodes, longest)
         made = AdaptiveDraftLength(min(longest, self.longest), self.objectives, nodes=nodes)
+        made._begin_with(self.model.beside(times))
         made.chains.acceptance = self.chains.acceptance
         if made.trees is not None and self.trees is not None:
             made.trees.acceptance = self.trees.acceptance

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 # Cycles that averages remember.
 HORIZON = 60.0
-# Before a line's slope is known: the share of y that grows with x.
-PRIOR_SHARE = 0.5
+# Before a line's slope is known: the share of y that grows with x, and what it weighs.
+PRIOR_SHARE, PRIOR_FIRMNESS = 0.5, 0.1
 
 
 @dataclass(slots=True)
@@ -63,6 +63,17 @@ class Line:
     def slope(self) -> float:
         """Both it and the intercept are times, and not negative."""
         steepest = self.y / self.x
-        firmness = 0.1 * self.x * self.x
+        firmness = PRIOR_FIRMNESS * self.x * self.x
         slope = (self.xy + firmness * PRIOR_SHARE * steepest) / (self.xx + firmness)
         return min(max(slope, 0.0), steepest)
+
+    def at(self, x: float) -> float:
+        return self.y + self.slope * (x - self.x)
+
+    def seen_at(self, x: float) -> "Line":
+        """The same line known by two points alone, half of x to either side of it."""
+        y, slope = self.at(x), self.slope
+        spread = 2 * (x / 2) ** 2
+        firmness = PRIOR_FIRMNESS * x * x
+        pull = firmness * (PRIOR_SHARE * y / x - slope)
+        return Line(2.0, x, y, spread, slope * spread - pull)

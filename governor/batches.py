@@ -9,7 +9,8 @@ from speq.governor.draft_length import Governor
 @dataclass(slots=True)
 class Governors:
     """Governors of batches of 1, 2, 3 to 4, 5 to 8 texts, and so on. A batch has one draft length,
-    and cycles are measured for each of these sizes apart. What is known of acceptance is common.
+    and cycles are measured for each of these sizes apart. A size that was never met begins with
+    what is known of the nearest one. What is known of acceptance is common.
 
     alone      the governor of single texts
     most_rows  that a verification may have
@@ -17,7 +18,7 @@ class Governors:
 
     alone: Governor
     most_rows: int
-    _others: dict[int, Governor] = field(default_factory=dict, init=False)
+    _others: dict[int, AdaptiveDraftLength] = field(default_factory=dict, init=False)
 
     def of(self, texts: int) -> Governor:
         """The governor of batches of so many texts."""
@@ -25,7 +26,14 @@ class Governors:
             return self.alone
         size = (texts - 1).bit_length()
         if size not in self._others:
-            self._others[size] = self.alone.beside(longest_draft(self.most_rows, 1 << size))
+            known = {0: self.alone, **self._others}
+            near = min(
+                (each for each in known if known[each].model.ready),
+                key=lambda each: abs(each - size),
+                default=0,
+            )
+            longest = longest_draft(self.most_rows, 1 << size)
+            self._others[size] = known[near].beside(longest, 2.0 ** (size - near))
         return self._others[size]
 
     def begin(self) -> None:

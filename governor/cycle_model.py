@@ -84,6 +84,34 @@ class CycleModel:
                 traffic.exposed.add(exposed * prior.transfer_s, prior.transfer_s)
         return model
 
+    def beside(self, times: float) -> "CycleModel":
+        """A model of batches of so many times as many texts, by what this one knows. Each term
+        weighs as much as a cycle or two: what texts share is a guess.
+
+        Texts of a batch are taken to share experts as rows of one text do.
+        """
+        made = CycleModel(draft_base_s=self.draft_base_s)
+        if not self.ready:
+            return made
+        made.single = self.distinct(times)
+        # b ln(nt) - BEND (ln(nt))^2 less what n texts of one row have, over ln t.
+        made.spread = Mean(max(self.spread.value - 2 * BEND * math.log(times), 0.0), 1)
+        made.compute = self.compute.seen_at(made.single)
+        if self.draft_token.weight:
+            longer = self.verify_s(made.single) / self.verify_s(self.single)
+            made.draft_token = Mean(self.draft_token.value * longer, 1)
+        made.fan = Mean(self.fan.value, 1)
+        if self.link.known:
+            made.link.add(self.link.value, 1)
+            made.expert_bytes.add(self.expert_bytes.value, 1)
+        plain_s = self.verify_s(made.single)
+        for known, new in ((self.plain, made.plain), (self.drafting, made.drafting)):
+            if known.missed.known:
+                new.missed.add(known.missed.value * made.single, made.single)
+            if known.exposed.known:
+                new.exposed.add(known.exposed.value * plain_s, plain_s)
+        return made
+
     @property
     def ready(self) -> bool:
         return self.compute.weight > 0
@@ -152,7 +180,7 @@ class CycleModel:
 
     def verify_s(self, experts: float) -> float:
         """Time of a verification that asks for so many distinct experts, all in slots."""
-        return self.compute.y + self.compute.slope * (experts - self.compute.x)
+        return self.compute.at(experts)
 
     def cycles(
         self, lengths: Iterable[int], tokens: Iterable[float], most_nodes: int | None = None

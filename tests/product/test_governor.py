@@ -11,6 +11,7 @@ from speq.bench.replay.governor_sim import Setting, Text, judge
 from speq.governor import measured_cycles as m
 from speq.governor.acceptance import HORIZON, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
+from speq.governor.batches import Governors
 from speq.governor.cycle_model import CycleModel
 from speq.governor.draft_length import LENGTHS, Decision, FixedDraftLength
 from speq.governor.explanation import explain
@@ -340,6 +341,39 @@ def test_a_profile_spares_the_calibration() -> None:
     decision = AdaptiveDraftLength(prior=Prior.of_profile(profile)).decide()
     assert decision.ground == "best"
     assert decision.draft_length > 0
+
+
+@pytest.mark.parametrize("times", [2.0, 4.0])
+def test_a_batch_of_another_size_begins_with_what_is_known(times: float) -> None:
+    """Its rows ask for the experts that as many rows of one text do."""
+    pays, loses = AdaptiveDraftLength(), AdaptiveDraftLength()
+    run(pays, Machine(0.1, 0.05, 0.9), 300)
+    run(loses, Machine(0.9, 0.6, 0.3), 300)
+    assert pays.beside(4, times).decide().draft_length > 0
+    assert loses.beside(4, times).decide().draft_length == 0
+    assert pays.beside(4, times).decide().ground == "best"
+
+    known, made = pays.model, pays.model.beside(times)
+    assert made.single == known.distinct(times)
+    for rows in (1.0, 3.0, 5.0):
+        experts = known.distinct(times * rows)
+        assert made.distinct(rows) == pytest.approx(experts)
+        assert made.verify_s(experts) == pytest.approx(known.verify_s(experts), rel=0.05)
+    assert made.link.value == known.link.value
+    assert AdaptiveDraftLength().beside(4, times).decide().ground == "probe"
+
+
+def test_the_nearest_size_of_batches_is_gone_by() -> None:
+    governors = Governors(AdaptiveDraftLength(), most_rows=16)
+    assert governors.of(2).decide().ground == "probe"  # nothing is known yet
+    pair = governors.of(2)
+    assert isinstance(pair, AdaptiveDraftLength)
+    run(pair, Machine(0.1, 0.05, 0.9), 300)
+    five = governors.of(5)
+    assert isinstance(five, AdaptiveDraftLength)
+    assert five.model.single == pair.model.distinct(4.0)
+    assert five.longest == 1
+    assert governors.of(6) is five and governors.of(1) is governors.alone
 
 
 def test_a_draft_stops_where_new_experts_cost_more_than_it_brings() -> None:
