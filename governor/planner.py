@@ -101,6 +101,7 @@ class Speeds:
         longer of reading and arithmetic.
         """
         layers_s = survey.pass_s + sizes.layers * survey.layer_s
+        drafted_s = survey.layer_s if survey.draft_layer_s is None else survey.draft_layer_s
         memory = survey.memory_bytes_per_s
         draft_experts_s = max(
             sizes.token_experts * survey.draft_expert_s, sizes.draft_token_bytes / memory
@@ -108,7 +109,10 @@ class Speeds:
         return cls(
             layers_s + sizes.fixed_bytes / memory,
             0.0,
-            layers_s + sizes.draft_fixed_bytes / memory + draft_experts_s,
+            survey.pass_s
+            + sizes.layers * drafted_s
+            + sizes.draft_fixed_bytes / memory
+            + draft_experts_s,
             {h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory) for h in holdings},
             survey.row_s,
             survey.miss_s,
@@ -361,7 +365,8 @@ def choose(
             want
 
     Where all of them lie in slots beside a draft, holding it costs nothing. The run tries it, and
-    leaves it aside when it does not pay, so that it is worth plain decoding at least.
+    leaves it aside when it does not pay, so that it is worth plain decoding at least. Of drafts
+    that are all expected to lose, the one that is expected to lose least is held.
 
     Raises SpeqError where there is no holding at all.
     """
@@ -375,7 +380,7 @@ def choose(
         return min(holding.cost_s, plain.cost_s)
 
     weighed = map(outlook.weighed, holdings)
-    ranked = sorted(weighed, key=lambda holding: (cost_s(holding), not holding.drafts))
+    ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]

@@ -16,6 +16,7 @@ class Survey:
     miss_s             of the processor for each expert that is moved, encoding it apart
     expert_s           by codec: arithmetic of each distinct expert of a pass
     draft_expert_s     the same of each INT4 expert of a drafted token
+    draft_layer_s      of each layer of a drafted token's pass, as `layer_s`; None: as much
     encode_bytes_per_s  by codec: bytes of words, by the thread that a run waits for
     """
 
@@ -28,4 +29,5 @@ class Survey:
     miss_s: float = 0.0
     expert_s: dict[str, float] = field(default_factory=dict)
     draft_expert_s: float = 0.0
+    draft_layer_s: float | None = None
     encode_bytes_per_s: dict[str, float] = field(default_factory=dict)
