@@ -31,8 +31,8 @@ LINK_BYTES, LINK_S = 32 << 20, 0.1
 EXPERT_BYTES = 1 << 20
 # What Python takes of a layer for its experts (routes, slots, launches), beside the layer's own
 # modules; and for each miss (slots, tickets, threads), as a share of the same. Both are from the
-# bundled model, whose time is Python's alone. A draft's experts have no slots and take one call: its
-# passes took 3.1 ms beside the 4.6 of plain ones.
+# bundled model, whose time is Python's alone. A draft's experts have no slots and take one call:
+# its passes took 3.1 ms beside the 4.6 of plain ones.
 BESIDE, DRAFT_BESIDE, MISS = 1.0, 0.35, 1.0
 # Of the rate at which a narrow expert is encoded: whole ones come out of memory, and are encoded
 # beside what computes. With the trial's rate a plan expected 104 ms a token; it took 129 to 141.
