@@ -7,6 +7,9 @@ speculation that does not pay is off, except for the few cycles that would notic
 
 Where drafts may be trees, a tree of each length is one more choice. Trees yield other tokens than
 chains and take other times, so both are measured apart. The terms of the model are common to them.
+
+A drafter beside the run's own has a draft for some cycles only, and is a choice in these. What is
+known of its drafts is known apart from the others.
 """
 
 import math
@@ -14,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from speq.governor.acceptance import Acceptance
-from speq.governor.cycle_model import CycleModel
+from speq.governor.cycle_model import Apart, CycleModel
 from speq.governor.draft_length import (
     LENGTHS,
     LONGEST,
+    LONGEST_SIDE,
     Decision,
     FixedDraftLength,
     Governor,
@@ -31,6 +35,8 @@ from speq.stats import Forecast, StepStats
 
 # The shares of the time that probing drafts may lose, and plain cycles between better drafts.
 DRAFT_SHARE, PLAIN_SHARE = 0.008, 0.015
+# The same of drafts of a drafter beside the run's own.
+SIDE_SHARE = 0.004
 # Plain cycles between drafts come in bursts. The first ones of a burst do not count, because slots
 # must fill again with the experts that a single token needs.
 BURST, SETTLE = 8, 3
@@ -60,14 +66,14 @@ STOP, USUAL = 1.25, 8
 
 
 class Option(NamedTuple):
-    """The present expectation of a draft length, of chains or of trees.
+    """The present expectation of a draft length.
 
-    nodes      tokens of a tree at most; None: a chain
     cycle      the cycle by the model alone
     cycle_s    its time, corrected by measurements
     token_s    the same per expected token
     deviation  standard deviation of the logarithm of both times
     hoped      tokens if acceptance were better than it seems
+    kind       of such drafts
     """
 
     cycle: Cycle
@@ -75,12 +81,14 @@ class Option(NamedTuple):
     token_s: float
     deviation: float
     hoped: float
-    nodes: int | None = None
+    kind: "Kind"
 
     @property
     def name(self) -> str:
         drafted = f"k={self.cycle.draft_length}"
-        return drafted if self.nodes is None else f"{drafted} as a tree"
+        if self.kind.drafter is not None:
+            drafted = f"{self.kind.drafter} {drafted}"
+        return drafted if self.kind.nodes is None else f"{drafted} as a tree"
 
     def hoped_token_s(self, luck: float) -> float:
         return self.cycle_s * math.exp(-luck * self.deviation) / self.hoped
@@ -113,28 +121,34 @@ class Credit:
 
 @dataclass(slots=True)
 class Kind:
-    """What is known of drafts of one kind, chains or trees.
+    """What is known of drafts of one kind: chains, trees, or those of another drafter.
 
     nodes     tokens of a tree at most; None: chains
     measured  cycles of each length, and of plain decoding
+    drafter   who drafts; None: the run's own drafter
+    apart     what is known of that drafter alone
     """
 
     nodes: int | None
     acceptance: Acceptance
     measured: MeasuredCycles
+    drafter: str | None = None
+    apart: Apart | None = None
 
     @classmethod
-    def of(cls, longest: int, nodes: int | None) -> "Kind":
+    def of(cls, longest: int, nodes: int | None = None, drafter: str | None = None) -> "Kind":
         lengths = tuple(k for k in LENGTHS if k <= longest)
-        return cls(nodes, Acceptance(longest), MeasuredCycles(lengths))
+        apart = None if drafter is None else Apart()
+        return cls(nodes, Acceptance(longest), MeasuredCycles(lengths), drafter, apart)
 
 
 @dataclass(slots=True)
 class AdaptiveDraftLength:
     """The governor of `--draft-length auto`.
 
-    longest     longest draft
+    longest     longest draft of the run's own drafter; 0: it has none
     nodes       tokens of a tree at most; None: drafts are chains
+    side        a drafter besides, whose drafts are chains; None: there is none
     objectives  bounds on time per token and per cycle, kept to if any length can
     prior       what is believed beforehand. Without it, or where it says nothing of experts, the
                 first cycles are the calibration
@@ -144,11 +158,15 @@ class AdaptiveDraftLength:
     objectives: Objectives = field(default_factory=Objectives)
     prior: Prior | None = None
     nodes: int | None = None
+    side: str | None = None
     model: CycleModel = field(init=False)
     chains: Kind = field(init=False)
     trees: Kind | None = field(init=False)
-    # One credit for probes that draft, one for plain cycles while drafting is better.
+    asides: Kind | None = field(init=False)
+    # One credit for probes that draft, one for those of the drafter beside, one for plain cycles
+    # while drafting is better.
     _drafts: Credit = field(default_factory=lambda: Credit(DRAFT_SHARE, 4.0, 8.0))
+    _side_drafts: Credit = field(default_factory=lambda: Credit(SIDE_SHARE, 2.0, 4.0))
     _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
     _plain_s: float = 0.0
     _burst: int = 0
@@ -156,7 +174,8 @@ class AdaptiveDraftLength:
     # Plain cycles since the last draft, and cycles for which a draft was held to be better.
     _plain_run: int = SETTLE
     _in_favour: int = 0
-    # Plain decoding and chains, by place in the lengths that are measured; then trees.
+    # Plain decoding and chains, by place in the lengths that are measured; then trees, then drafts
+    # of the drafter beside.
     _options: list[Option] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
@@ -167,11 +186,13 @@ class AdaptiveDraftLength:
     def __post_init__(self) -> None:
         prior = self.prior
         self.model = CycleModel() if prior is None else CycleModel.of(prior)
-        self.chains = Kind.of(self.longest, None)
+        self.chains = Kind.of(self.longest)
         self.trees = None if self.nodes is None else Kind.of(self.longest, self.nodes)
+        self.asides = None if self.side is None else Kind.of(LONGEST_SIDE, drafter=self.side)
         if prior is not None and prior.acceptance is not None:
             for kind in self._kinds:
-                kind.acceptance.believe(prior.acceptance, prior.tokens)
+                if kind is not self.asides:
+                    kind.acceptance.believe(prior.acceptance, prior.tokens)
         if prior is not None:
             self._begin_with(self.model, BELIEVED / prior.drafts)
 
@@ -185,11 +206,12 @@ class AdaptiveDraftLength:
             self._first_plain = 0
             self._plain_s = model.verify_s(model.single)
             self._drafts.left_s = believed * self._plain_s
+            self._side_drafts.open(self._plain_s)
 
     def beside(self, longest: int, times: float) -> "AdaptiveDraftLength":
         """A governor of batches of so many times as many texts, whose drafts are no longer than
-        that. It begins with what this one's cycles say of theirs, and knows what this one knows of
-        acceptance.
+        that, and whose texts are drafted for by the run's own drafter. It begins with what this
+        one's cycles say of theirs, and knows what this one knows of acceptance.
         """
         nodes = None if self.nodes is None or not longest else min(self.nodes, longest)
         made = AdaptiveDraftLength(min(longest, self.longest), self.objectives, nodes=nodes)
@@ -201,7 +223,7 @@ class AdaptiveDraftLength:
 
     @property
     def _kinds(self) -> list[Kind]:
-        return [self.chains] if self.trees is None else [self.chains, self.trees]
+        return [kind for kind in (self.chains, self.trees, self.asides) if kind is not None]
 
     @property
     def acceptance(self) -> Acceptance:
@@ -216,7 +238,7 @@ class AdaptiveDraftLength:
     def begin(self) -> None:
         self._cold = True
 
-    def decide(self) -> Decision:
+    def decide(self, offered: bool = False) -> Decision:
         if self._first_plain:
             return Decision(0, "plain decoding is measured first", "probe")
         if not self.model.draft_token.weight and self.longest:
@@ -226,10 +248,11 @@ class AdaptiveDraftLength:
         allowed = [
             at
             for at, option in enumerate(self._options)
-            if self.objectives.met(option.cycle_s, option.cycle.tokens)
+            if (offered or option.kind is not self.asides)
+            and self.objectives.met(option.cycle_s, option.cycle.tokens)
         ]
         if not allowed:
-            self._held = self._chosen = self._nearest()
+            self._held = self._chosen = self._nearest(offered)
             return self._decision("bound")
         self._held = self._best(allowed)
         probe = None if self._cold else self._anchor(allowed)
@@ -252,14 +275,13 @@ class AdaptiveDraftLength:
         seen = model.new_experts(drafted)
         surprise = (new_experts + 1) / (seen + 1)
         rows, next_rows = (
-            1 + model.nodes(passes, option.nodes) for passes in (drafted, drafted + 1)
+            1 + model.nodes(passes, option.kind.nodes) for passes in (drafted, drafted + 1)
         )
         more = model.distinct(next_rows) - model.distinct(rows)
         new = (model.new_experts(next_rows) - model.new_experts(rows)) * surprise
         exposed = cycle.exposed if cycle.new_s < cycle.compute_s else 1.0
         cost_s = model.draft_token_s + more * model.compute.slope + new * model.link.value * exposed
-        kind = self.chains if option.nodes is None or self.trees is None else self.trees
-        stands = reach * kind.acceptance.accepted
+        stands = reach * option.kind.acceptance.accepted
         self._stopped = cost_s > STOP * stands * self._options[self._held].token_s
         return not self._stopped
 
@@ -268,10 +290,10 @@ class AdaptiveDraftLength:
         # A stopped draft counts for the length decided on, in its time and in its tokens: else only
         # lucky drafts would count, and the length would look cheap.
         kind, length = self.chains, step.deepest
-        if self._options and self._options[self._chosen].nodes is not None and length:
-            assert self.trees is not None, "chosen"
+        if self._options and length:
+            kind = self._options[self._chosen].kind
             # A tree that is less deep than it had passes spent them on other branches.
-            kind, length = self.trees, step.passes
+            length = length if kind.nodes is None else step.passes
         drafts = [(length, step.accepted, self._stopped)]
         if step.sequences > 1:
             drafts = [(each.draft_length, each.accepted, each.stopped) for each in step.drafts]
@@ -289,7 +311,7 @@ class AdaptiveDraftLength:
             if self._first_plain > 1:
                 self._first_plain -= 1
             return
-        self.model.observe(step)
+        self.model.observe(step, kind.apart)
         self._plain_run = 0 if step.draft_length else self._plain_run + 1
         settled = step.draft_length > 0 or self._plain_run > SETTLE
         for each in self._kinds:
@@ -302,29 +324,30 @@ class AdaptiveDraftLength:
             self._burst = max(self._burst - 1, 0)
             self._first_plain = max(self._first_plain - 1, 0)
         if self._options:
-            self._drafts.earn(cycle_s, self._plain_s)
-            self._plains.earn(cycle_s, self._plain_s)
+            for credit in (self._drafts, self._side_drafts, self._plains):
+                credit.earn(cycle_s, self._plain_s)
         else:
             self._drafts.open(self._plain_s)
+            self._side_drafts.open(self._plain_s)
         if self._chosen != self._held:
-            credit = self._drafts if self._chosen else self._plains
+            credit = self._credit(kind) if self._chosen else self._plains
             token_s = self._options[self._held].token_s
             credit.left_s -= max(cycle_s - token_s * emitted, LEAST_LOSS * token_s)
 
     def outlook(self) -> list[Cycle]:
-        return [option.cycle for option in self._options if option.nodes is None]
+        return [option.cycle for option in self._options if option.kind is self.chains]
 
     def _weigh(self) -> list[Option]:
         options = self._weigh_kind(self.chains)
-        if self.trees is not None:
-            options += self._weigh_kind(self.trees)[1:]  # plain decoding is among the chains
+        for kind in self._kinds[1:]:
+            options += self._weigh_kind(kind)[1:]  # plain decoding is among the chains
         return options
 
     def _weigh_kind(self, kind: Kind) -> list[Option]:
         # Trees that were never drafted are taken to yield what chains do.
-        tried = kind is self.chains or kind.measured.farthest(0.0)
+        tried = kind is not self.trees or kind.measured.farthest(0.0)
         acceptance = kind.acceptance if tried else self.chains.acceptance
-        luck = 1 + self._luck * kind.acceptance.deviation / acceptance.overall
+        luck = 1 + self._luck(kind) * kind.acceptance.deviation / acceptance.overall
         # By k: the tokens of a cycle, and the tokens of a lucky one.
         yields, hopes = [1.0], [1.0]
         stands = stands_hoped = 1.0
@@ -335,7 +358,7 @@ class AdaptiveDraftLength:
             hopes.append(hopes[-1] + stands_hoped)
         lengths = kind.measured.lengths
         emitted = [yields[length] for length in lengths]
-        cycles = self.model.cycles(lengths, emitted, kind.nodes)
+        cycles = self.model.cycles(lengths, emitted, kind.nodes, kind.apart)
         modelled_s = [cycle.cycle_s for cycle in cycles]
         options = []
         for cycle, time_s, (mean, variance) in zip(
@@ -345,7 +368,7 @@ class AdaptiveDraftLength:
             hoped = hopes[cycle.draft_length]
             token_s = cycle_s / cycle.tokens
             deviation = math.sqrt(variance)
-            options.append(Option(cycle, cycle_s, token_s, deviation, hoped, kind.nodes))
+            options.append(Option(cycle, cycle_s, token_s, deviation, hoped, kind))
         return options
 
     def _best(self, allowed: list[int]) -> int:
@@ -359,10 +382,13 @@ class AdaptiveDraftLength:
         held = self._held in allowed and judged_s(self._held) <= judged_s(best) * (1 + HYSTERESIS)
         return self._held if held else best
 
-    @property
-    def _luck(self) -> float:
-        """The standard deviations of luck that a probe may hope for."""
-        return LUCK * self._drafts.saved(self._plain_s)
+    def _credit(self, kind: Kind) -> Credit:
+        """Of probes of such drafts."""
+        return self._side_drafts if kind is self.asides else self._drafts
+
+    def _luck(self, kind: Kind) -> float:
+        """The standard deviations of luck that a probe of such drafts may hope for."""
+        return LUCK * self._credit(kind).saved(self._plain_s)
 
     def _anchor(self, allowed: list[int]) -> int | None:
         """0 if plain decoding is to be measured now, so that drafts stay compared with it."""
@@ -388,9 +414,10 @@ class AdaptiveDraftLength:
             if at == 0 or not self._within_reach(at):
                 continue
             option = self._options[at]
-            gain = 1 - option.hoped_token_s(self._luck) / token_s
+            gain = 1 - option.hoped_token_s(self._luck(option.kind)) / token_s
             loss_s = option.cycle_s - token_s * option.cycle.tokens
-            if at == self._held or gain < WORTHWHILE or loss_s > self._drafts.left_s:
+            left_s = self._credit(option.kind).left_s
+            if at == self._held or gain < WORTHWHILE or loss_s > left_s:
                 continue
             worth = gain * gain / max(loss_s, LEAST_LOSS * token_s)
             if worth > most:
@@ -399,19 +426,24 @@ class AdaptiveDraftLength:
 
     def _within_reach(self, at: int) -> bool:
         """Whether an option is little longer than the longest measured one of its kind."""
-        kind, place = self.chains, at
-        if self.trees is not None and self._options[at].nodes is not None:
-            kind, place = self.trees, at - len(self.chains.measured.lengths) + 1
-        return place <= REACH + kind.measured.farthest(MEASURED)
+        option = self._options[at]
+        measured = option.kind.measured
+        place = measured.lengths.index(option.cycle.draft_length)
+        return place <= REACH + measured.farthest(MEASURED)
 
-    def _nearest(self) -> int:
+    def _nearest(self, offered: bool) -> int:
         """The length that misses the objectives by least."""
 
         def excess(option: Option) -> float:
             late = option.cycle_s / self.objectives.latency_s
             return max(late, option.token_s / self.objectives.tpot_s)
 
-        return min(range(len(self._options)), key=lambda at: excess(self._options[at]))
+        able = (
+            at
+            for at, option in enumerate(self._options)
+            if offered or option.kind is not self.asides
+        )
+        return min(able, key=lambda at: excess(self._options[at]))
 
     def _decision(self, ground: Ground) -> Decision:
         """The chosen option, with its limit and its neighbours' times as the reason."""
@@ -422,9 +454,11 @@ class AdaptiveDraftLength:
             for other in options[max(at - 1, 0) : at + 2]
             if other is not options[at]
         )
-        nodes = options[at].nodes
-        kind = self.chains if nodes is None or self.trees is None else self.trees
+        kind = options[at].kind
+        nodes = kind.nodes
         shape = "" if nodes is None else f"a tree of {nodes} tokens at most: "
+        if kind.drafter is not None:
+            shape = f"by {kind.drafter}: "
         reason = (
             f"{shape}{options[at].token_s * 1e3:.1f} ms a token expected ({beside}), "
             f"most of it {cycle.limit}; {kind.acceptance.accepted:.0%} accepted"
@@ -437,7 +471,8 @@ class AdaptiveDraftLength:
         forecast = Forecast(
             cycle.draft_length, cycle.serial_s, cycle.overlapped_s, cycle_s, cycle.tokens
         )
-        return Decision(cycle.draft_length, reason, ground, forecast, nodes)
+        drafter = kind.drafter if cycle.draft_length else None
+        return Decision(cycle.draft_length, reason, ground, forecast, nodes, drafter)
 
 
 def make_governor(
@@ -446,13 +481,15 @@ def make_governor(
     prior: Prior | None = None,
     longest: int = LONGEST,
     nodes: int | None = None,
+    side: str | None = None,
 ) -> Governor:
     """The governor of a run.
 
     draft_length  a fixed length, or None for the governor that measures
     prior         where that governor begins; longest: its longest draft
     nodes         tokens of a tree at most; None: drafts are chains
+    side          a drafter besides, for the governor that measures; None: there is none
     """
     if draft_length is None:
-        return AdaptiveDraftLength(longest, objectives, prior, nodes)
+        return AdaptiveDraftLength(longest, objectives, prior, nodes, side)
     return FixedDraftLength(draft_length, nodes=nodes)

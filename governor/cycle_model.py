@@ -41,6 +41,14 @@ class Traffic:
 
 
 @dataclass(slots=True)
+class Apart:
+    """What is known apart of a drafter beside the run's own: its token's time, and its traffic."""
+
+    draft_token: Mean = field(default_factory=lambda: Mean(0.0))
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(slots=True)
 class CycleModel:
     """Expects the time of a cycle of each draft length.
 
@@ -116,14 +124,21 @@ class CycleModel:
     def ready(self) -> bool:
         return self.compute.weight > 0
 
-    def observe(self, step: StepStats) -> None:
-        """Learn from a finished cycle."""
+    def observe(self, step: StepStats, apart: Apart | None = None) -> None:
+        """Learn from a finished cycle.
+
+        apart  of the drafter that drafted, which learns its part; None: the run's own
+        """
         # Of a batch all is counted by the rows of each of its texts.
         rows = step.rows / step.sequences
         if not step.requests or not (self.single or rows == 1):
             return
         self._learn_spread(rows, step.requests)
-        if step.draft_length:
+        traffic = self.drafting if step.draft_length else self.plain
+        if step.draft_length and apart is not None:
+            apart.draft_token.add(step.draft_s / step.deepest)
+            traffic = apart.traffic
+        elif step.draft_length:
             self.drafts += 1
             tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
             self.draft_token.add(tokens_s / (step.passes or step.deepest))
@@ -131,7 +146,6 @@ class CycleModel:
             self.fan.add((rows - 1) / step.passes)
         verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
         self.compute.add(step.requests, verify_s)
-        traffic = self.drafting if step.draft_length else self.plain
         traffic.missed.add(step.moved, step.requests)
         if step.moved:
             self.link.add(step.link_s, step.moved)
@@ -183,19 +197,25 @@ class CycleModel:
         return self.compute.at(experts)
 
     def cycles(
-        self, lengths: Iterable[int], tokens: Iterable[float], most_nodes: int | None = None
+        self,
+        lengths: Iterable[int],
+        tokens: Iterable[float],
+        most_nodes: int | None = None,
+        apart: Apart | None = None,
     ) -> list[Cycle]:
         """The expected cycles of some draft lengths, given the tokens that each will yield.
 
         most_nodes  of a tree that so many passes draft; None: the drafts are chains
+        apart       of who drafts; None: the run's own drafter
 
         T_pcie,init is part of the exposed share.
         """
-        draft_token_s = self.draft_token_s
+        draft_token_s, base_s, traffic = self.draft_token_s, self.draft_base_s, self.drafting
+        if apart is not None:
+            draft_token_s, base_s, traffic = apart.draft_token.value, 0.0, apart.traffic
         transfer_s, expert_bytes = self.link.value, self.expert_bytes.value
         plain, drafting = (
-            (self._missed(traffic), self._exposed(traffic))
-            for traffic in (self.plain, self.drafting)
+            (self._missed(each), self._exposed(each)) for each in (self.plain, traffic)
         )
         found = []
         for draft_length, emitted in zip(lengths, tokens, strict=True):
@@ -206,7 +226,7 @@ class CycleModel:
                 Cycle(
                     draft_length,
                     emitted,
-                    self.draft_base_s + draft_length * draft_token_s if draft_length else 0.0,
+                    base_s + draft_length * draft_token_s if draft_length else 0.0,
                     self.verify_s(experts),
                     moved * transfer_s,
                     moved * expert_bytes,

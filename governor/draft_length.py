@@ -9,6 +9,8 @@ from speq.stats import Forecast, StepStats
 # Lengths that `auto` chooses from. Neighbours among longer drafts differ too little to measure.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
+# Of a drafter beside the run's own: it takes no memory, and each row of a verification does.
+LONGEST_SIDE = 6
 # fixed: no choice was made. best: the highest expected throughput. probe: another length, to learn
 # its cost. bound: a latency objective or the end of the request left no better one.
 Ground = Literal["fixed", "best", "probe", "bound"]
@@ -18,7 +20,8 @@ Ground = Literal["fixed", "best", "probe", "bound"]
 class Decision:
     """A draft length (0: decode plainly) and the reason for it.
 
-    nodes  tokens of a tree at most; None: the draft is a chain
+    nodes    tokens of a tree at most; None: the draft is a chain
+    drafter  who drafts; None: the run's own drafter
     """
 
     draft_length: int
@@ -26,14 +29,22 @@ class Decision:
     ground: Ground = "fixed"
     forecast: Forecast | None = None
     nodes: int | None = None
+    drafter: str | None = None
 
 
 class Governor(Protocol):
     def begin(self) -> None:
         """Hear that a prompt was run: slots hold what it left in them."""
 
-    def decide(self) -> Decision:
-        """Choose the next cycle's draft length."""
+    @property
+    def side(self) -> str | None:
+        """A drafter besides the run's own that it may choose; None: there is none."""
+
+    def decide(self, offered: bool = False) -> Decision:
+        """Choose the next cycle's draft length, and who drafts.
+
+        offered  whether the drafter beside the run's own has a draft
+        """
 
     def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
         """Tell whether to draft one more token after `drafted` tokens.
@@ -61,10 +72,14 @@ class FixedDraftLength:
     reason: str = "fixed"
     nodes: int | None = None
 
+    @property
+    def side(self) -> str | None:
+        return None
+
     def begin(self) -> None:
         pass
 
-    def decide(self) -> Decision:
+    def decide(self, offered: bool = False) -> Decision:
         return Decision(self.draft_length, self.reason, nodes=self.nodes)
 
     def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:

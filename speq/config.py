@@ -266,7 +266,7 @@ class RunConfig(Options):
         str,
         Option(
             "What proposes tokens; auto is the INT4 copy or a head beside the model, by what is "
-            "expected.",
+            "expected, and ngram where a text repeats itself and that pays.",
             Choice(("auto", "none"), DRAFTERS),
         ),
     ] = "auto"

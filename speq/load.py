@@ -31,7 +31,7 @@ from speq.files import heap
 from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.batches import Governors
-from speq.governor.draft_length import LONGEST, Governor
+from speq.governor.draft_length import LONGEST, LONGEST_SIDE, Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.heads.draft_head import DraftHead, HeadSource
@@ -286,6 +286,7 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
         beside,
         graphs=not on_cpu and config.graphs == "auto",
         texts=config.max_batch,
+        longest_side=LONGEST_SIDE if side_of(config) else 0,
     )
 
 
@@ -495,9 +496,19 @@ def measured(store: EncodingStore, subject: Subject, settled: Settled, budget: B
     return replace(settled, holding=holding, memory=memory)
 
 
+def side_of(config: RunConfig) -> str | None:
+    """The drafter besides the run's own: prompt lookup takes no memory, where options leave open
+    who drafts and how far. None within an expert budget, which goes by the routes that drafts name.
+    """
+    free = config.drafter == "auto" and drafter_of(config) != "none"
+    if not free or config.draft_length is not None or config.approximates:
+        return None
+    return "ngram"
+
+
 def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) -> Governor:
-    """The governor of runs that draft. A profile knows INT4 drafts, a plan also those of a head
-    that says how far they stand; of others nothing is known beforehand.
+    """The governor of a run. A profile knows INT4 drafts, a plan also those of a head that says how
+    far they stand; of others nothing is known beforehand.
     """
     prior = None
     if settled.holding.drafter == "int4":
@@ -505,7 +516,10 @@ def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) ->
     elif settled.holding.drafter == "head":
         prior = settled.prior
     objectives, nodes = objectives_of(config), config.draft_nodes
-    return make_governor(config.draft_length, objectives, prior, settled.longest, nodes)
+    longest, side = settled.longest, side_of(config)
+    if not settled.holding.drafts:
+        longest, nodes = 0, None
+    return make_governor(config.draft_length, objectives, prior, longest, nodes, side)
 
 
 def labelled(progress: Progress | None, label: str) -> Done | None:

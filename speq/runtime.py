@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speq.config import RunConfig
 from speq.decode.approximation import Approximation
-from speq.decode.drafter import DraftBase, Drafter, PlainDecoding
+from speq.decode.drafter import DraftBase, Drafter, Offering, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import (
     MoeSizes,
@@ -281,12 +281,17 @@ class Runtime:
         drafters: list[Drafter] = [PlainDecoding() for _ in caches]
         confidence = Confidence()
         governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
-        if self.holding.drafts:
+        sides: list[Offering] = []
+        side = loaded.governors.alone.side
+        if self.holding.drafts or side is not None:
             gates = self.model.gates
             residents = residents_of(offload.supply, experts, gates, sizes, loaded.device)
             bases = [self._draft_base(each, sampler, confidence, residents) for each in caches]
-            drafters = [DRAFTERS[self.holding.drafter](base) for base in bases]
             governors = loaded.governors
+            if self.holding.drafts:
+                drafters = [DRAFTERS[self.holding.drafter](base) for base in bases]
+            if side is not None:
+                sides = [DRAFTERS[side](base) for base in bases]
         return Engine(
             model=self.model,
             caches=caches,
@@ -300,6 +305,7 @@ class Runtime:
             confidence=confidence,
             approximation=approximation,
             prefixes=Prefixes(caches, chunk, self._prefix_reuse),
+            sides=sides,
         )
 
     def _draft_base(

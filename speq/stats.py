@@ -184,6 +184,7 @@ class StepStats:
     by_layer       the same, layer by layer
     named, choices expert choices of the exact model that the draft's recorded route had named, of
                    those for which it had recorded a route (token by token)
+    drafter        that drafted in place of the run's own; None: none did
     ground, reason, forecast  of the decision for this draft length, as far as there was one
     select_s       in the choice of experts within a budget; audit_s: in audits of it
     approximation  what the budget kept; None: the verification was exact
@@ -224,6 +225,7 @@ class StepStats:
     audit_s: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
+    drafter: str | None = None
     ground: str = ""
     reason: str = ""
     forecast: Forecast | None = None
@@ -410,6 +412,8 @@ FIGURES = {
     "tpot_ms": "time per output token after the first: time in decode steps over the tokens that "
     "they emitted; a step counts for each text of its batch",
     "steps": "rounds of drafting and verifying",
+    "side_steps": "of them, those whose draft came from prompt lookup (`ngram`) in place of the "
+    "run's own drafter, or where there is none",
     "batch_mean": "texts of a step, which share its passes",
     "draft_length_mean": "drafted tokens per step and text; of a tree those on its longest path",
     "branches_mean": "drafted tokens beside the longest path, per step and text",
@@ -568,6 +572,7 @@ class RunStats:
                 sum(step.duration_s * step.sequences for step in decode) * 1e3, total("emitted")
             ),
             "steps": len(decode),
+            "side_steps": sum(step.drafter is not None for step in decode),
             "batch_mean": ratio(total("sequences"), len(decode)),
             "draft_length_mean": ratio(total("draft_length"), total("sequences")),
             "branches_mean": ratio(total("branches"), total("sequences")),

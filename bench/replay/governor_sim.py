@@ -261,9 +261,13 @@ class Timed:
     def begin(self) -> None:
         self._governor.begin()
 
-    def decide(self) -> Decision:
+    @property
+    def side(self) -> str | None:
+        return self._governor.side
+
+    def decide(self, offered: bool = False) -> Decision:
         start_s = time.thread_time()
-        decision = self._governor.decide()
+        decision = self._governor.decide(offered)
         self.time_s += time.thread_time() - start_s
         self.decisions += 1
         return decision

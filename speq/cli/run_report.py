@@ -73,6 +73,10 @@ def print_summary(stats: dict[str, Any]) -> None:
         table.add_row(title, _shown(stats[name], show))
     for title, name in OF_TREES if stats["branches_mean"] else ():
         table.add_row(title, _shown(stats[name], number("{:.2f}")))
+    if stats["side_steps"]:
+        table.add_row(
+            "drafted by prompt lookup", f"{stats['side_steps']} of {stats['steps']} steps"
+        )
     experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
     held = format_bytes(memory["non_expert_weights"])

@@ -99,6 +99,16 @@ class SharedPasses(Protocol):
 
 
 @runtime_checkable
+class Offering(Drafter, Protocol):
+    """A drafter that tells beforehand whether it has a draft, so that it may be one beside another:
+    it takes no memory, and drafts chains where it has any.
+    """
+
+    def offers(self, sequence: Sequence) -> bool:
+        """Whether it has tokens to propose behind the sequence's pending one."""
+
+
+@runtime_checkable
 class Listener(Protocol):
     """A drafter that goes by what the exact model made of the text. Others are told nothing."""
 

@@ -24,6 +24,7 @@ from speq.decode.drafter import (
     DraftBounds,
     Drafter,
     Listener,
+    Offering,
     PlainDecoding,
     SharedPasses,
 )
@@ -77,6 +78,8 @@ class Engine:
     prices      what missing experts and tokens cost
     approximation  runs verifications within an expert budget; None: they are exact. Only of single
              texts
+    sides       drafters beside these, of each text, which the governor of single texts may choose
+                where they have a draft; none where it knows of none
     turns       of the last step, text by text
     prefixes    what the caches know of earlier texts
     """
@@ -94,6 +97,7 @@ class Engine:
     prices: Prices = field(default_factory=Prices)
     approximation: Approximation | None = None
     prefixes: Prefixes = field(default_factory=lambda: Prefixes([], 1))
+    sides: list[Offering] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list, init=False)
 
     def start(
@@ -217,7 +221,7 @@ class Engine:
         if draft_length is not None:
             governor = FixedDraftLength(draft_length)
         stats = self.recorder.begin("decode")
-        decision = governor.decide()
+        decision = governor.decide(governor.side is not None and self._offered(batch))
         if len(batch) == 1:
             decision = within(decision, batch[0], self.caches[batch[0].row])
         self.turns = [self._turn(sequence, decision, len(batch)) for sequence in batch]
@@ -234,6 +238,7 @@ class Engine:
             )
         emitted = self.commit(self.turns, stats)
         stats.ground, stats.reason = decision.ground, decision.reason
+        stats.drafter = decision.drafter
         stats.forecast = decision.forecast
         finished = self.recorder.finish()
         if not finished.audit_s:  # which took twice as long
@@ -243,12 +248,18 @@ class Engine:
 
     def _turn(self, sequence: Sequence, decision: Decision, texts: int) -> Turn:
         cache = self.caches[sequence.row]
+        beside = decision.drafter is not None
+        drafter: Drafter = (self.sides if beside else self.drafters)[sequence.row]
         decision = within(decision, sequence, cache)
         length, nodes = decision.draft_length, decision.nodes
         if texts > 1:
             most = longest_draft(self.governors.most_rows, texts)
             length, nodes = min(length, most), None if nodes is None else min(nodes, most)
-        return Turn(sequence, cache, DraftBounds(length, nodes))
+        return Turn(sequence, cache, drafter, DraftBounds(length, nodes))
+
+    def _offered(self, batch: Several[Sequence]) -> bool:
+        """Whether the drafter beside the run's own has a draft. It is for single texts."""
+        return len(batch) == 1 and self.sides[batch[0].row].offers(batch[0])
 
     def _accept(self, turn: Turn, scored: Scored) -> None:
         try:
@@ -282,7 +293,8 @@ class Engine:
             for text, turn in enumerate(turns)
         ]
         with self.mending(), self.recorder.timed("draft"):
-            for turn, draft in zip(turns, self._drafts(asking), strict=True):
+            drafters = [turn.drafter for turn in turns]
+            for turn, draft in zip(turns, drafts_of(drafters, asking), strict=True):
                 turn.draft = draft
             prefetcher.end()
 
@@ -292,7 +304,8 @@ class Engine:
         until the next round.
         """
         self.recorder.begin("attempt")
-        self.turns = [turn] = [Turn(sequence, self.caches[sequence.row], bounds)]
+        cache, drafter = self.caches[sequence.row], self.drafters[sequence.row]
+        self.turns = [turn] = [Turn(sequence, cache, drafter, bounds)]
         self.propose(self.turns, FixedDraftLength(bounds.length, nodes=bounds.nodes))
         (scored,) = self._score_turns(self.turns)
         self._accept(turn, scored)
@@ -308,15 +321,6 @@ class Engine:
         drafter = self.drafter
         if isinstance(drafter, Listener):
             drafter.hear(token_ids, scored.features)
-
-    def _drafts(self, asking: list[Asking]) -> list[Draft]:
-        """Of each text: in passes that are common to all, where drafters make such."""
-        drafters = [self.drafters[each.sequence.row] for each in asking]
-        first = drafters[0]
-        if len(drafters) > 1 and isinstance(first, SharedPasses):
-            return first.propose_together(drafters, asking)
-        pairs = zip(drafters, asking, strict=True)
-        return [drafter.propose(*each) for drafter, each in pairs]
 
     def verify(self, pending_id: int, draft: Draft) -> Scored:
         """Score a pending token behind the first cache, and a draft, with the exact experts."""
@@ -453,11 +457,21 @@ class Engine:
         """Give back slots and KV cache, even where a traceback still holds this engine."""
         self.offload.supply.close()
         # Other ones may hold an INT4 copy that is given up.
-        self.drafters = [PlainDecoding() for _ in self.caches]
+        self.drafters, self.sides = [PlainDecoding() for _ in self.caches], []
+        self.turns = []
         self.verification = EagerVerification(self.model, self.cache, self.offload.target)
         entries = [tensor for cache in self.caches for tensor in cache.tensors()]
         for tensor in (self.offload.slots, *entries):
             tensor.untyped_storage().resize_(0)
+
+
+def drafts_of(drafters: list[Drafter], asking: list[Asking]) -> list[Draft]:
+    """Of each text: in passes that are common to all, where drafters make such."""
+    first = drafters[0]
+    if len(drafters) > 1 and isinstance(first, SharedPasses):
+        return first.propose_together(drafters, asking)
+    pairs = zip(drafters, asking, strict=True)
+    return [drafter.propose(*each) for drafter, each in pairs]
 
 
 def within(decision: Decision, sequence: Sequence, cache: KVCache) -> Decision:
@@ -470,4 +484,6 @@ def within(decision: Decision, sequence: Sequence, cache: KVCache) -> Decision:
         decision = replace(decision, nodes=min(decision.nodes, room))
     if decision.draft_length <= useful:
         return decision
-    return Decision(useful, f"{useful} left after the next token", "bound", nodes=decision.nodes)
+    reason = f"{useful} left after the next token"
+    drafter = decision.drafter if useful else None
+    return Decision(useful, reason, "bound", nodes=decision.nodes, drafter=drafter)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from speq.decode.drafter import DraftBounds
+from speq.decode.drafter import DraftBounds, Drafter
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache
@@ -16,6 +16,7 @@ class Turn:
     """One text's part in a step.
 
     cache    of its entries
+    drafter  who drafts for it
     first    row of the verification that has its pending token; the draft's nodes follow
     live     nodes of the draft that were not given up in the verification
     outcome  of acceptance
@@ -25,6 +26,7 @@ class Turn:
 
     sequence: Sequence
     cache: KVCache
+    drafter: Drafter
     bounds: DraftBounds
     draft: Draft = field(default_factory=Draft)
     first: int = 0

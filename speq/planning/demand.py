@@ -12,7 +12,7 @@ from speq.experts.codec import codec_of
 from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
-from speq.governor.draft_length import LONGEST
+from speq.governor.draft_length import LONGEST, LONGEST_SIDE
 from speq.governor.holding import Holding
 from speq.heads.head_text import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
@@ -52,6 +52,8 @@ class Budget:
     beside         what is taken besides tensors on a device; None: nothing of that is asked
     graphs         whether passes are recorded, which the CPU never does
     texts          that run side by side, at most, each with a KV cache of its own
+    longest_side   as `longest_draft`, of a drafter that takes no memory, beside the run's own or
+                   alone
     """
 
     budget_bytes: int
@@ -62,16 +64,21 @@ class Budget:
     beside: Beside | None = None
     graphs: bool = False
     texts: int = 1
+    longest_side: int = 0
 
     @classmethod
     def of(
         cls, budget_bytes: int, context: int | None, on_cpu: bool, shape: ModelShape
     ) -> "Budget":
-        """context None: `DEFAULT_CONTEXT`, or the model's limit where that is less."""
+        """Of a run with options as they are.
+
+        context  None: `DEFAULT_CONTEXT`, or the model's limit where that is less
+        """
         limit = shape.max_context
         if context is None:
             context = min(DEFAULT_CONTEXT, limit)
-        return cls(budget_bytes, checked_int("context_length", context, 1, limit), on_cpu)
+        context = checked_int("context_length", context, 1, limit)
+        return cls(budget_bytes, context, on_cpu, longest_side=LONGEST_SIDE)
 
 
 def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
@@ -84,10 +91,10 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     if budget.on_cpu:
         loading_bytes = subject.dense.loading_bytes(budget.readers, subject.converted_bytes)
     texts = budget.texts
-    scored = 1 + budget.longest_draft if holding.drafts else 1
-    alone = scored
+    each = 1 + budget.longest_draft if holding.drafts else 1
+    alone = max(each, 1 + budget.longest_side)
     # Side by side, texts draft less far each: all rows of a pass are few.
-    scored = max(scored, texts * min(scored, MAX_LINEAR_ROWS // texts))
+    scored = max(alone, texts * min(each, MAX_LINEAR_ROWS // texts))
     order_bytes = 0
     if holding.draft_bytes and holding.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.

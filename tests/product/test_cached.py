@@ -73,7 +73,7 @@ def restricted(plain: Any, residents: list[list[int]], divided: bool) -> Iterato
 
 def drafted(engine: Engine, request: Sequence, bounds: DraftBounds) -> Draft:
     engine.recorder.begin("by hand")
-    turn = Turn(request, engine.cache, bounds)
+    turn = Turn(request, engine.cache, engine.drafter, bounds)
     engine.propose([turn], FixedDraftLength(bounds.length, nodes=bounds.nodes))
     return turn.draft
 
@@ -123,7 +123,7 @@ def test_a_draft_moves_no_bytes_and_names_what_it_lacks(folders: Folders) -> Non
     request = Sequence(PROMPT, SamplingParams(max_new_tokens=20, ignore_eos=True))
     engine.start(request)
     step = engine.recorder.begin("by hand")
-    turn = Turn(request, engine.cache, DraftBounds(3))
+    turn = Turn(request, engine.cache, engine.drafter, DraftBounds(3))
     residents = sorted(engine.offload.supply.cache.residents())
     engine.propose([turn], FixedDraftLength(3))
     assert sorted(engine.offload.supply.cache.residents()) == residents

@@ -785,7 +785,8 @@ def test_a_budget_without_room_for_the_draft(
     with pytest.raises(SpeqError) as refused:
         Generator.from_pretrained(model, 1)
     with caplog.at_level(logging.WARNING, logger="speq"):
-        generator = Generator.from_pretrained(model, smallest_budget(refused.value))
+        budget = smallest_budget(refused.value)
+        generator = Generator.from_pretrained(model, budget, drafter="int4")
     assert "does not fit the budget: running without one" in caplog.text
     result = generator.generate([1, 2, 3], max_new_tokens=12, ignore_eos=True)
     assert result.token_ids == greedy_tokens(plain_small, [1, 2, 3], 12)

@@ -106,6 +106,21 @@ class Branching(Machine):
         )
 
 
+class Asides(Machine):
+    """One with a drafter besides, whose tokens cost a row and no drafting."""
+
+    def __init__(self, draft_s: float, row_s: float, share: float, of_asides: float) -> None:
+        super().__init__(draft_s, row_s, share)
+        self._aside = Machine(0.0, row_s, of_asides)
+
+    def step(self, decision: Decision) -> StepStats:
+        if decision.drafter is None:
+            return super().step(decision)
+        step = self._aside.step(decision)
+        step.drafter = decision.drafter
+        return step
+
+
 def run(governor: AdaptiveDraftLength, machine: Machine, cycles: int) -> list[StepStats]:
     steps = []
     for _ in range(cycles):
@@ -272,6 +287,43 @@ def test_room_for_trees_leaves_chains_as_they_were() -> None:
     assert {step.branches for step in of_chains} == {0}
     fixed = make_governor(3, Objectives(), nodes=8).decide()
     assert (fixed.draft_length, fixed.nodes) == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("longest", "of_asides", "share", "pays"),
+    [(0, 0.9, 0.0, True), (0, 0.05, 0.0, False), (4, 0.9, 0.6, True), (4, 0.05, 0.9, False)],
+    ids=["alone", "alone, in vain", "better than the run's own", "worse than the run's own"],
+)
+def test_another_drafter_is_chosen_where_it_has_drafts_that_pay(
+    longest: int, of_asides: float, share: float, pays: bool
+) -> None:
+    """Of every ten cycles it has a draft for four."""
+    machine = Asides(0.2, 0.1, share, of_asides)
+    governor = AdaptiveDraftLength(longest, side="ngram")
+    offered, aside, drafted = [], [], []
+    for cycle in range(600):
+        offered.append(cycle % 10 < 4)
+        decision = governor.decide(offered[-1])
+        aside.append(decision.drafter == "ngram")
+        drafted.append(decision.draft_length > 0)
+        assert not aside[-1] or (offered[-1] and decision.draft_length)
+        assert ("by ngram" in decision.reason) == aside[-1]
+        governor.observe(machine.step(decision))
+    late = [chosen for chosen, there in zip(aside[200:], offered[200:], strict=True) if there]
+    assert sum(late) > 0.8 * len(late) if pays else sum(late) < 0.15 * len(late)
+    # The run's own drafts in the other cycles, where there is one.
+    others = [drew for drew, there in zip(drafted[200:], offered[200:], strict=True) if not there]
+    assert sum(others) > 0.7 * len(others) if longest else not any(others)
+
+
+def test_nobody_drafts_where_only_another_drafter_may_and_has_nothing() -> None:
+    governor = AdaptiveDraftLength(0, side="ngram", objectives=Objectives(latency_s=1e-3))
+    machine = Asides(0.2, 0.1, 0.0, 0.9)
+    for _ in range(20):
+        decision = governor.decide()
+        assert (decision.draft_length, decision.drafter) == (0, None)
+        governor.observe(machine.step(decision))
+    assert decision.ground == "bound"
 
 
 def test_speculation_that_does_not_pay_is_off_but_for_rare_probes() -> None:

@@ -1,14 +1,19 @@
 """Prompt lookup, beside a search through the whole text."""
 
+import contextlib
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speq.config import SamplingParams
+from speq import Generation, Generator
+from speq.config import RunConfig, SamplingParams
 from speq.decode.drafter import DraftBase, DraftBounds
 from speq.decode.drafters.ngram import NgramDrafter
 from speq.decode.sampler import HostSampler
 from speq.decode.sequence import Draft, Sequence
+from speq.load import side_of
 
 
 def drafter() -> NgramDrafter:
@@ -60,6 +65,47 @@ def test_a_text_that_repeats_is_gone_on_with() -> None:
 def test_nothing_is_drafted_behind_an_end() -> None:
     text = sequence([1, 2, 9, 4, 1, 2], eos=frozenset({9}))
     assert propose(drafter(), text, 4) == [9]
+
+
+def test_it_tells_beforehand_whether_it_has_a_draft() -> None:
+    rng, of = random.Random(2), drafter()
+    text = sequence([1, 2, 3])
+    for _ in range(200):
+        assert of.offers(text) == bool(searched(text.prompt_ids + text.generated_ids, 1))
+        text.extend([rng.randrange(6)])
+
+
+@pytest.mark.parametrize("budget", ["none", "int4"])
+def test_texts_that_repeat_are_drafted_by_it_beside_any_drafter(bundled: Path, budget: str) -> None:
+    """And are the same. Where options name who drafts or how far, it does not draft."""
+    prompt = "def main(argv):\n    return 0\n\n" * 3
+    memory = {"none": "32MiB", "int4": "96MiB"}[budget]
+
+    def made(**options: Any) -> Generation:
+        config = RunConfig.of(memory, dtype="float32", profile="none", **options)
+        with contextlib.closing(Generator.load(bundled, config)) as generator:
+            return generator.generate(prompt, max_new_tokens=64)
+
+    alone = made(draft="none")
+    beside = made()
+    assert beside.token_ids == alone.token_ids
+    assert beside.stats["side_steps"] > 0 and beside.stats["steps"] < 64
+    assert alone.stats["side_steps"] == 0 and alone.stats["steps"] == 63
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "int4"},
+        {"drafter": "none"},
+        {"draft": "none"},
+        {"draft_length": 2},
+        {"expert_budget": "50%"},
+    ],
+)
+def test_it_is_beside_others_only_where_options_leave_that_open(options: dict[str, Any]) -> None:
+    assert side_of(RunConfig.of("1GiB")) == "ngram"
+    assert side_of(RunConfig.of("1GiB", **options)) is None
 
 
 def test_another_sequence_is_not_drafted_from() -> None:

@@ -332,6 +332,7 @@ def test_summary_of_a_run() -> None:
         "steps": 3,
         "draft_length_mean": (4 + 2 + 0) / 3,
         "batch_mean": 1,
+        "side_steps": 0,
         "branches_mean": 3 / 3,
         "given_up_mean": 2 / 3,
         # Each step adds one token of the exact model's own to those it accepted.

@@ -28,15 +28,25 @@ class NgramDrafter:
     def propose(
         self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
     ) -> Draft:
+        at = self._match(sequence)
+        if at is None:
+            return Draft()
+        # A text that repeats itself up to its end is taken to go on so.
+        period = len(self._tokens) - at
+        tokens = [self._tokens[at + i % period] for i in range(bounds.length)]
+        return self._chain(sequence, tokens)
+
+    def offers(self, sequence: Sequence) -> bool:
+        return self._match(sequence) is not None
+
+    def _match(self, sequence: Sequence) -> int | None:
+        """Where the tokens behind the text's last ones begin; None where these are new."""
         self._read(sequence)
         for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
             at = self._followed.get(tuple(self._tokens[-length:]))
             if at is not None:
-                # A text that repeats itself up to its end is taken to go on so.
-                period = len(self._tokens) - at
-                tokens = [self._tokens[at + i % period] for i in range(bounds.length)]
-                return self._chain(sequence, tokens)
-        return Draft()
+                return at
+        return None
 
     @staticmethod
     def _chain(sequence: Sequence, tokens: list[int]) -> Draft:
