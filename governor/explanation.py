@@ -9,10 +9,16 @@ from speq.stats import Forecast, StepStats, ratio
 
 @dataclass(slots=True)
 class Choice:
-    """The cycles of one draft length. branching: of trees; reason: the last one given for it."""
+    """The cycles of one draft length.
+
+    branching  of trees
+    drafter    who drafted in place of the run's own drafter; empty: nobody did
+    reason     the last one given for it
+    """
 
     draft_length: int
     branching: bool = False
+    drafter: str = ""
     cycles: int = 0
     tokens: int = 0
     time_s: float = 0.0
@@ -28,7 +34,8 @@ class Choice:
 class Explanation:
     """A run's decisions. Drafts that were stopped do not count for the errors.
 
-    choices           by the length of the draft, the shortest first, and chains before trees
+    choices           by the length of the draft, the shortest first, chains before trees, and the
+                      run's own drafter before another
     serial_error      mean size of the error of Eq. 3, relative to the cycle's time
     overlapped_error  the same of the overlapped form
     error             the same of the times that decisions were based on
@@ -44,13 +51,13 @@ class Explanation:
 
 def explain(steps: Iterable[StepStats]) -> Explanation:
     """Sum up the decisions of a run's steps."""
-    choices: dict[tuple[int, bool], Choice] = {}
+    choices: dict[tuple[int, bool, str], Choice] = {}
     forecasts: list[tuple[Forecast, float]] = []
     for step in steps:
         if step.phase != "decode":
             continue
         time_s = step.end_s - step.start_s
-        kind = step.deepest, step.branches > 0
+        kind = step.deepest, step.branches > 0, step.drafter or ""
         choice = choices.setdefault(kind, Choice(*kind))
         choice.cycles += 1
         choice.tokens += step.emitted

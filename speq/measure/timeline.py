@@ -153,6 +153,7 @@ def _decision(number: int, step: StepStats, zero: Zero) -> Row:
         "args": {
             "step": number,
             "draft_length": step.draft_length,
+            "drafter": step.drafter,
             "ground": step.ground,
             "reason": step.reason,
             "forecast": step.forecast and asdict(step.forecast),

@@ -600,6 +600,11 @@ def test_an_explanation_by_hand() -> None:
     assert [(each.draft_length, each.branching, each.cycles) for each in apart] == [
         *((0, False, 1), (2, False, 2), (2, True, 1)),
     ]
+    aside = StepStats("decode", draft_length=2, emitted=2, end_s=3.0, drafter="ngram", reason="d")
+    others = explain([*steps, aside]).choices
+    assert [(each.draft_length, each.drafter, each.reason) for each in others] == [
+        *((0, "", "c"), (2, "", "b"), (2, "ngram", "d")),
+    ]
     two = found.choices[1]
     assert (two.cycles, two.tokens, two.token_s, two.reason) == (2, 4, 1.5, "b")
     assert two.grounds == {"best": 1, "probe": 1}
