@@ -106,7 +106,7 @@ def print_layers(stats: dict[str, Any]) -> None:
 
 
 def drafts_of(choice: Choice) -> str:
-    """Their length, whether they branch, and whose they are where the run's own drafter's are not."""
+    """Their length, and whether they branch or are another drafter's than the run's own."""
     if choice.drafter:
         return f"{choice.draft_length}, {choice.drafter}"
     return f"{choice.draft_length}, trees" if choice.branching else str(choice.draft_length)

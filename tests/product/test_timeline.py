@@ -111,6 +111,7 @@ def test_a_timeline_by_hand(tmp_path: Path) -> None:
     assert decision["args"] == {
         "step": 1,
         "draft_length": 2,
+        "drafter": None,
         "ground": "model",
         "reason": "as asked for",
         "forecast": {
