@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.kernels.short_conv import convolved
+from speq.kernels.convolution import convolved
 
 NORM_EPSILON = 1e-6
 

@@ -62,7 +62,9 @@ class ConvInputs:
             self.base_at = self.length.settled
 
     def write(self, inputs: Tensor) -> range:
-        """Inputs of tokens behind the text's length [T, channels]; their places behind `base_at`."""
+        """Put inputs of tokens [T, channels] behind the text's length; their places behind
+        `base_at`.
+        """
         first = self.length.count - self.base_at
         places = range(first, first + len(inputs))
         assert places.stop <= PENDING, "tokens must be settled before so many follow"

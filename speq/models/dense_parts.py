@@ -8,7 +8,8 @@ from torch import nn
 
 from speq.experts.expert_names import ExpertNames
 
-# What a draft may have codes of; attention: what stands in its place as well; MLP: shared experts, and the MLPs of layers without experts.
+# What a draft may have codes of. Attention: what stands in its place, too. MLP: shared experts, and
+# the MLPs of layers without experts.
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 # It multiplies the whole context at each pass, so that reading its weights is not what takes time.
 EXPANDING = "kv_b_proj"

@@ -1,7 +1,7 @@
 """The gated short convolution of lfm2_moe over a cache that goes back.
 
-What it keeps of a text are the last inputs of its convolution and no state beside, so that a token is
-run as it would be alone wherever it stands: in a chain, in a tree, and in a prompt of any length.
+What it keeps of a text are the last inputs of its convolution and no state beside, so that a token
+is run as it would be alone wherever it stands: in a chain, in a tree, in a prompt of any length.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import SpeqError
+from speq.kernels.convolution import convolved
 from speq.kernels.ops import MAX_LINEAR_ROWS
-from speq.kernels.short_conv import convolved
 from speq.models.conv_inputs import ConvInputs, windows_in
 from speq.models.length import Length
 from speq.models.states import StateShape, layers_of_kind
@@ -82,15 +82,16 @@ class ShortConv:
         return bias
 
     def __call__(self, hidden_states: Tensor, past_key_values: Any = None, **others: Any) -> Tensor:
-        """hidden_states [1, T, H] to [1, T, H]. past_key_values: of all layers; None: the tokens are
-        a whole text.
+        """hidden_states [1, T, H] to [1, T, H]. past_key_values: of all layers; None: the
+        tokens are a whole text.
         """
         module = self._module
         before, behind, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
         inputs = before * given
         if past_key_values is None:
-            text = torch.cat([inputs.new_zeros(module.conv_kernel_size - 1, inputs.shape[1]), inputs])
-            mixed = convolved(windows_in(text, module.conv_kernel_size), self.weight, self.bias)
+            taps = module.conv_kernel_size
+            text = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
+            mixed = convolved(windows_in(text, taps), self.weight, self.bias)
         else:
             mixed = past_key_values.layers[module.layer_idx].run(inputs, self)
         out: Tensor = module.out_proj((behind * mixed)[None])

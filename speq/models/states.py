@@ -11,7 +11,7 @@ from speq.models.length import Length
 
 
 class StateLayer(Protocol):
-    """One layer of one text, which goes back to any number of tokens behind those that are settled."""
+    """One layer of one text, which goes back to any token behind those that are settled."""
 
     @property
     def tensors(self) -> list[Tensor]:

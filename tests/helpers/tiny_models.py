@@ -270,8 +270,8 @@ FAMILIES = tuple(FAMILY_OPTIONS)
 # Families some of whose layers have no attention, and keep states.
 WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # Families that are mostly built like another one here run in the wider checks, as do those whose
-# own part has tests of its own (test_delta.py, test_gemma4.py, test_short_conv.py). Those that differ in next to
-# nothing run in the long ones.
+# own part has tests of its own (test_delta.py, test_gemma4.py, test_short_conv.py). Those that
+# differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
     "lfm2_moe",

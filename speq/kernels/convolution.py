@@ -1,7 +1,7 @@
 """A convolution of each channel over the last tokens of a text (depthwise and causal).
 
-Tokens that are run alone and tokens that are run together go through the same operations in the same
-order, so that their results are the same bits.
+Tokens that are run alone and tokens that are run together go through the same operations in the
+same order, so that their results are the same bits.
 """
 
 import torch
