@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from speq import Generator, SpeqError
 from speq.devices.device import Processor
+from speq.drafts.draft_source import dense_draft, open_draft
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models import moe_model
 from speq.models.dense_parts import ATTENTION, HEAD, MLP
@@ -24,6 +26,7 @@ from speq.models.opened import open_model
 from speq.models.short_conv import ConvLayer
 from speq.models.states import StateTexts
 from speq.models.tree import Tree
+from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
 
 FAMILY = "lfm2_moe"
@@ -153,14 +156,16 @@ def test_texts_side_by_side_are_each_alone() -> None:
 # The model
 
 
+PROMPT, TOKENS = [*range(40, 60)], 24
+
+
 def tokens(model: Path, **options: Any) -> list[int]:
-    generator = Generator.from_pretrained(
-        model, "16MiB", dtype="float32", draft_length=3, prefix_reuse="tokens", **options
-    )
+    given = {"dtype": "float32", "draft_length": 3, "prefix_reuse": "tokens"} | options
+    generator = Generator.from_pretrained(model, "16MiB", **given)
     try:
-        generator.generate([*range(40, 52)], max_new_tokens=4, ignore_eos=True)
+        generator.generate(PROMPT[:12], max_new_tokens=4, ignore_eos=True)
         # Begins as the text before: nothing of that may be taken.
-        result = generator.generate([*range(40, 60)], max_new_tokens=24, ignore_eos=True)
+        result = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
         assert result.stats["draft_length_mean"] > 0
         return result.token_ids
     finally:
@@ -207,11 +212,36 @@ def test_memory_is_planned_for_the_inputs_of_convolutions(tiny: Folder) -> None:
 
 
 @pytest.mark.wide
+def test_tokens_in_float64(tiny: Folder) -> None:
+    plain = load_plain(tiny(FAMILY), torch.float64)
+    assert tokens(tiny(FAMILY), dtype="float64") == greedy_tokens(plain, PROMPT, TOKENS)
+
+
+@pytest.mark.wide
+def test_a_gptq_draft_brings_the_codes_of_convolutions(tiny: Folder, tmp_path: Path) -> None:
+    """As `speq quantize --dense` writes them, under the names of the checkpoint."""
+    out = tmp_path / "gptq"
+    quantise_to(out, tiny(FAMILY), replace(SETTINGS, dense=True))
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    for module in ("1.conv.in_proj", "1.feed_forward.experts.7.w2", "0.feed_forward.w3"):
+        assert f"model.layers.{module}.qweight" in index
+    opened = open_model(tiny(FAMILY))
+    shapes = opened.shape.draft_layers
+    source = open_draft(str(out), opened.checkpoint, opened.store, opened.shape.experts, shapes)
+    layouts = dense_draft("all", shapes, source).layouts
+    assert [name for name, layout in layouts.items() if not layout.brought] == ["lm_head"]
+    source.close()
+    opened.close()
+    expected = greedy_tokens(load_plain(tiny(FAMILY)), PROMPT, TOKENS)
+    assert tokens(tiny(FAMILY), draft=str(out), draft_dense="all") == expected
+
+
+@pytest.mark.wide
 def test_experts_of_a_layer_in_one_tensor(tiny: Folder, tmp_path: Path) -> None:
     """As transformers holds them: the same tokens."""
     path = write_fused(tmp_path / "fused", tiny(FAMILY))
     assert "model.layers.1.feed_forward.experts.gate_up_proj" in load_file(path / FILE)
-    assert tokens(path) == greedy_tokens(load_plain(path), [*range(40, 60)], 24)
+    assert tokens(path) == greedy_tokens(load_plain(path), PROMPT, TOKENS)
 
 
 @pytest.mark.wide
@@ -230,7 +260,7 @@ def test_another_configuration(tmp_path: Path) -> None:
         layer_types=["full_attention", "conv", "conv"],
     )
     assert not any("expert_bias" in name for name in load_file(model / FILE))
-    assert tokens(model) == greedy_tokens(load_plain(model), [*range(40, 60)], 24)
+    assert tokens(model) == greedy_tokens(load_plain(model), PROMPT, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +269,7 @@ def test_another_configuration(tmp_path: Path) -> None:
         ({"layer_types": None}, r"has layer_types None; it must name each of 3 layers 'conv' or"),
         ({"layer_types": ["conv", "conv"]}, r"layer"),
         ({"layer_types": ["conv", "conv", "sliding_attention"]}, r"has layer_types \['conv', 'co"),
+        ({"conv_L_cache": 1 << 30}, r"has conv_L_cache 1073741824; it must be at most 1024"),
         ({"conv_L_cache": 0}, r"has conv_L_cache 0; it must be at least 1"),
     ],
 )
