@@ -347,7 +347,7 @@ class Runtime:
     @property
     def _prefix_reuse(self) -> str:
         """States of a text's end say nothing of its beginning."""
-        return "none" if self.shape.delta.layers else self.config.prefix_reuse
+        return "none" if self.shape.states.layers else self.config.prefix_reuse
 
     def _no_draft_reason(self) -> str:
         if self._loaded.settled.gives_up_draft:

@@ -55,6 +55,11 @@ class ExpertNames:
             for name, projection in zip(names, PROJECTIONS, strict=True)
         }
 
+    def is_up(self, name: str) -> bool:
+        """Whether a tensor is the weight of an up projection, by what experts call it."""
+        *_, module, parameter = ["", *name.split(".")]
+        return parameter == "weight" and self.projection_of.get(module) == PROJECTIONS[1]
+
     @cached_property
     def within_layer(self) -> str:
         """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speq.kernels.convolution import convolved
+
 NORM_EPSILON = 1e-6
 
 
@@ -54,18 +56,9 @@ class DeltaTokens(NamedTuple):
     betas: Tensor
 
 
-def convolved(windows: Tensor, weight: Tensor) -> Tensor:
-    """Each channel's convolution over its last inputs, and SiLU of that.
-
-    windows  [T, taps, channels], of each token the inputs up to its own
-    weight   [channels, taps]
-    returns  [T, channels]
-    """
-    wide = torch.float64 if windows.dtype == torch.float64 else torch.float32
-    total = torch.zeros(windows.shape[0], windows.shape[2], dtype=wide, device=windows.device)
-    for tap in range(weight.shape[1]):
-        total += windows[:, tap].to(wide) * weight[:, tap].to(wide)
-    return functional.silu(total.to(windows.dtype))
+def mixed_inputs(windows: Tensor, weight: Tensor) -> Tensor:
+    """SiLU of each channel's convolution, as `convolved` has it."""
+    return functional.silu(convolved(windows, weight))
 
 
 def heads_of(mixed: Tensor, decays: Tensor, betas: Tensor, sizes: DeltaSizes) -> DeltaTokens:

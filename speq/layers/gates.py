@@ -38,6 +38,7 @@ class ScoreGate:
     divided  weights are divided by their sum
     scale    weights are multiplied by it
     bias     [E], added to scores to choose by, and not to weights
+    added    to the sum that weights are divided by
     factors  [E], what an expert's weight is multiplied by
     """
 
@@ -45,6 +46,7 @@ class ScoreGate:
     divided: bool = False
     scale: float = 1.0
     bias: Tensor | None = None
+    added: float = 0.0
     factors: Tensor | None = None
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class ScoreGate:
         ids = ranked.masked_fill(~allowed, float("-inf")).topk(top_k, -1).indices
         weights = scores.gather(-1, ids)
         if self.divided:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=LEAST)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.added).clamp(min=LEAST)
         if self.factors is not None:
             weights = weights * self.factors.to(weights.device)[ids]
         return ids, weights * self.scale
@@ -93,24 +95,24 @@ class SparseMixer:
 
 
 # Of a block's router, and of what the block gives it beside hidden states.
-GateOf = Callable[[Any, tuple[Tensor, ...]], Gate]
+GateOf = Callable[[Any, tuple[Tensor | None, ...]], Gate]
 
 
-def softmax_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+def softmax_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     """Divides by the sum where the configuration says so."""
     return ScoreGate(divided=bool(router.norm_topk_prob))
 
 
-def dividing_gate(router: nn.Module, beside: tuple[Tensor, ...]) -> Gate:
+def dividing_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> Gate:
     return ScoreGate(divided=True)
 
 
-def scaled_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+def scaled_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     """DeepSeek-V2's, which never divides."""
     return ScoreGate(scale=float(router.routed_scaling_factor))
 
 
-def corrected_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+def corrected_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     """DeepSeek-V3's: sigmoids, chosen by a bias beside them."""
     return ScoreGate(
         sigmoid=True,
@@ -120,19 +122,31 @@ def corrected_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
     )
 
 
-def factored_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+def factored_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     """Gemma 4's: divided by their sum, and then by expert."""
     return ScoreGate(divided=True, factors=router.per_expert_scale)
 
 
-def minimax_gate(router: nn.Module, beside: tuple[Tensor, ...]) -> Gate:
+def minimax_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> Gate:
     (bias,) = beside
     return ScoreGate(sigmoid=True, divided=True, bias=bias)
 
 
-def ernie_gate(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+    """LFM2's: sigmoids, chosen by a bias beside them where it has one."""
+    (bias,) = beside
+    return ScoreGate(
+        sigmoid=True,
+        divided=bool(router.norm_topk_prob),
+        scale=float(router.routed_scaling_factor),
+        bias=bias,
+        added=1e-6,
+    )
+
+
+def ernie_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     return ScoreGate(divided=True, bias=router.moe_statics.e_score_correction_bias.squeeze())
 
 
-def sparse_mixer(router: Any, beside: tuple[Tensor, ...]) -> Gate:
+def sparse_mixer(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     return SparseMixer(float(router.router_jitter_noise))

@@ -32,6 +32,7 @@ MOST = {
     "qk_nope_head_dim": 1 << 14,
     "qk_rope_head_dim": 1 << 14,
     "v_head_dim": 1 << 14,
+    "conv_L_cache": 1 << 10,
     "max_position_embeddings": 1 << 40,
 }
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")

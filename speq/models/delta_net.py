@@ -5,14 +5,17 @@ tokens are run one after another, as each would be alone, by the layer's cache.
 """
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speq.kernels.delta_rule import DeltaSizes, convolved
-from speq.models.delta_cache import DeltaRows, DeltaShape
+from speq.kernels.delta_rule import DeltaSizes, mixed_inputs
+from speq.models.conv_inputs import windows_in
+from speq.models.delta_cache import DeltaLayer, DeltaRows, state_sizes
+from speq.models.length import Length
+from speq.models.states import StateShape, layers_of_kind
 
 
 class DeltaNet:
@@ -61,7 +64,7 @@ class DeltaNet:
 
         windows  [T, taps, channels] of their inputs
         """
-        mixed, sizes = convolved(windows, self.weight), self.sizes
+        mixed, sizes = mixed_inputs(windows, self.weight), self.sizes
         keys = sizes.key_heads * sizes.key_width
         queries, keys, values = (
             part.unflatten(1, (-1, width))[None]
@@ -85,7 +88,7 @@ class DeltaNet:
 
     def _alone(self, rows: DeltaRows) -> Tensor:
         before = rows.inputs.new_zeros(self.sizes.taps - 1, self.sizes.channels)
-        windows = torch.cat([before, rows.inputs]).unfold(0, self.sizes.taps, 1).transpose(1, 2)
+        windows = windows_in(torch.cat([before, rows.inputs]), self.sizes.taps)
         state = torch.zeros(self.sizes.state, device=rows.inputs.device)
         return self.prompt(windows, rows, state)[0]
 
@@ -106,24 +109,29 @@ class DeltaNet:
         return inputs, gate, module.in_proj_b(hidden_states)[0], module.in_proj_a(hidden_states)[0]
 
 
-def delta_shape(config: Any) -> DeltaShape:
+class DeltaState(NamedTuple):
+    """What a layer of the gated delta rule keeps of a text."""
+
+    sizes: DeltaSizes
+    mixer: str = "linear_attn"
+
+    def sizes_of(self, dtype: torch.dtype) -> list[int]:
+        return state_sizes(self.sizes, dtype)
+
+    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> DeltaLayer:
+        return DeltaLayer(self.sizes, dtype, device, length)
+
+    def stand_in(self, module: nn.Module) -> DeltaNet:
+        return DeltaNet(module)
+
+
+def delta_states(config: Any) -> StateShape:
     """Of the layers that a config calls linear attention."""
-    kinds = config.layer_types[: config.num_hidden_layers]
-    return DeltaShape(
-        frozenset(at for at, kind in enumerate(kinds) if kind == "linear_attention"),
-        DeltaSizes(
-            config.linear_num_key_heads,
-            config.linear_num_value_heads,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-            config.linear_conv_kernel_dim,
-        ),
+    sizes = DeltaSizes(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
     )
-
-
-def hold_states(layers: Any) -> None:
-    """Have the layers that keep states run over caches that go back."""
-    for layer in layers:
-        module: nn.Module | None = getattr(layer, "linear_attn", None)
-        if module is not None:
-            module.forward = DeltaNet(module)
+    return StateShape(layers_of_kind(config, "linear_attention"), DeltaState(sizes))

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from speq.experts.expert_names import PROJECTIONS
+from speq.experts.expert_names import ExpertNames
 
-# What a draft may have codes of; MLP: shared experts, and the MLPs of layers without experts.
+# What a draft may have codes of. Attention: what stands in its place, too. MLP: shared experts, and
+# the MLPs of layers without experts.
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 # It multiplies the whole context at each pass, so that reading its weights is not what takes time.
 EXPANDING = "kv_b_proj"
@@ -35,27 +36,29 @@ class DenseShape:
         return None if match is None else int(match[1])
 
 
-def dense_shapes(model: Any, block: str) -> tuple[DenseShape, ...]:
+def dense_shapes(model: Any, names: ExpertNames) -> tuple[DenseShape, ...]:
     """Those of a model, in the order of its modules. Routers, gates of shared experts, norms and
     embeddings are none.
 
-    block  what a layer calls its MLP
+    names  which say what a layer calls its MLP, and that its projections
     """
     head = model.get_output_embeddings()
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            part = HEAD if module is head else part_of(name, block)
+            part = HEAD if module is head else part_of(name, names)
             if part is not None:
                 found.append(DenseShape(name, part, module.out_features, module.in_features))
     return tuple(found)
 
 
-def part_of(name: str, block: str) -> str | None:
+def part_of(name: str, names: ExpertNames) -> str | None:
     """The part of a module inside a layer; None where drafts run the exact one."""
     *inside, own = name.split(".")
     if "linear_attn" in inside:
         return None if own in DECAYING else ATTENTION
+    if "conv" in inside:
+        return ATTENTION
     if "self_attn" in inside:
         return None if own == EXPANDING else ATTENTION
-    return MLP if block in inside and own in PROJECTIONS else None
+    return MLP if names.mlp in inside and own in names.projection_of else None

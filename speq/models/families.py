@@ -23,6 +23,7 @@ from speq.layers.gates import (
     dividing_gate,
     ernie_gate,
     factored_gate,
+    lfm2_gate,
     minimax_gate,
     scaled_gate,
     softmax_gate,
@@ -45,8 +46,9 @@ from speq.models.attention import (
     heads_with_sinks,
 )
 from speq.models.bounds import LAYER
-from speq.models.delta_cache import NO_STATES, DeltaShape
-from speq.models.delta_net import delta_shape
+from speq.models.delta_net import delta_states
+from speq.models.short_conv import check_short_conv, conv_states
+from speq.models.states import NO_STATES, StateShape
 
 # transformers' modules are shared by all threads: two at a time would leave ours behind.
 _PATCHING = threading.Lock()
@@ -63,7 +65,7 @@ class MoEBlock(NamedTuple):
     experts: OffloadedExperts
     router: nn.Module
     gate: Gate
-    beside: tuple[Tensor, ...] = ()
+    beside: tuple[Tensor | None, ...] = ()
     logits_of: LogitsOf = first_of
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def unchecked(config: Any, num_experts: int, where: object) -> None:
     """For families whose configuration has nothing to check beside what all have."""
 
 
-def without_states(config: Any) -> DeltaShape:
+def without_states(config: Any) -> StateShape:
     """For families whose layers all keep entries."""
     return NO_STATES
 
@@ -161,10 +163,12 @@ class Family:
     model_type    in config.json, and the name of transformers' module
     experts_class class of a block's experts, which ours replaces
     names         of experts and routers on disk; the first ones are attributes of the model too
-    router_inputs   attributes of the block that its router is given beside hidden states
+    router_inputs   attributes of the block that its router is given beside hidden states; None for
+                  those that a configuration leaves out
     gate          how its routers choose
     logits_of     finds logits in what its routers return
-    num_experts, expert_width, top_k, hidden_act   attributes of the config
+    num_experts, expert_width, top_k, hidden_act   attributes of the config; no hidden_act: it has
+                  none, and experts run with silu
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     what its attention caches, from the config
@@ -179,7 +183,8 @@ class Family:
     on_the_host   what its classes do there in the midst of a pass, which no graph can hold
     since         the first version of transformers that has it as speq needs it
     predictor     of layers that predict tokens ahead; None: speq reads none of this family
-    delta         which layers keep states in place of entries, from the config
+    states        which layers keep states in place of entries, from the config
+    last_norm, rotary   what the model calls the norm behind its layers, and what turns positions
     text_part     where its checkpoints hold the model, which is that of text, beside other parts;
                   None: they hold nothing else
     """
@@ -193,7 +198,7 @@ class Family:
     num_experts: str = "num_experts"
     expert_width: str = "moe_intermediate_size"
     top_k: str = "num_experts_per_tok"
-    hidden_act: str = "hidden_act"
+    hidden_act: str | None = "hidden_act"
     window: bool = False
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
@@ -206,7 +211,9 @@ class Family:
     on_the_host: str | None = None
     since: str = "5.17"
     predictor: Predictor | None = None
-    delta: Callable[[Any], DeltaShape] = without_states
+    states: Callable[[Any], StateShape] = without_states
+    last_norm: str = "norm"
+    rotary: str = "rotary_emb"
     text_part: TextPart | None = None
 
     @property
@@ -266,7 +273,7 @@ class Family:
             block = getattr(layer, name, None) if name else layer
             experts = getattr(block, self.names.experts, None)
             if isinstance(experts, OffloadedExperts):
-                beside = tuple(getattr(block, name) for name in self.router_inputs)
+                beside = tuple(getattr(block, name, None) for name in self.router_inputs)
                 router = getattr(block, self.names.routers[0])
                 gate = self.gate(router, beside)
                 blocks[index] = MoEBlock(experts, router, gate, beside, self.logits_of)
@@ -286,6 +293,12 @@ PHIMOE_NAMES = ExpertNames(
 )
 HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
 GPT_OSS_NAMES = ExpertNames(routers=("router",))
+# Both as published and as transformers saves it.
+LFM2_NAMES = ExpertNames(
+    blocks=("feed_forward",),
+    projections=(MIXTRAL_NAMES.projections[1], PROJECTIONS),
+    mlp="feed_forward",
+)
 GEMMA4_NAMES = ExpertNames(blocks=("",), routers=("router", "router.proj"))
 # Of pictures and sounds.
 GEMMA4_BESIDE = tuple(
@@ -302,7 +315,7 @@ FAMILIES = {
             "Qwen3NextExperts",
             typed_masks=True,
             attention=gated_heads,
-            delta=delta_shape,
+            states=delta_states,
             on_the_host="states of family qwen3_next are cut back by the host",
         ),
         Family(
@@ -311,7 +324,7 @@ FAMILIES = {
             gate=dividing_gate,
             typed_masks=True,
             attention=gated_heads,
-            delta=delta_shape,
+            states=delta_states,
             on_the_host="states of family qwen3_5_moe are cut back by the host",
             text_part=TextPart("qwen3_5_moe_text", "model.language_model.", ("model.visual.",)),
         ),
@@ -418,6 +431,20 @@ FAMILIES = {
             transposed=True,
             activation=CLAMPED,
             check=check_clamped,
+        ),
+        Family(
+            "lfm2_moe",
+            "Lfm2MoeExperts",
+            names=LFM2_NAMES,
+            router_inputs=("expert_bias",),
+            gate=lfm2_gate,
+            hidden_act=None,
+            typed_masks=True,
+            check=check_short_conv,
+            on_the_host="inputs of convolutions of family lfm2_moe are cut back by the host",
+            states=conv_states,
+            last_norm="embedding_norm",
+            rotary="pos_emb",
         ),
         Family(
             "gemma4",

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from speq.models.attention import KVShapes
-from speq.models.delta_cache import NO_STATES, DeltaLayer, DeltaShape
 from speq.models.length import Length
+from speq.models.states import NO_STATES, StateShape
 from speq.models.tree import Tree
 
 # What was done to the KV cache of that number: the name of the method, and what it was given.
@@ -117,7 +117,7 @@ class KVCache(Cache):
     kv_shapes  (heads, width) of keys and of values, in each layer
     by_layer   kv_shapes of each layer, where they differ
     number     among the caches of texts that run side by side
-    delta      layers that keep states in place of entries
+    states     layers that keep states in place of entries
     own        layers that are held here; None: all of them
     known      tokens that the first entries are of, where another text may begin with the same ones
     changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
@@ -132,7 +132,7 @@ class KVCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
         number: int = 0,
-        delta: DeltaShape = NO_STATES,
+        states: StateShape = NO_STATES,
         own: range | None = None,
         by_layer: tuple[KVShapes, ...] = (),
     ) -> None:
@@ -148,8 +148,8 @@ class KVCache(Cache):
         def made(layer: int) -> Any:
             if own is not None and layer not in own:
                 return NoLayer(dtype, device, length)
-            if layer in delta.layers:
-                return DeltaLayer(delta.sizes, dtype, device, length)
+            if states.kind is not None and layer in states.layers:
+                return states.kind.layer(dtype, device, length)
             keys, values = by_layer[layer] if by_layer else kv_shapes
             return KVLayer(storage(keys), storage(values), length)
 

@@ -60,4 +60,4 @@ class LayerwiseModel:
     def logits(self, hidden_states: Tensor) -> Tensor:
         """What leaves the last layer [N, H] to logits [N, V] float32."""
         inputs = hidden_states.to(self._model.device, self._model.dtype)
-        return self._model.logits(self._model.body.norm(inputs)).float()  # type: ignore[operator]
+        return self._model.logits(self._model.last_norm(inputs)).float()

@@ -22,7 +22,6 @@ from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
 from speq.models.decoder import ChainDecoder, Windows, walk_chains
-from speq.models.delta_net import hold_states
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
 from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
@@ -88,16 +87,17 @@ class MoEModel:
         self._windows = windows_of(family, self._config)
         self._taps: Taps | None = None
         layers = own_layers(hf_model.model)
-        hold_states(layers)
+        self._states = family.states(self._config)
+        self._states.hold(layers)
         # Behind its own layers, where other machines hold the rest.
         self._onward = onward_of(hf_model.model)
-        keeps_entries = not family.delta(self._config).layers
+        keeps_entries = not self._states.layers
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES and keeps_entries:
             kinds = [ANY_KIND] * len(layers)
             if family.typed_masks:
                 types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
                 kinds = [kind for layer, kind in types if layer in layers]
-            walk_chains(hf_model, family, kinds, ahead=host_rope(hf_model.model) is None)
+            walk_chains(hf_model, family, kinds, ahead=host_rope(family, hf_model.model) is None)
         self._walks = isinstance(hf_model.model.forward, ChainDecoder)
         # End-of-text tokens, from generation_config.json or else config.json.
         eos = hf_model.generation_config.eos_token_id
@@ -127,7 +127,7 @@ class MoEModel:
         """Why no graph of a pass may be recorded; None where one may."""
         if self._family.on_the_host is not None:
             return self._family.on_the_host
-        kind = host_rope(self._hf_model.model)
+        kind = host_rope(self._family, self._hf_model.model)
         if kind is not None:
             return f"rotary embeddings of type {kind} look at positions on the host"
         return None
@@ -151,6 +151,11 @@ class MoEModel:
     def body(self) -> nn.Module:
         """All of the model but its head."""
         return self._hf_model.model
+
+    def last_norm(self, hidden_states: Tensor) -> Tensor:
+        """The norm behind the layers: [T, H] to [T, H]."""
+        normed: Tensor = getattr(self.body, self._family.last_norm)(hidden_states)
+        return normed
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """Have drafters go by what goes into these layers, side by side, in place of last hidden
@@ -183,7 +188,7 @@ class MoEModel:
         found["head"].append(self._hf_model.get_output_embeddings())
         blocks = self._family.moe_blocks(self._hf_model)
         for index, layer in enumerate(body.layers):
-            mixer = getattr(layer, "self_attn", None) or layer.linear_attn
+            mixer = self._states.mixer(layer) or layer.self_attn
             found.setdefault("attention", []).append(mixer)
             kind = "shared experts" if index in blocks else "dense layers"
             found.setdefault(kind, []).append(getattr(layer, self._family.names.mlp))
@@ -258,7 +263,7 @@ class MoEModel:
             span.cache.begin_pass(span.tree)
         positions = torch.cat([positions for positions, _ in seen], 1)
         masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
-        with turned_by_text(self._hf_model.model, spans):
+        with turned_by_text(self._family, self._hf_model.model, spans):
             return self._run(bank, cache_of(spans), self._send(packed), positions, masks)
 
     def _seen(self, span: Span) -> tuple[Tensor, Callable[[int | None], Tensor]]:
@@ -410,9 +415,9 @@ def windows_of(family: Family, config: Any) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
-def host_rope(body: Any) -> str | None:
+def host_rope(family: Family, body: Any) -> str | None:
     """The type of rotary embeddings that look at all positions of a pass; None for others."""
-    given = getattr(body.rotary_emb, "rope_type", None)
+    given = getattr(getattr(body, family.rotary), "rope_type", None)
     for kind in sorted(map(str, given.values() if isinstance(given, dict) else [given])):
         if kind == "longrope" or "dynamic" in kind:
             return kind
@@ -420,14 +425,14 @@ def host_rope(body: Any) -> str | None:
 
 
 @contextmanager
-def turned_by_text(body: Any, spans: Sequence[Span]) -> Iterator[None]:
+def turned_by_text(family: Family, body: Any, spans: Sequence[Span]) -> Iterator[None]:
     """Within the block positions turn the rows of each text as those of that text alone do, where
     turns depend on all positions of a pass.
     """
-    if host_rope(body) is None:
+    if host_rope(family, body) is None:
         yield
         return
-    rotary = body.rotary_emb
+    rotary = getattr(body, family.rotary)
     own = rotary.forward
 
     def forward(hidden: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, ...]:

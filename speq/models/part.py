@@ -136,7 +136,7 @@ def built(family: Family, part: Part | None) -> Iterator[None]:
         finish = whole.post_init
 
         def post_init(model: Any) -> None:
-            leave_out(model, part)
+            leave_out(model, part, family.last_norm)
             finish(model)
 
         inherited = "post_init" not in vars(whole)
@@ -150,14 +150,18 @@ def built(family: Family, part: Part | None) -> Iterator[None]:
                 whole.post_init = finish
 
 
-def leave_out(model: Any, part: Part) -> None:
-    """Leave all of a model out that is not of a part, before anything is loaded into it."""
+def leave_out(model: Any, part: Part, last_norm: str) -> None:
+    """Leave all of a model out that is not of a part, before anything is loaded into it.
+
+    last_norm  what the model calls the norm behind its layers
+    """
     body = model.model
     for index in range(len(body.layers)):
         if index not in part.layers:
             leaving = part.has_ends and index == part.last
             body.layers[index] = Onward() if leaving else Elsewhere()
     if not part.has_ends:
-        body.embed_tokens, body.norm = Arriving(), nn.Identity()
+        body.embed_tokens = Arriving()
+        setattr(body, last_norm, nn.Identity())
         model.lm_head = nn.Identity()
         model._tied_weights_keys = None

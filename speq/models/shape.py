@@ -18,12 +18,12 @@ from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import check_sizes
-from speq.models.delta_cache import NO_STATES, DeltaShape
 from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
 from speq.models.part import Part, built
+from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -58,7 +58,7 @@ class ModelShape:
     own_bytes         what is held beside all these in a dtype of its own
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
-    delta             layers that keep states in place of entries
+    states            layers that keep states in place of entries
     part              the layers that these are sizes of; None: all. Without its ends a model has no
                       vocabulary: nothing is looked up in one or scored
     """
@@ -79,7 +79,7 @@ class ModelShape:
     own_bytes: int
     draft_layers: tuple[DenseShape, ...]
     max_context: int
-    delta: DeltaShape = NO_STATES
+    states: StateShape = NO_STATES
     part: Part | None = None
 
     @property
@@ -102,7 +102,7 @@ class ModelShape:
         """(heads, width) of keys and of values in each layer that keeps entries."""
         layers = range(self.num_layers) if self.part is None else self.part.layers
         by_layer = self.attention.by_layer or (self.attention.kv_shapes,) * layers.stop
-        return [by_layer[layer] for layer in layers if layer not in self.delta.layers]
+        return [by_layer[layer] for layer in layers if layer not in self.states.layers]
 
     def cache(
         self, capacity: int, dtype: torch.dtype, device: torch.device, number: int = 0
@@ -112,7 +112,7 @@ class ModelShape:
         own = None if self.part is None else self.part.layers
         layers = self.num_layers if own is None else own.stop
         return KVCache(
-            layers, kv_shapes, capacity, dtype, device, number, self.delta, own, by_layer
+            layers, kv_shapes, capacity, dtype, device, number, self.states, own, by_layer
         )
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
@@ -263,7 +263,7 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
             f"{where} describes a model without routed experts, and there is nothing to offload; "
             "give a Mixture-of-Experts model"
         )
-    hidden_act = getattr(config, family.hidden_act)
+    hidden_act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
     if hidden_act not in HIDDEN_ACTS:
         raise SpeqError(
             f"{where} asks for the activation {hidden_act!r}; supported are "
@@ -274,7 +274,7 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
     for name, module in plain_modules(model, family.routers(model)):
         dense[id(module.weight)] = module.weight.shape[0], module.weight.shape[1]
         dense_names.setdefault(id(module.weight), f"{name}.weight")
-    shared = [p.shape[0] for n, p in model.named_parameters() if n.endswith(".up_proj.weight")]
+    shared = [p.shape[0] for n, p in model.named_parameters() if family.names.is_up(n)]
     others = [*model.named_parameters(), *model.named_buffers()]
     others = [(name, tensor) for name, tensor in others if id(tensor) not in dense]
     has_ends = part is None or part.has_ends
@@ -305,19 +305,17 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
         tied=config.tie_word_embeddings if has_ends else True,
         wide_sizes=tuple(tensor.numel() for name, tensor in following if name in wide),
         own_bytes=sum(tensor.nbytes for tensor in own),
-        draft_layers=dense_shapes(model, family.names.mlp),
+        draft_layers=dense_shapes(model, family.names),
         max_context=max_context(config, where),
-        delta=delta_of(family, config, part),
+        states=states_of(family, config, part),
         part=part,
     )
 
 
-def delta_of(family: Family, config: Any, part: Part | None) -> DeltaShape:
+def states_of(family: Family, config: Any, part: Part | None) -> StateShape:
     """Which layers of a model, or of a part of it, keep states."""
-    delta = family.delta(config)
-    if part is None:
-        return delta
-    return delta._replace(layers=delta.layers.intersection(part.layers))
+    states = family.states(config)
+    return states if part is None else states.among(part.layers)
 
 
 def is_widened(model: Any, name: str) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from speq.models.delta_cache import DeltaLayer, DeltaTexts
 from speq.models.kv_cache import KVCache, KVLayer
+from speq.models.states import StateTexts
 from speq.models.tree import Tree
 
 
@@ -109,7 +109,7 @@ def cache_of(spans: Sequence[Span]) -> Cache:
     layers = zip(*(span.cache.layers for span in spans), strict=True)
 
     def together(of_texts: list[Any]) -> Any:
-        kind = DeltaTexts if isinstance(of_texts[0], DeltaLayer) else TextsLayer
+        kind = TextsLayer if isinstance(of_texts[0], KVLayer) else StateTexts
         return kind(of_texts, counts)
 
     return Cache(layers=[together(list(of_texts)) for of_texts in layers])

@@ -142,7 +142,7 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
         graphs=graphs if recorded else None,
         overhead=overhead_of(subject, holding, budget),
         head_bytes=head.nbytes(dtype) if head else 0,
-        state_bytes=texts * shape.delta.nbytes(dtype),
+        state_bytes=texts * shape.states.nbytes(dtype),
     )
 
 
@@ -219,7 +219,7 @@ def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1)
         for layout in subject.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
     kv_shapes = shape.kv_layers * texts
-    yield from texts * shape.delta.sizes_of(subject.dtype)
+    yield from texts * shape.states.sizes_of(subject.dtype)
     if holding.drafter == "head" and subject.head is not None:
         yield from subject.head.sizes(subject.dtype)
         kv_shapes += [subject.head.kv_shapes] * texts

@@ -244,6 +244,15 @@ FAMILY_OPTIONS["gemma4"] = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+FAMILY_OPTIONS["lfm2_moe"] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "conv", "full_attention"],
+    "conv_L_cache": 3,
+}
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -259,12 +268,13 @@ VISION: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families some of whose layers have no attention, and keep states.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe")
+WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # Families that are mostly built like another one here run in the wider checks, as do those whose
-# own part has tests of its own (test_delta.py, test_gemma4.py). Those that differ in next to
-# nothing run in the long ones.
+# own part has tests of its own (test_delta.py, test_gemma4.py, test_short_conv.py). Those that
+# differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
+    "lfm2_moe",
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
@@ -302,12 +312,15 @@ SPREAD = {
 }
 # What experts of a layer are below, where it is not `model.layers.L.mlp.experts`; by the model's
 # names.
-EXPERTS_BELOW = {"gemma4": "model.layers.{}.experts"}
+EXPERTS_BELOW = {
+    "gemma4": "model.layers.{}.experts",
+    "lfm2_moe": "model.layers.{}.feed_forward.experts",
+}
 # Families whose experts have biases, which no draft with desc_act fits.
 BIASED = ("gpt_oss",)
 # Families whose part of text is written alone and then put beside others, with what that part is.
 BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
-CORRECTION = ("e_score_correction_bias",)
+CORRECTION = ("e_score_correction_bias", ".expert_bias")
 
 
 def write_tokenizer(path: Path) -> None:
@@ -408,7 +421,8 @@ def layers_of(model: Any) -> Any:
 
 def experts_of(layer: Any) -> Any:
     """All experts of a layer; None: it has none."""
-    return getattr(layer, "experts", None) or getattr(layer.mlp, "experts", None)
+    holders = (layer, *(getattr(layer, name, None) for name in ("mlp", "feed_forward")))
+    return next((each.experts for each in holders if hasattr(each, "experts")), None)
 
 
 def matrices_of(experts: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:

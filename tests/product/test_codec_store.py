@@ -66,6 +66,7 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
                     f"{prefix}.mlp.experts.{expert}.{new}.weight",
                     f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight",
                     f"{EXPERTS_BELOW['gemma4'].format(layer)}.{expert}.{new}.weight",
+                    f"{EXPERTS_BELOW['lfm2_moe'].format(layer)}.{expert}.{short}.weight",
                 )
                 parts[new] = next(tensors[name] for name in names if name in tensors)
             gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels.delta_rule import DeltaSizes, convolved, delta_steps, heads_of
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, heads_of, mixed_inputs
 from speq.kernels.ops import MAX_LINEAR_ROWS
-from speq.models.delta_cache import PENDING, DeltaLayer, DeltaRows, DeltaTexts
+from speq.models.conv_inputs import PENDING
+from speq.models.delta_cache import DeltaLayer, DeltaRows
 from speq.models.length import Length
+from speq.models.states import StateTexts
 from speq.models.tree import Tree
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key_width=6, value_width=5, taps=4)
@@ -32,7 +34,7 @@ class Parts:
         self.prompts += 1
         state, out = state.clone(), []
         for window, decay, beta in zip(windows, rows.decays, rows.betas, strict=True):
-            mixed = convolved(window[None], self.weight)
+            mixed = mixed_inputs(window[None], self.weight)
             out.append(delta_steps(state, heads_of(mixed, decay[None], beta[None], SIZES)))
         return torch.cat(out), state
 
@@ -191,7 +193,7 @@ def test_texts_side_by_side_are_each_alone() -> None:
     texts = [new_layer() for _ in range(3)]
     counts = [2, 1, 4]
     rows = [rows_of(count, 30 + at) for at, count in enumerate(counts)]
-    both = DeltaTexts([layer for layer, _ in texts], counts)
+    both = StateTexts([layer for layer, _ in texts], counts)
     out = both.run(together(*rows), PARTS).split(counts)
     for found, each in zip(out, rows, strict=True):
         assert torch.equal(found, alone(each))

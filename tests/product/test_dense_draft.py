@@ -150,6 +150,7 @@ DENSE = {
         [f"mlp.shared_expert.{name}" for name in MLP],
     ),
     "gemma4": (ATTENTION, [f"mlp.{name}" for name in MLP]),
+    "lfm2_moe": (["conv.in_proj", "conv.out_proj"], []),
     "qwen3_next": (
         ["linear_attn.in_proj_qkvz", "linear_attn.out_proj"],
         [f"mlp.shared_expert.{name}" for name in MLP],

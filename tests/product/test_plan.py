@@ -132,6 +132,7 @@ def test_models_of_the_paper(
         ("Solar-Open-100B", 48, 128, 8, 96.6, 11.2),
         ("Qwen3-Next-80B-A3B-Instruct", 48, 512, 10, 77.31, 4.41),
         ("Qwen3.5-35B-A3B", 40, 256, 8, 32.21, 4.56),
+        ("LFM2-8B-A1B", 22, 32, 4, 7.751, 1.096),
         ("gemma-4-26B-A4B-it", 30, 128, 8, 22.84, 4.46),
         ("gpt-oss-20b", 24, 32, 4, 19.1, 3.36),
         ("gpt-oss-120b", 36, 128, 4, 114.66, 4.04),
@@ -167,6 +168,13 @@ def test_states_are_planned_beside_entries(name: str, layers: int) -> None:
     state, inputs = 32 * 128 * 128 * 4, (96 + 3) * 8192 * 2
     kept = layers * 3 // 4 * (2 * state + inputs + 2 * 96 * 32 * 4)
     assert made.memory[0].items["kv_cache"] - entries == kept
+
+
+def test_inputs_of_convolutions_are_planned_beside_entries() -> None:
+    """Six layers of 24 keep entries of 8 heads of 64; the others 96 tokens behind two taps."""
+    made = planned(LATER / "LFM2-8B-A1B", "12GiB")
+    entries = 4096 * 6 * 2 * 8 * 64 * 2
+    assert made.memory[0].items["kv_cache"] == entries + 18 * (96 + 2) * 2048 * 2
 
 
 def test_experts_published_in_mxfp4_are_planned_as_they_are() -> None:

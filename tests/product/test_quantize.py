@@ -39,7 +39,14 @@ from tests.helpers.killed import killed_at
 from tests.helpers.paths import ROOT
 from tests.helpers.picture_files import PREFIX
 from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
-from tests.helpers.tiny_models import BY_FAMILY, load_plain, put_matrices, write_model
+from tests.helpers.tiny_models import (
+    BY_FAMILY,
+    EXPERTS_BELOW,
+    experts_of,
+    load_plain,
+    put_matrices,
+    write_model,
+)
 from tests.helpers.window_words import told
 
 Folder = Callable[[str], Path]
@@ -76,14 +83,16 @@ def draft_of(folder: Path, model: Path) -> Any:
     """Plain transformers with the folder's experts in the model's place."""
     plain = load_plain(model)
     tensors = tensors_in(folder)
+    below = EXPERTS_BELOW.get(plain.config.model_type, "model.layers.{}.mlp.experts")
+    names = {"lfm2_moe": ("w1", "w3", "w2")}.get(plain.config.model_type, PROJECTIONS)
     with torch.no_grad():
         for index, layer in enumerate(plain.model.layers):
-            experts = getattr(layer.mlp, "experts", None)
+            experts = experts_of(layer)
             if experts is None:
                 continue
             for expert in range(len(experts.down_proj)):
-                module = f"model.layers.{index}.mlp.experts.{expert}"
-                gate, up, down = (unpacked(tensors, f"{module}.{p}") for p in PROJECTIONS)
+                module = f"{below.format(index)}.{expert}"
+                gate, up, down = (unpacked(tensors, f"{module}.{p}") for p in names)
                 put_matrices(experts, expert, torch.cat([gate, up]), down)
     return plain
 
@@ -111,7 +120,8 @@ def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None
     for window, ours in zip(windows, zip(*left, strict=True), strict=True):
         with torch.no_grad():
             theirs = plain(window[None], output_hidden_states=True).hidden_states
-            normed = plain.model.norm(ours[-1])
+            norm = getattr(plain.model, "norm", None) or plain.model.embedding_norm
+            normed = norm(ours[-1])
         for mine, expected in zip((*ours[:-1], normed), theirs[1:], strict=True):
             torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=atol)
 

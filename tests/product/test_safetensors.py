@@ -202,6 +202,7 @@ OWN_NAMES = {
     "phimoe": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "minimax_m2": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "gemma4": (f"{EXPERTS_BELOW['gemma4']}.{{}}.", ("gate_proj", "up_proj", "down_proj")),
+    "lfm2_moe": (f"{EXPERTS_BELOW['lfm2_moe']}.{{}}.", ("w1", "w3", "w2")),
 }
 USUAL_NAMES = ("model.layers.{}.mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
 MOE_LAYERS = {
@@ -212,6 +213,7 @@ MOE_LAYERS = {
     "deepseek_v3": (1, 2),
     "dots1": (1, 2),
     "ernie4_5_moe": (1, 2),
+    "lfm2_moe": (1, 2),
 }
 
 

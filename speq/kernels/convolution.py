@@ -1,0 +1,25 @@
+"""A convolution of each channel over the last tokens of a text (depthwise and causal).
+
+Tokens that are run alone and tokens that are run together go through the same operations in the
+same order, so that their results are the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+
+def convolved(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Each channel's convolution over its last inputs.
+
+    windows  [T, taps, channels], of each token the inputs up to its own
+    weight   [channels, taps]
+    bias     [channels]
+    returns  [T, channels] of the windows' dtype; 16 bits are added up in float32
+    """
+    wide = torch.float64 if windows.dtype == torch.float64 else torch.float32
+    total = torch.zeros(windows.shape[0], windows.shape[2], dtype=wide, device=windows.device)
+    for tap in range(weight.shape[1]):
+        total += windows[:, tap].to(wide) * weight[:, tap].to(wide)
+    if bias is not None:
+        total += bias.to(wide)
+    return total.to(windows.dtype)

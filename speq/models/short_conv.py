@@ -1,0 +1,137 @@
+"""The gated short convolution of lfm2_moe over a cache that goes back.
+
+What it keeps of a text are the last inputs of its convolution and no state beside, so that a token
+is run as it would be alone wherever it stands: in a chain, in a tree, in a prompt of any length.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from speq.errors import SpeqError
+from speq.kernels.convolution import convolved
+from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.models.conv_inputs import ConvInputs, windows_in
+from speq.models.length import Length
+from speq.models.states import StateShape, layers_of_kind
+
+# What a config calls layers of either kind.
+CONV, ATTENTION = "conv", "full_attention"
+
+
+class ConvParts(Protocol):
+    """What a layer convolves with: weight [channels, taps], bias [channels] or None."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class ConvLayer:
+    """One layer of one text."""
+
+    def __init__(
+        self, taps: int, channels: int, dtype: torch.dtype, device: torch.device, length: Length
+    ) -> None:
+        self._length = length
+        self._inputs = ConvInputs(taps, channels, dtype, device, length)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self._inputs.tensor]
+
+    def run(self, rows: Tensor, parts: ConvParts) -> Tensor:
+        """Inputs of tokens of a pass behind the text's length [T, channels], as nodes of
+        `Length.tree` where that is one: [T, channels] of the same dtype.
+        """
+        inputs, tree = self._inputs, self._length.tree
+        inputs.forget_other_text()
+        inputs.settle()
+        if len(rows) > MAX_LINEAR_ROWS:
+            return convolved(inputs.read(rows), parts.weight, parts.bias)
+        places = inputs.write(rows)
+        if tree is None:
+            windows = inputs.windows(places)
+        else:
+            nodes = list(range(tree.first, tree.first + len(rows)))
+            windows = inputs.node_windows(tree.parents, nodes, places.start - tree.first)
+        return convolved(windows, parts.weight, parts.bias)
+
+    def keep(self, start: int, nodes: Tensor) -> None:
+        """Of tokens from `start` on keep those at `nodes`, which are places in the text."""
+        self._inputs.keep(start, nodes)
+
+
+class ShortConv:
+    """Stands in for the forward of a layer's module, whose parameters it uses."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self._module.conv.weight
+        return weight[:, 0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = self._module.conv.bias
+        return bias
+
+    def __call__(self, hidden_states: Tensor, past_key_values: Any = None, **others: Any) -> Tensor:
+        """hidden_states [1, T, H] to [1, T, H]. past_key_values: of all layers; None: the
+        tokens are a whole text.
+        """
+        module = self._module
+        before, behind, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        inputs = before * given
+        if past_key_values is None:
+            taps = module.conv_kernel_size
+            text = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
+            mixed = convolved(windows_in(text, taps), self.weight, self.bias)
+        else:
+            mixed = past_key_values.layers[module.layer_idx].run(inputs, self)
+        out: Tensor = module.out_proj((behind * mixed)[None])
+        return out
+
+
+class ConvState(NamedTuple):
+    """What a layer of a short convolution keeps of a text."""
+
+    taps: int
+    channels: int
+    mixer: str = "conv"
+
+    def sizes_of(self, dtype: torch.dtype) -> list[int]:
+        return [ConvInputs.nbytes(self.taps, self.channels, dtype)]
+
+    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> ConvLayer:
+        return ConvLayer(self.taps, self.channels, dtype, device, length)
+
+    def stand_in(self, module: nn.Module) -> ShortConv:
+        return ShortConv(module)
+
+
+def conv_states(config: Any) -> StateShape:
+    """Of the layers that a config calls convolutions."""
+    return StateShape(
+        layers_of_kind(config, CONV), ConvState(config.conv_L_cache, config.hidden_size)
+    )
+
+
+def check_short_conv(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError unless each layer is of a known kind, and convolutions have taps."""
+    kinds, layers = config.layer_types, config.num_hidden_layers
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {CONV, ATTENTION}:
+        raise SpeqError(
+            f"{where} has layer_types {kinds!r:.80}; it must name each of {layers} layers "
+            f"{CONV!r} or {ATTENTION!r}: download config.json again"
+        )
+    if not isinstance(config.conv_L_cache, int) or config.conv_L_cache < 1:
+        raise SpeqError(
+            f"{where} has conv_L_cache {config.conv_L_cache!r}; it must be at least 1: download "
+            "config.json again"
+        )
