@@ -27,7 +27,8 @@ NumPrompts = Annotated[int, Option("How many of the prompts.", Whole(1))]
 MaxNewTokens = Annotated[int, Option("Tokens to generate for each prompt.", Whole(2))]
 # What `tune` sets itself: it measures every draft length, and there is no profile yet.
 CHOSEN = (
-    *("memory_budget", "draft_length", "drafter", "head", "profile"),
+    *("memory_budget", "draft_length", "draft_experts", "draft_counts"),
+    *("drafter", "head", "profile"),
     *("tpot_slo_ms", "latency_slo_ms"),
 )
 Rounds = Annotated[int, Option("Times each setting is measured.", Whole(1))]

@@ -32,6 +32,14 @@ class RunOptions(TypedDict, total=False):
     (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
     eight bits); auto is all.
     """
+    draft_experts: int | str | None
+    """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
+    most, by draft_counts. Drafts choose among these. Default: all.
+    """
+    draft_counts: str | Path | None
+    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
+    --counts` writes. Default: what `speq tune` kept of the model.
+    """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     draft_nodes: int | None

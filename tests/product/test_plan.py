@@ -481,7 +481,7 @@ HEAD = replace(PLAIN, drafter="head", slots=90)
 def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
     speeds = replace(outlook().speeds, head_token_s=1e-3)
     of = outlook(speeds=speeds, head_stand=(0.8, 0.5))
-    drafts = of.drafts("head")
+    drafts = of.drafts(HEAD)
     assert drafts is not None and drafts.stands(4) == [0.8, 0.5, 0.5, 0.5]
     # The second depth is reached by eight drafts of ten.
     assert drafts.acceptance == pytest.approx((0.8 + 0.8 * 0.5) / 1.8)
@@ -499,7 +499,7 @@ def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
 
 def test_a_head_that_says_nothing_is_weighed_as_plain_decoding() -> None:
     of = outlook()
-    assert of.drafts("head") is None and of.drafts("ngram") is None
+    assert of.drafts(HEAD) is None and of.drafts(replace(HEAD, drafter="ngram")) is None
     assert of.weighed(HEAD).cycle == of.cycle(HEAD, 0)
     # Break-evens are those of INT4 drafts.
     assert of.gain([PLAIN, HEAD]) is None
