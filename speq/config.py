@@ -389,9 +389,11 @@ class RunConfig(Options):
                     "draft of all experts needs no counts"
                 )
             return
-        others = {"draft": self.draft == "none", "draft_length": self.draft_length == 0}
-        others["drafter"] = self.drafter not in ("auto", "int4")
-        for name, excludes in others.items():
+        excluding = {
+            "draft": self.draft == "none",
+            "drafter": self.drafter not in ("auto", "int4"),
+        }
+        for name, excludes in excluding.items():
             if excludes:
                 raise SpeqError(
                     f"draft_experts is given and {name} is {getattr(self, name)}; it is for runs "

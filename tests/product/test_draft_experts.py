@@ -317,13 +317,12 @@ def test_sources_bring_those_that_an_arena_holds(draft: str, folders: Folders) -
         ({"draft_experts": -1}, "draft_experts is -1; it must be a whole number from 0"),
         ({"draft_experts": 2, "drafter": "ngram"}, "draft_experts is given and drafter is ngram"),
         ({"draft_experts": 2, "draft": "none"}, "draft_experts is given and draft is none"),
-        ({"draft_experts": 2, "draft_length": 0}, "draft_experts is given and draft_length is 0"),
         ({"draft_counts": "counts.json"}, "draft_counts is given without draft_experts"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpeqError, match=sentence):
-        RunConfig.of("1GiB", options.pop("draft_length", 3), **options)
+        RunConfig.of("1GiB", 3, **options)
 
 
 def test_residual_experts_want_all_codes(folders: Folders) -> None:
