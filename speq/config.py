@@ -97,11 +97,12 @@ DraftDense = Annotated[
     ),
 ]
 DraftExperts = Annotated[
-    int | float | None,
+    int | float | str | None,
     Option(
         "Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those "
-        "used most, by draft_counts. Drafts choose among these. Default: all.",
-        Amount(minimum=0),
+        "used most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by "
+        "what is expected. Default: all.",
+        Amount(minimum=0, other="auto"),
     ),
 ]
 DraftCounts = Annotated[

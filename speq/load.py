@@ -60,7 +60,7 @@ from speq.planning.processor_trial import ProcessorTrial
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
 from speq.planning.used_experts import UsedExperts, used_experts, warn
-from speq.planning.ways import agree, check_part, drafter_of, open_ways, wants_int4
+from speq.planning.ways import agree, check_parts, drafter_of, open_ways, wants_int4
 from speq.units import Done, Progress, format_bytes, no_progress
 
 logger = logging.getLogger("speq")
@@ -158,14 +158,14 @@ def load(
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     used = used_experts(config, opened.checkpoint, opened.shape)
-    part = used.part(config.draft_experts)
-    check_part(config, opened.store.codec, part)
-    warn(used, part)
+    parts = used.parts(config.draft_experts)
+    check_parts(config, opened.store.codec, parts)
+    warn(used, config.draft_experts)
     with contextlib.closing(draft_source(opened, config)) as draft:
         name, layers = str(opened.checkpoint.path), opened.shape.draft_layers
         dense = dense_draft(config.draft_dense, layers, draft)
         subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
-        subject = replace(subject, draft_parts=(part,))
+        subject = replace(subject, draft_parts=parts)
         if copied is not None:
             subject = replace(subject, copying_bytes=copied.writing_bytes)
         source = head_of(opened, config)

@@ -34,7 +34,8 @@ class RunOptions(TypedDict, total=False):
     """
     draft_experts: int | str | None
     """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
-    most, by draft_counts. Drafts choose among these. Default: all.
+    most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by what is
+    expected. Default: all.
     """
     draft_counts: str | Path | None
     """With draft_experts: counts of how often each expert is used, which `speq bench coverage

@@ -93,10 +93,12 @@ def settle(
             "--drafter ngram needs none"
         )
     elif undrafted:
+        unsized = config.draft_experts is None and not subject.codec.needs_draft
         least = min(map(subject.draft_bytes_of, subject.draft_parts))
         logger.warning(
-            "the INT4 draft takes %s and does not fit the budget: running without one",
+            "the INT4 draft takes %s and does not fit the budget: running without one%s",
             format_bytes(least),
+            "; --draft-experts has it hold a part of the experts" if unsized else "",
         )
     return settled
 
@@ -219,7 +221,8 @@ def outlook_of(subject: Subject, assumptions: Assumptions, holdings: Sequence[Ho
 def must_draft(config: RunConfig) -> bool:
     """Whether a draft is asked for by name, by its experts or by its length."""
     named = config.draft not in ("auto", "none") or config.drafter not in ("auto", "none")
-    return named or config.draft_experts is not None or bool(config.draft_length)
+    sized = config.draft_experts not in (None, "auto")
+    return named or sized or bool(config.draft_length)
 
 
 def longest_for(config: RunConfig, outlook: Outlook, holding: Holding) -> int:

@@ -36,6 +36,8 @@ class DraftPart:
 
 
 WHOLE = DraftPart()
+# What the planner chooses among, beside all experts.
+SHARES = (0.5, 0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,25 @@ class UsedExperts:
         layers = range(self.num_layers)
         return [sorted(self.counts.ranked(layer)[:count]) for layer in layers]
 
-    def part(self, asked: int | float | None) -> DraftPart:
+    def parts(self, asked: int | float | str | None) -> tuple[DraftPart, ...]:
+        """Those that a draft may hold.
+
+        asked  the option draft_experts
+
+        Raises SpeqError for more experts than a layer has.
+        """
+        if asked != "auto":
+            return (self.part(asked),)
+        if self.counts is None:  # nothing says which experts, and others are worth little
+            return (WHOLE,)
+        return tuple(dict.fromkeys([WHOLE, *map(self.part, SHARES)]))
+
+    def part(self, asked: int | float | str | None) -> DraftPart:
         """asked: experts of each layer or a share of them; None: all of them.
 
         Raises SpeqError for more experts than a layer has.
         """
+        assert asked is None or not isinstance(asked, str), "auto is for the planner"
         if asked is None:
             return WHOLE
         count = math.ceil(asked * self.num_experts) if isinstance(asked, float) else asked
@@ -95,9 +111,16 @@ def used_experts(config: RunConfig, checkpoint: Checkpoint, shape: ModelShape) -
     return UsedExperts(layers, experts, counts)
 
 
-def warn(used: UsedExperts, part: DraftPart) -> None:
-    """Say so where nothing tells which experts a draft should hold."""
-    if part.count and used.counts is None:
+def warn(used: UsedExperts, asked: int | float | str | None) -> None:
+    """Say so where nothing tells which experts a draft should hold. asked: as `parts`."""
+    if used.counts is not None or asked is None:
+        return
+    if asked == "auto":
+        logger.warning(
+            "nothing was counted of which experts are used most: only a draft of all of them is "
+            "considered; `speq tune` counts them, and --draft-counts names counts"
+        )
+    elif used.part(asked).count:
         logger.warning(
             "nothing was counted of which experts are used most: the draft holds the first ones of "
             "each layer by their number, and would draft better with counts, which `speq tune` "

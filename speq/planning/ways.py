@@ -83,17 +83,22 @@ def agree(store: ExpertStore, config: RunConfig) -> None:
         )
 
 
-def check_part(config: RunConfig, codec: ExpertCodec, part: DraftPart) -> None:
-    """Raise SpeqError for a part of the INT4 copy where exact experts are read over all of it.
+def check_parts(config: RunConfig, codec: ExpertCodec, parts: Sequence[DraftPart]) -> None:
+    """Raise SpeqError for no more than a part of the INT4 copy where exact experts are read over
+    all of it.
 
     codec  of the experts at hand
     """
+    if WHOLE in parts:
+        return
     asked = codec if config.codec == "auto" else codec_of(config.codec, codec.shape)
+    share = config.draft_experts
+    given = f"{share:.0%}" if isinstance(share, float) else share
     for each in (codec, asked):
-        if part.count is not None and each.needs_draft:
+        if each.needs_draft:
             raise SpeqError(
-                f"draft_experts is {part.count} and experts of codec {each.name} are read over the "
-                "INT4 codes of all experts; leave draft_experts out, or take another codec"
+                f"draft_experts is {given} and experts of codec {each.name} are read over the INT4 "
+                "codes of all experts; leave draft_experts out, or take another codec"
             )
 
 

@@ -26,6 +26,7 @@ from speq.planning import used_experts
 from speq.planning.used_experts import DraftPart, UsedExperts
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folder, Folders
+from tests.helpers.smallest import two_slot_budget
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, EXPERTS = 64, 32, 2, 4
@@ -155,6 +156,13 @@ def test_experts_used_most_by_hand() -> None:
         used.part(5)
 
 
+def test_the_planner_chooses_among_shares() -> None:
+    used = UsedExperts(LAYERS, EXPERTS, COUNTS)
+    assert used.parts("auto") == (DraftPart(), DraftPart(2, 32 / 40), DraftPart(1, 19 / 40))
+    assert used.parts(0.5) == (DraftPart(2, 32 / 40),)
+    assert UsedExperts(LAYERS, EXPERTS).parts("auto") == (DraftPart(),)
+
+
 def test_a_part_is_expected_to_stand_less_often() -> None:
     assert acceptance_of_part(0.9, 1.0) == 0.9
     assert acceptance_of_part(0.9, 0.64) == pytest.approx(0.9 * 0.8)
@@ -181,6 +189,15 @@ def counts_for(model: Path) -> ExpertCounts:
     return ExpertCounts("this", tokens, top_k, [spread] * len(experts.layers))
 
 
+def with_counts(model: Path, to: Path) -> tuple[Path, ExpertCounts]:
+    """A copy of a model that counts are kept of."""
+    model = copied(model, to)
+    counts = counts_for(model)
+    with closing(open_model(model)) as opened:
+        used_experts.keep(counts, opened.checkpoint)
+    return model, counts
+
+
 def loaded(model: Path, **options: Any) -> Generator:
     given: dict[str, Any] = {"draft_length": 3, "dtype": "float32", "profile": "none"}
     return Generator.from_pretrained(model, BUDGET, device="cpu", **given, **options)
@@ -191,10 +208,7 @@ def test_what_is_planned_is_what_is_held(
     count: int, tiny: Folder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The experts of counts that are kept, and bytes for no others."""
-    model = copied(tiny("qwen2_moe"), tmp_path / "model")
-    counts = counts_for(model)
-    with closing(open_model(model)) as opened:
-        used_experts.keep(counts, opened.checkpoint)
+    model, counts = with_counts(tiny("qwen2_moe"), tmp_path / "model")
     with closing(loaded(model, draft_experts=count, draft_dense="none")) as generator:
         runtime = generator.runtime
         arena = runtime._loaded.arena
@@ -222,6 +236,28 @@ def test_what_is_planned_is_what_is_held(
                 for name, part in arena.parts.items():
                     assert torch.equal(part[base_slot], whole.parts[name][number])
     assert "nothing was counted" not in caplog.text
+
+
+def test_where_all_do_not_fit_a_part_may(tiny: Folder, tmp_path: Path) -> None:
+    """The first budget that has no room for all of them, beside two slots."""
+    model, _ = with_counts(tiny("qwen2_moe"), tmp_path / "model")
+    budget, _ = two_slot_budget(model, 64, "float32", 3)
+    given: dict[str, Any] = {"draft_length": 3, "dtype": "float32", "profile": "none"}
+    given |= {"dense": "raw", "context_length": 64, "reader_threads": 2, "device": "cpu"}
+    for choice, held in ((None, None), ("auto", {2, 4})):
+        made = Generator.from_pretrained(model, budget - 1, draft_experts=choice, **given)
+        with closing(made) as generator:
+            holding = generator.runtime.holding
+            assert holding.drafts == (held is not None)
+            assert holding.draft_experts is None or (held and holding.draft_experts in held)
+
+
+def test_residual_experts_have_a_whole_draft(tiny_bfloat16: Folder, tmp_path: Path) -> None:
+    """They are read over it, whatever would be the best size of a draft."""
+    model, _ = with_counts(tiny_bfloat16("qwen2_moe"), tmp_path / "model")
+    with closing(loaded(model, draft_experts="auto", codec="residual")) as generator:
+        holding = generator.runtime.holding
+        assert holding.drafter == "int4" and holding.draft_experts is None
 
 
 def test_without_counts_the_first_ones_are_held(
@@ -314,7 +350,10 @@ def test_sources_bring_those_that_an_arena_holds(draft: str, folders: Folders) -
     [
         ({"draft_experts": "0%"}, "draft_experts is '0%'; it must be a whole number from 0"),
         ({"draft_experts": "half"}, "draft_experts is 'half'; it must be a whole number from 0"),
-        ({"draft_experts": -1}, "draft_experts is -1; it must be a whole number from 0"),
+        (
+            {"draft_experts": -1},
+            "draft_experts is -1; it must be a whole number from 0, a share such as 50%, or auto",
+        ),
         ({"draft_experts": 2, "drafter": "ngram"}, "draft_experts is given and drafter is ngram"),
         ({"draft_experts": 2, "draft": "none"}, "draft_experts is given and draft is none"),
         ({"draft_counts": "counts.json"}, "draft_counts is given without draft_experts"),
@@ -333,5 +372,7 @@ def test_residual_experts_want_all_codes(folders: Folders) -> None:
     published = folders.published("qwen2_moe", cell)
     with pytest.raises(SpeqError, match="draft_experts is 2 and experts of codec residual are"):
         loaded(published, draft_experts=2, codec="residual")
+    with pytest.raises(SpeqError, match="draft_experts is 25% and experts of codec residual are"):
+        loaded(published, draft_experts="25%", codec="residual")
     with pytest.raises(SpeqError, match="draft_experts is 9 and a layer has 8 experts"):
         loaded(published, draft_experts=9)
