@@ -165,7 +165,7 @@ def test_the_planner_chooses_among_shares() -> None:
 
 def test_a_part_is_expected_to_stand_less_often() -> None:
     assert acceptance_of_part(0.9, 1.0) == 0.9
-    assert acceptance_of_part(0.9, 0.64) == pytest.approx(0.9 * 0.8)
+    assert acceptance_of_part(0.9, 0.6) == pytest.approx(0.54)
     assert Holding("raw", "int4", 1, 1, 1, draft_experts=3).name.endswith("of 3 experts a layer")
 
 
