@@ -36,6 +36,10 @@ HOST_SHARE = 0.8
 TREE_DRAFTERS = ("auto", "int4", "cached", "head")
 # As many texts as native kernels run rows alike.
 MAX_BATCH = 64
+NO_PART = (
+    "draft_counts is given without draft_experts; give both, or leave it out: a draft of all "
+    "experts needs no counts"
+)
 MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
 
 # Options that commands have without the rest of a run's.
@@ -385,10 +389,7 @@ class RunConfig(Options):
     def _check_draft_experts(self) -> None:
         if self.draft_experts is None:
             if self.draft_counts is not None:
-                raise SpeqError(
-                    "draft_counts is given without draft_experts; give both, or leave it out: a "
-                    "draft of all experts needs no counts"
-                )
+                raise SpeqError(NO_PART)
             return
         excluding = {
             "draft": self.draft == "none",

@@ -157,9 +157,9 @@ def load(
     profile = profiles.wanted(config.profile, opened, device.torch.type, config.memory_budget)
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
-    used = used_experts(config, opened.checkpoint, opened.shape)
+    used = used_experts(config.draft_experts, config.draft_counts, opened.checkpoint, opened.shape)
     parts = used.parts(config.draft_experts)
-    check_parts(config, opened.store.codec, parts)
+    check_parts(parts, opened.store.codec, config.codec)
     warn(used, config.draft_experts)
     with contextlib.closing(draft_source(opened, config)) as draft:
         name, layers = str(opened.checkpoint.path), opened.shape.draft_layers

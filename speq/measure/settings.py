@@ -8,6 +8,8 @@ from speq.config import (
     ContextLength,
     Dense,
     Device,
+    DraftCounts,
+    DraftExperts,
     Dtype,
     HostBudget,
     MaxBatch,
@@ -69,6 +71,8 @@ class PlanSettings(Options):
     dense: Dense = "auto"
     context_length: ContextLength = None
     max_batch: MaxBatch = 1
+    draft_experts: DraftExperts = None
+    draft_counts: DraftCounts = None
     preset: Annotated[
         str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))
     ] = None

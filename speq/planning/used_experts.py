@@ -12,7 +12,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from speq.config import RunConfig
 from speq.drafts.draft_file import FOLDER
 from speq.errors import SpeqError
 from speq.files.checkpoint import Checkpoint
@@ -95,15 +94,24 @@ class UsedExperts:
         return DraftPart(count, chosen / choices)
 
 
-def used_experts(config: RunConfig, checkpoint: Checkpoint, shape: ModelShape) -> UsedExperts:
-    """What is known of a model: the file that options name, or what is kept.
+def used_experts(
+    asked: int | float | str | None,
+    named: Path | None,
+    checkpoint: Checkpoint | None,
+    shape: ModelShape,
+) -> UsedExperts:
+    """What is known of a model: the file that is named, or what is kept of a checkpoint.
+
+    asked  the option draft_experts; named: draft_counts
 
     Raises SpeqError where that is damaged or another model's, by its sizes.
     """
     layers, experts = len(shape.experts.layers), shape.experts.num_experts
-    if config.draft_experts is None:
+    if asked is None:
         return UsedExperts(layers, experts)
-    path = config.draft_counts or kept_place(checkpoint)
+    path = named
+    if path is None and checkpoint is not None:
+        path = kept_place(checkpoint)
     if path is None:
         return UsedExperts(layers, experts)
     counts = ExpertCounts.read(path)

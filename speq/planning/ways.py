@@ -83,22 +83,20 @@ def agree(store: ExpertStore, config: RunConfig) -> None:
         )
 
 
-def check_parts(config: RunConfig, codec: ExpertCodec, parts: Sequence[DraftPart]) -> None:
+def check_parts(parts: Sequence[DraftPart], codec: ExpertCodec, wanted: str = "auto") -> None:
     """Raise SpeqError for no more than a part of the INT4 copy where exact experts are read over
     all of it.
 
-    codec  of the experts at hand
+    codec  of the experts at hand; wanted: the option codec
     """
     if WHOLE in parts:
         return
-    asked = codec if config.codec == "auto" else codec_of(config.codec, codec.shape)
-    share = config.draft_experts
-    given = f"{share:.0%}" if isinstance(share, float) else share
+    asked = codec if wanted == "auto" else codec_of(wanted, codec.shape)
     for each in (codec, asked):
         if each.needs_draft:
             raise SpeqError(
-                f"draft_experts is {given} and experts of codec {each.name} are read over the INT4 "
-                "codes of all experts; leave draft_experts out, or take another codec"
+                f"draft_experts is {parts[0].count} and experts of codec {each.name} are read over "
+                "the INT4 codes of all experts; leave draft_experts out, or take another codec"
             )
 
 

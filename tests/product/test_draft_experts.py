@@ -21,6 +21,7 @@ from speq.kernels import reference
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
+from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.planning import used_experts
 from speq.planning.used_experts import DraftPart, UsedExperts
@@ -252,6 +253,30 @@ def test_where_all_do_not_fit_a_part_may(tiny: Folder, tmp_path: Path) -> None:
             assert holding.draft_experts is None or (held and holding.draft_experts in held)
 
 
+def test_plans_count_a_part(tiny_bfloat16: Folder, tmp_path: Path) -> None:
+    model, counts = with_counts(tiny_bfloat16("qwen2_moe"), tmp_path / "model")
+    given: dict[str, Any] = {"preset": "rtx-4090", "device": "cpu", "context_length": 64}
+    layers, experts = counts.num_layers, counts.num_experts
+
+    def drafts(**options: Any) -> dict[str, int | None]:
+        """Of raw experts: what drafts hold."""
+        made = plan(model, BUDGET, **given, **options)
+        raw = [way for way in made.candidates if (way.codec, way.drafter) == ("raw", "int4")]
+        return {way.draft_bytes: way.draft_experts for way in raw if not way.encoded}
+
+    (whole,) = drafts()
+    layout = Int4Layout(64, 48)
+    assert drafts(draft_experts="auto") == {
+        whole - layers * fewer * layout.nbytes: kept
+        for fewer, kept in ((0, None), (experts // 2, experts // 2), (6, 2))
+    }
+    assert drafts(draft_experts=1) == {whole - layers * 7 * layout.nbytes: 1}
+    path = tmp_path / "counts.json"
+    counts.write(path)
+    with pytest.raises(SpeqError, match="draft_counts is given without draft_experts"):
+        plan(model, BUDGET, draft_counts=path, **given)
+
+
 def test_residual_experts_have_a_whole_draft(tiny_bfloat16: Folder, tmp_path: Path) -> None:
     """They are read over it, whatever would be the best size of a draft."""
     model, _ = with_counts(tiny_bfloat16("qwen2_moe"), tmp_path / "model")
@@ -372,7 +397,7 @@ def test_residual_experts_want_all_codes(folders: Folders) -> None:
     published = folders.published("qwen2_moe", cell)
     with pytest.raises(SpeqError, match="draft_experts is 2 and experts of codec residual are"):
         loaded(published, draft_experts=2, codec="residual")
-    with pytest.raises(SpeqError, match="draft_experts is 25% and experts of codec residual are"):
-        loaded(published, draft_experts="25%", codec="residual")
+    with pytest.raises(SpeqError, match="draft_experts is 2 and experts of codec residual are"):
+        plan(packed, "1GiB", draft_experts="25%", preset="rtx-4090")
     with pytest.raises(SpeqError, match="draft_experts is 9 and a layer has 8 experts"):
         loaded(published, draft_experts=9)
