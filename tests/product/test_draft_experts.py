@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from speq.drafts.draft_source import open_draft
 from speq.experts.int4 import Int4Arena, Int4Layout
 from speq.governor.holding import Holding
 from speq.governor.planner import acceptance_of_part
+from speq.governor.profile import Profile, ProfileKey
 from speq.kernels import reference
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
+from speq.load import prior_of
 from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.planning import used_experts
@@ -167,7 +170,15 @@ def test_the_planner_chooses_among_shares() -> None:
 def test_a_part_is_expected_to_stand_less_often() -> None:
     assert acceptance_of_part(0.9, 1.0) == 0.9
     assert acceptance_of_part(0.9, 0.6) == pytest.approx(0.54)
-    assert Holding("raw", "int4", 1, 1, 1, draft_experts=3).name.endswith("of 3 experts a layer")
+    whole = Holding("raw", "int4", 1, 1, 1)
+    part = replace(whole, draft_experts=3, draft_covers=0.6)
+    assert part.name.endswith("of 3 experts a layer")
+    # A profile is of a draft of all experts.
+    key = ProfileKey("weights", "cpu: some", 1, "1")
+    measured = Profile(key, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.1, ((1.0, 1.0),), acceptance=0.9)
+    assert prior_of(measured, whole).acceptance == 0.9
+    assert prior_of(measured, part).acceptance == pytest.approx(0.54)
+    assert prior_of(replace(measured, acceptance=None), part).acceptance is None
 
 
 def copied(model: Path, to: Path) -> Path:

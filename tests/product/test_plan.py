@@ -475,6 +475,15 @@ def test_the_best_draft_length_is_the_best() -> None:
         choose(of, [])
 
 
+def test_a_draft_of_a_part_is_weighed_by_what_it_covers() -> None:
+    of = outlook()
+    whole, part = of.drafts(DRAFT), of.drafts(replace(DRAFT, draft_experts=4, draft_covers=0.5))
+    assert whole is not None and part is not None
+    assert whole.acceptance == of.acceptance and part.acceptance == of.acceptance / 2
+    chosen, _ = choose(of, [DRAFT, replace(DRAFT, draft_experts=4, draft_covers=0.5)])
+    assert chosen.draft_experts is None  # with as many slots as the whole
+
+
 HEAD = replace(PLAIN, drafter="head", slots=90)
 
 
