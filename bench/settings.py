@@ -719,9 +719,10 @@ class BudgetSettings(Options):
     ] = field(default_factory=dict)
 
 
-# Those with `tree` draft trees of tree_nodes tokens.
+# Those with `tree` draft trees of tree_nodes tokens, and the one with `half` holds half of the
+# experts.
 COMPARED_DRAFTERS = (
-    *("none", "ngram", "int4", "int4-tree", "cached", "cached-tree"),
+    *("none", "ngram", "int4", "int4-half", "int4-tree", "cached", "cached-tree"),
     *("head", "head-tree", "head-no-contrast"),
 )
 
@@ -765,7 +766,7 @@ class DraftersSettings(Options):
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft_nodes", "drafter", "head", "max_batch"),
-                *("tpot_slo_ms", "latency_slo_ms"),
+                *("draft_experts", "draft_counts", "tpot_slo_ms", "latency_slo_ms"),
                 *BUDGET_OPTIONS,
             ),
         ),

@@ -19,8 +19,10 @@ class Holding:
     slot_bytes   of one slot
     moved_bytes  moved for a miss: a record, or the words that one is encoded from
     read_bytes   read to compute with one: the record, and the codes it is read over
-    draft_bytes  of the draft, the INT4 copy of all experts and codes of other layers, or of what
-                 records are read over; 0: none is held
+    draft_bytes  of the draft, the INT4 copy of experts and codes of other layers, or of what
+                 records are read over
+    draft_experts  of each layer that the INT4 copy holds; None: all
+    draft_covers   share of what tokens choose that is of these, of the texts that were counted
     needs_draft  whether records are read over that copy, which then cannot be left out
     dense_base   whether dense layers are read over the draft's codes of them, as above
     encoded      whether experts are encoded from published words as they are read
@@ -37,6 +39,8 @@ class Holding:
     moved_bytes: int
     read_bytes: int
     draft_bytes: int = 0
+    draft_experts: int | None = None
+    draft_covers: float = 1.0
     needs_draft: bool = False
     dense_base: bool = False
     encoded: bool = False
@@ -51,20 +55,28 @@ class Holding:
         return self.drafter != "none"
 
     @property
+    def holds_int4(self) -> bool:
+        """Whether an INT4 copy is held: of no experts it may take no bytes."""
+        return self.drafter == "int4" or self.draft_bytes > 0
+
+    @property
     def can_drop_draft(self) -> bool:
         """Whether the INT4 copy only drafts, so that a run goes on without it."""
-        return self.draft_bytes > 0 and not self.needs_draft and not self.dense_base
+        return self.holds_int4 and not self.needs_draft and not self.dense_base
 
     @property
     def without_draft(self) -> "Holding":
         """The same without the INT4 copy: nobody drafts."""
-        return replace(self, drafter="none", draft_bytes=0)
+        return replace(self, drafter="none", draft_bytes=0, draft_experts=None, draft_covers=1.0)
 
     @property
     def name(self) -> str:
         encoded = " encoded as read," if self.encode_s else ""
         drafter = {"none": "without a draft", "head": "with a head"}
-        return f"{self.codec}{encoded} {drafter.get(self.drafter, 'with a draft')}"
+        held = drafter.get(self.drafter, "with a draft")
+        if self.draft_experts is not None:
+            held += f" of {self.draft_experts} experts a layer"
+        return f"{self.codec}{encoded} {held}"
 
     @property
     def cycle(self) -> Cycle:

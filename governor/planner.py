@@ -185,6 +185,19 @@ class Drafts(NamedTuple):
         return sum(map(mul, weights, self.stand)) / sum(weights)
 
 
+def acceptance_of_part(acceptance: float, covers: float) -> float:
+    """Of a draft that holds a part of the experts, where nothing but this was measured.
+
+    acceptance  of one that holds all
+    covers      share of what tokens choose that is of the part
+
+    On texts of the bundled model that are like those counted, the shares 0.98, 0.87 and 0.60 (24,
+    16 and 8 of 32 experts) made it 0.99, 0.95 and 0.80 times as often. On texts of other kinds 0.92
+    made it 0.87 times.
+    """
+    return acceptance * covers
+
+
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """A model on a machine.
@@ -213,11 +226,11 @@ class Outlook:
                 f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
             )
 
-    def drafts(self, drafter: str) -> Drafts | None:
+    def drafts(self, holding: Holding) -> Drafts | None:
         """None of a drafter of which nothing is known beforehand."""
-        speeds = self.speeds
+        speeds, drafter = self.speeds, holding.drafter
         if drafter == "int4":
-            stand = (self.acceptance,)
+            stand = (acceptance_of_part(self.acceptance, holding.draft_covers),)
             return Drafts(stand, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
         if drafter == "head" and self.head_stand:
             return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
@@ -248,7 +261,7 @@ class Outlook:
         moved_bytes = moved * holding.moved_bytes
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
-            drafts = self.drafts(holding.drafter)
+            drafts = self.drafts(holding)
             assert drafts is not None, "known beforehand"
             tokens += accepted_tokens(drafts.stands(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
@@ -268,7 +281,7 @@ class Outlook:
         """What a run begins with, of a holding that was weighed. What a miss takes of the processor
         counts as a part of its transfer.
         """
-        speeds, drafts = self.speeds, self.drafts(holding.drafter)
+        speeds, drafts = self.speeds, self.drafts(holding)
         assert drafts is not None, "known beforehand"
         rows = [length + 1 for length in LENGTHS]
         best = holding.cycle.draft_length + 1
@@ -294,7 +307,7 @@ class Outlook:
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
-        lengths = self.lengths if self.drafts(holding.drafter) is not None else (0,)
+        lengths = self.lengths if self.drafts(holding) is not None else (0,)
         cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
         return replace(holding, expected=min(cycles, key=lambda cycle: cycle.token_s))
 

@@ -36,6 +36,10 @@ HOST_SHARE = 0.8
 TREE_DRAFTERS = ("auto", "int4", "cached", "head")
 # As many texts as native kernels run rows alike.
 MAX_BATCH = 64
+NO_PART = (
+    "draft_counts is given without draft_experts; give both, or leave it out: a draft of all "
+    "experts needs no counts"
+)
 MILLISECONDS = Number(86_400_000, without_minimum=True, unit="milliseconds")
 
 # Options that commands have without the rest of a run's.
@@ -94,6 +98,23 @@ DraftDense = Annotated[
         "(shared experts and dense MLPs), attention (these and attention) or all (and the head, in "
         "eight bits); auto is all.",
         Choice(("auto", *DENSE_DRAFTS)),
+    ),
+]
+DraftExperts = Annotated[
+    int | float | str | None,
+    Option(
+        "Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those "
+        "used most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by "
+        "what is expected. Default: all.",
+        Amount(minimum=0, other="auto"),
+    ),
+]
+DraftCounts = Annotated[
+    Path | None,
+    Option(
+        "With draft_experts: counts of how often each expert is used, which `speq bench coverage "
+        "--counts` writes. Default: what `speq tune` kept of the model.",
+        File("a file of counts", readable=True),
     ),
 ]
 Dense = Annotated[
@@ -245,6 +266,8 @@ class RunConfig(Options):
     prefix_reuse: PrefixReuse = "chunks"
     draft: Draft = "auto"
     draft_dense: DraftDense = "auto"
+    draft_experts: DraftExperts = None
+    draft_counts: DraftCounts = None
     draft_length: DraftLength = None
     draft_nodes: DraftNodes = None
     prune_rows: PruneRows = "auto"
@@ -330,10 +353,12 @@ class RunConfig(Options):
 
     def check_together(self) -> None:
         """Raise SpeqError for objectives where there is nothing to choose by them, for trees of a
-        drafter that makes none, for parts of an expert budget without the rest, and for a budget
-        that texts would share: what is left out of one would depend on the others.
+        drafter that makes none, for a part of an INT4 copy that nobody drafts with, for parts of an
+        expert budget without the rest, and for a budget that texts would share: what is left out of
+        one would depend on the others.
         """
         self._check_budget()
+        self._check_draft_experts()
         if self.approximates and self.max_batch > 1:
             raise SpeqError(
                 f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
@@ -359,6 +384,22 @@ class RunConfig(Options):
                 raise SpeqError(
                     f"{name} is given and draft_length is {self.draft_length}; objectives are kept "
                     "to by choosing the draft length, which then must be auto"
+                )
+
+    def _check_draft_experts(self) -> None:
+        if self.draft_experts is None:
+            if self.draft_counts is not None:
+                raise SpeqError(NO_PART)
+            return
+        excluding = {
+            "draft": self.draft == "none",
+            "drafter": self.drafter not in ("auto", "int4"),
+        }
+        for name, excludes in excluding.items():
+            if excludes:
+                raise SpeqError(
+                    f"draft_experts is given and {name} is {getattr(self, name)}; it is for runs "
+                    "that draft with the INT4 copy, so leave one of the two out"
                 )
 
     def _check_budget(self) -> None:

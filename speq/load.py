@@ -32,6 +32,8 @@ from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.batches import Governors
 from speq.governor.draft_length import LONGEST, LONGEST_SIDE, Governor
+from speq.governor.holding import Holding
+from speq.governor.planner import acceptance_of_part
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.heads.draft_head import DraftHead, HeadSource
@@ -57,7 +59,8 @@ from speq.planning.memory import MemoryPlan
 from speq.planning.processor_trial import ProcessorTrial
 from speq.planning.settle import Settled, objectives_of, replan, settle
 from speq.planning.subject import Subject
-from speq.planning.ways import agree, drafter_of, open_ways, wants_int4
+from speq.planning.used_experts import UsedExperts, used_experts, warn
+from speq.planning.ways import agree, check_parts, drafter_of, open_ways, wants_int4
 from speq.units import Done, Progress, format_bytes, no_progress
 
 logger = logging.getLogger("speq")
@@ -154,10 +157,15 @@ def load(
     profile = profiles.wanted(config.profile, opened, device.torch.type, config.memory_budget)
     context = first_context_of(config, opened, first_context)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
+    used = used_experts(config.draft_experts, config.draft_counts, opened.checkpoint, opened.shape)
+    parts = used.parts(config.draft_experts)
+    check_parts(parts, opened.store.codec, config.codec)
+    warn(used, config.draft_experts)
     with contextlib.closing(draft_source(opened, config)) as draft:
         name, layers = str(opened.checkpoint.path), opened.shape.draft_layers
         dense = dense_draft(config.draft_dense, layers, draft)
         subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
+        subject = replace(subject, draft_parts=parts)
         if copied is not None:
             subject = replace(subject, copying_bytes=copied.writing_bytes)
         source = head_of(opened, config)
@@ -187,8 +195,8 @@ def load(
         )
         subject, settled = held(model, subject, settled, budget)
         arena = None
-        if settled.holding.draft_bytes:
-            arena = int4_copy(draft, opened, settled, device.torch, progress)
+        if settled.holding.holds_int4:
+            arena = int4_copy(draft, opened, settled, used, device.torch, progress)
         if codes is not None:
             codes.put(model, labelled(progress, "loading the draft's dense layers"))
     base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
@@ -201,7 +209,7 @@ def load(
             encoding.measure(base, budget.readers, labelled(progress, ENCODING))
         if encoding is not None:
             settled = measured(encoding, subject, settled, budget)
-        bank = None if arena is None else DraftExperts(arena, opened.shape.activation, model.biases)
+        bank = None if arena is None else drafting_bank(arena, opened, model)
         graphs_on = recording_device(config.graphs, device, model)
         governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()
@@ -452,23 +460,31 @@ def int4_copy(
     draft: DraftSource,
     opened: Opened,
     settled: Settled,
+    used: UsedExperts,
     device: torch.device,
     progress: Progress | None,
 ) -> Int4Arena:
-    """The INT4 copy of all experts, on the device."""
+    """The INT4 copy of all experts, or of those used most, on the device."""
     experts, holding = opened.shape.experts, settled.holding
+    count = holding.draft_experts
     arena = Int4Arena(
         draft.layout,
         len(experts.layers),
         experts.num_experts,
         device,
         keep_orders=holding.encoded and holding.needs_draft,
+        kept=None if count is None else used.most(count),
     )
     draft.fill(arena, labelled(progress, draft.label))
     tied = opened.store.tied_draft
     if tied is not None:
         tied.check(opened.checkpoint.path, arena)
     return arena
+
+
+def drafting_bank(arena: Int4Arena, opened: Opened, model: MoEModel) -> DraftExperts:
+    """What drafts run of a loaded model."""
+    return DraftExperts(arena, opened.shape.activation, model.biases, model.gates)
 
 
 def host_tier(
@@ -512,7 +528,7 @@ def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) ->
     """
     prior = None
     if settled.holding.drafter == "int4":
-        prior = settled.prior if profile is None else Prior.of_profile(profile)
+        prior = settled.prior if profile is None else prior_of(profile, settled.holding)
     elif settled.holding.drafter == "head":
         prior = settled.prior
     objectives, nodes = objectives_of(config), config.draft_nodes
@@ -520,6 +536,14 @@ def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) ->
     if not settled.holding.drafts:
         longest, nodes = 0, None
     return make_governor(config.draft_length, objectives, prior, longest, nodes, side)
+
+
+def prior_of(profile: Profile, holding: Holding) -> Prior:
+    """A profile knows drafts of all experts."""
+    prior = Prior.of_profile(profile)
+    if prior.acceptance is None:
+        return prior
+    return replace(prior, acceptance=acceptance_of_part(prior.acceptance, holding.draft_covers))
 
 
 def labelled(progress: Progress | None, label: str) -> Done | None:

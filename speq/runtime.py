@@ -215,13 +215,13 @@ class Runtime:
         rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
         with contextlib.suppress(SpeqError):
             roomy = replan(loaded.subject, self.holding, loaded.budget(rounded))
-            if roomy[0].draft_bytes == needed[0].draft_bytes:
+            if roomy[0].holds_int4 == needed[0].holds_int4:
                 return roomy
         return needed
 
     def _drop_draft(self, holding: Holding, plan: MemoryPlan) -> bool:
         """Give the INT4 copy up where a longer context leaves no room for it; whether it was."""
-        if self._loaded.arena is None or holding.draft_bytes:
+        if self._loaded.arena is None or holding.holds_int4:
             return False
         logger.warning(
             "the draft leaves no room for a context of %d tokens and is dropped for good; a "

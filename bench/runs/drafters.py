@@ -26,7 +26,7 @@ from speq.measure.report import Column, Report
 from speq.stats import RunStats
 from speq.units import Progress, format_bytes, tracked
 
-TREE, NO_CONTRAST = "-tree", "-no-contrast"
+TREE, NO_CONTRAST, HALF = "-tree", "-no-contrast", "-half"
 WARM_UP_TOKENS = 8
 MEDIANS = (
     *("tpot_ms", "moved_bytes_per_token", "hit_rate", "route_recall"),
@@ -66,7 +66,7 @@ class Compared:
 
     @property
     def drafter(self) -> str:
-        return self.name.removesuffix(TREE).removesuffix(NO_CONTRAST)
+        return self.name.removesuffix(TREE).removesuffix(NO_CONTRAST).removesuffix(HALF)
 
     @property
     def shown(self) -> str:
@@ -77,6 +77,8 @@ class Compared:
         given: dict[str, Any] = {"drafter": self.drafter}
         if self.name.endswith(TREE):
             given["draft_nodes"] = settings.tree_nodes
+        if self.name.endswith(HALF):
+            given["draft_experts"] = 0.5
         if self.head is not None:
             given["head"] = str(self.head)
         return settings.run | given

@@ -1,6 +1,6 @@
 """`speq plan`: what fits a budget and what it would give, before anything is loaded."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speq.cli import options as opt
 from speq.config import Model
@@ -55,7 +55,7 @@ def show(made: "BudgetPlan") -> None:
     for at, entry in enumerate(entries["candidates"]):
         ways.add_row(
             f"{entry['codec']}, encoded" if entry["encoded"] else entry["codec"],
-            {"int4": "INT4"}.get(entry["drafter"], entry["drafter"]),
+            _draft_of(entry),
             str(entry["slots"]),
             f"{entry['slots'] / made.subject.count:.0%}",
             str(entry["draft_length"]),
@@ -66,6 +66,13 @@ def show(made: "BudgetPlan") -> None:
             style="bold" if at == best else None,
         )
     console().print(ways)
+
+
+def _draft_of(entry: dict[str, Any]) -> str:
+    if entry["drafter"] != "int4":
+        return str(entry["drafter"])
+    part = entry["draft_experts"]
+    return "INT4" if part is None else f"INT4 of {part}"
 
 
 def findings(made: "BudgetPlan") -> list[str]:

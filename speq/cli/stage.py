@@ -10,7 +10,8 @@ from speq.stages.settings import StageSettings
 # Decided by the first stage, or of no use to the others.
 DECIDED = (
     *("device", "dtype", "context_length", "max_batch", "prefix_reuse"),
-    *("draft", "draft_dense", "draft_length", "draft_nodes", "prune_rows"),
+    *("draft", "draft_dense", "draft_experts", "draft_counts", "draft_length", "draft_nodes"),
+    "prune_rows",
     *("expert_budget", "expert_floor", "expert_policy", "expert_ranking", "expert_counts"),
     *("expert_rows", "expert_residents", "expert_audit"),
     *("drafter", "head", "graphs", "packed_copy", "profile", "verify_reads", "host_budget"),

@@ -29,6 +29,8 @@ def tune(model: Model, settings: TuneSettings, output: opt.Output) -> None:
     if not output.printed:
         show(profile)
         output.note(f"{made.path}: for {key.device} and {format_bytes(key.budget_bytes)}")
+        if made.counts_path is not None:
+            output.note(f"{made.counts_path}: how often each expert was used")
 
 
 def show(profile: "Profile") -> None:

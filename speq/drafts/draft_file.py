@@ -9,8 +9,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ logger = logging.getLogger("speq")
 FOLDER = ".speq"
 FORMAT = "speq-int4-1"
 COPY_BYTES = 1 << 20
+
+
+class Rows(NamedTuple):
+    """Some of the rows of a file's tensors: the number of each, and how many a tensor has."""
+
+    wanted: Sequence[int]
+    total: int
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
@@ -57,15 +65,23 @@ def load_or_make(
 ) -> None:
     """Fill `arena` from the draft on disk, or round the experts and keep the result.
 
+    An arena of some experts is filled from a draft of all where one is kept; what is rounded for it
+    is kept under the name of the very experts.
+
     progress     told (done, total), to the end only when the result is kept
     quantisable  whether `speq quantize` takes the model
     """
     paths = candidate_paths(checkpoint)
-    if read_kept(arena.parts, paths, progress):
+    rows = None if arena.whole else Rows(arena.held, arena.base_slots.numel())
+    if not arena.held or read_kept(arena.parts, paths, progress, rows):
         return
+    if not arena.whole:
+        paths = candidate_paths(checkpoint, f"some-{digest_of_experts(arena.held)}")
+        if read_kept(arena.parts, paths, progress):
+            return
     better = f"; `speq quantize {checkpoint.path}` makes a better one (GPTQ)"
     logger.info("the draft is made by rounding%s", better if quantisable else "")
-    experts = store.num_layers * store.num_experts
+    experts = len(arena.held)
     told = None if progress is None else lambda done, _: progress(done, experts + 1)
     quantize(arena, store, told)
     keep(arena.parts, paths)
@@ -78,8 +94,20 @@ def is_kept(paths: list[Path]) -> bool:
     return any(os.path.exists(path) for path in paths)
 
 
-def read_kept(parts: Mapping[str, Tensor], paths: list[Path], progress: Done | None = None) -> bool:
+def digest_of_experts(held: Sequence[int]) -> str:
+    """Names some of a model's experts by their numbers."""
+    return hashlib.sha256(",".join(map(str, held)).encode()).hexdigest()[:8]
+
+
+def read_kept(
+    parts: Mapping[str, Tensor],
+    paths: list[Path],
+    progress: Done | None = None,
+    rows: Rows | None = None,
+) -> bool:
     """Whether tensors could be filled from one of some files.
+
+    rows  of the files' tensors that are wanted; None: all
 
     What others left half-written, and write no more, goes first: it is as large as a draft.
     """
@@ -87,7 +115,7 @@ def read_kept(parts: Mapping[str, Tensor], paths: list[Path], progress: Done | N
         remove_abandoned(path.parent)
         if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
             try:
-                read(parts, path, progress)
+                read(parts, path, progress, rows)
                 return True
             except SpeqError as error:
                 logger.warning("the draft on disk is made anew: %s", error)
@@ -95,20 +123,25 @@ def read_kept(parts: Mapping[str, Tensor], paths: list[Path], progress: Done | N
 
 
 def quantize(arena: Int4Arena, store: ExpertStore, progress: Done | None = None) -> None:
-    """Round every expert of `store` to INT4, one slot in memory at a time."""
+    """Round the experts of `store` that `arena` holds, one slot in memory at a time."""
     slot = expert_slot(store)
-    total = store.num_layers * store.num_experts
-    for base_slot in range(total):
-        exact = read_matrices(store, *divmod(base_slot, store.num_experts), slot)
+    for base_slot, at in enumerate(arena.held):
+        exact = read_matrices(store, *divmod(at, store.num_experts), slot)
         arena.quantize_into(base_slot, *exact)
         if progress is not None:
-            progress(base_slot + 1, total)
+            progress(base_slot + 1, len(arena.held))
 
 
-def read(parts: Mapping[str, Tensor], path: Path, progress: Done | None = None) -> None:
+def read(
+    parts: Mapping[str, Tensor],
+    path: Path,
+    progress: Done | None = None,
+    rows: Rows | None = None,
+) -> None:
     """Fill tensors from a file. Raises SpeqError where the file is damaged or of another shape.
 
     progress  told (MiB, of all)
+    rows      of the file's tensors that are wanted; None: all
     """
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
@@ -116,14 +149,13 @@ def read(parts: Mapping[str, Tensor], path: Path, progress: Done | None = None) 
         done, total = 0, sum(part.nbytes for part in parts.values())
         for name, part in parts.items():
             info = file.tensors.get(name)
-            if info is None or info.shape != tuple(part.shape) or info.dtype != part.dtype:
-                raise SpeqError(f"{path} holds no {name} of shape {list(part.shape)}; remove it")
-            offset = info.offset
-            for block in blocks_of(part):
+            shape = (len(part) if rows is None else rows.total, *part.shape[1:])
+            if info is None or info.shape != shape or info.dtype != part.dtype:
+                raise SpeqError(f"{path} holds no {name} of shape {list(shape)}; remove it")
+            for first, block in pieces_of(part, rows):
                 buffer = torch.empty(block.nbytes, dtype=torch.uint8)
-                file.read_into(offset, buffer)
+                file.read_into(info.offset + first * (block.nbytes // len(block)), buffer)
                 block.copy_(buffer.view(part.dtype).view(block.shape))
-                offset += block.nbytes
                 done += block.nbytes
                 if progress is not None:
                     progress(done >> 20, total >> 20)
@@ -132,6 +164,14 @@ def read(parts: Mapping[str, Tensor], path: Path, progress: Done | None = None) 
 def blocks_of(part: Tensor) -> tuple[Tensor, ...]:
     """Its first dimension in pieces: what crosses between a file and a device at a time."""
     return part.split(max(COPY_BYTES * len(part) // max(part.nbytes, 1), 1))
+
+
+def pieces_of(part: Tensor, rows: Rows | None) -> Iterator[tuple[int, Tensor]]:
+    """Pieces of a tensor, each with the number of its first row in a file."""
+    first = 0
+    for block in blocks_of(part) if rows is None else part.split(1):
+        yield (first if rows is None else rows.wanted[first]), block
+        first += len(block)
 
 
 def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:

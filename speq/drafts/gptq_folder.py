@@ -103,11 +103,11 @@ class GptqFolder:
         return self._shards.tensors
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
-        """Bring all experts into an arena of `layout`; progress is told (experts done, experts)."""
-        for base_slot in range(len(self._experts)):
-            arena.put(base_slot, self.expert(base_slot))
+        """Bring those that an arena of `layout` holds; progress is told (experts done, experts)."""
+        for base_slot, at in enumerate(arena.held):
+            arena.put(base_slot, self.expert(at))
             if progress is not None:
-                progress(base_slot + 1, len(self._experts))
+                progress(base_slot + 1, len(arena.held))
 
     def sample(self, base_slot: int, count: int) -> Tensor:
         """The first `count` rows of an expert's gate, of its up, and of its down, dequantised and

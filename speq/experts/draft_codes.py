@@ -25,7 +25,7 @@ class DraftSource(Protocol):
         """One expert's codes, layer after layer. Raises SpeqError where it is damaged."""
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
-        """Bring all experts into an arena of `layout`. Raises SpeqError for damaged ones."""
+        """Bring those that an arena of `layout` holds. Raises SpeqError for damaged ones."""
 
     def close(self) -> None:
         """Give back files that are the source's own."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,8 @@ class Int4Arena:
     """INT4 experts on the device, addressed through an expert-to-base-slot table.
 
     parts        by name, [N, ...] as `Int4Layout.shapes` says, N base slots
-    base_slots   [L, E] int64: the base slot of each expert; here every expert has one
+    base_slots   [L, E] int64: the base slot of each expert; -1: it is not held
+    held         by base slot, the number of its expert, layer after layer
     keep_orders  whether to keep each expert's inner_perm, which no kernel needs, but who encodes
                  exact experts over the codes
     """
@@ -137,19 +138,34 @@ class Int4Arena:
         num_experts: int,
         device: torch.device,
         keep_orders: bool = False,
+        kept: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        """kept: by layer, the experts to hold; None: all of them."""
         self.layout = layout
         self._keep_orders = keep_orders
         self._inner_perms: dict[int, Tensor] = {}
-        count = num_layers * num_experts
+        by_layer = [range(num_experts)] * num_layers if kept is None else [*map(sorted, kept)]
+        assert len(by_layer) == num_layers, "experts of each layer"
+        self.held = [
+            layer * num_experts + expert
+            for layer, experts in enumerate(by_layer)
+            for expert in experts
+        ]
         self.parts = {
-            name: torch.empty(count, *shape, dtype=dtype, device=device)
+            name: torch.empty(len(self.held), *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in layout.shapes.items()
         }
         if device.type == "cpu":
             for part in self.parts.values():
                 prefer_huge_pages(part)
-        self.base_slots = torch.arange(count, device=device).view(num_layers, num_experts)
+        base_slots = torch.full((num_layers * num_experts,), -1)
+        base_slots[self.held] = torch.arange(len(self.held))
+        self.base_slots = base_slots.view(num_layers, num_experts).to(device)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all experts are held, each in the base slot of its number."""
+        return len(self.held) == self.base_slots.numel()
 
     @property
     def nbytes(self) -> int:
@@ -182,9 +198,9 @@ class Int4Arena:
         return Int4Expert(parts, None if order is None else order.long())
 
     def digest(self) -> str:
-        """SHA-256 of every expert's parts, one behind the other, expert after expert."""
+        """SHA-256 of every held expert's parts, one behind the other, expert after expert."""
         digest = hashlib.sha256()
-        for base_slot in range(self.base_slots.numel()):
+        for base_slot in range(len(self.held)):
             digest.update(record_of(self.expert(base_slot)).numpy().data)
         return digest.hexdigest()
 

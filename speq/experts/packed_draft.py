@@ -85,7 +85,6 @@ class PackedDraft:
     def __init__(self, folder: Path, tied: TiedDraft, count: int) -> None:
         self.layout = tied.layout
         self.fingerprint = tied.digest
-        self._count = count
         self._file = RangeFile(folder / DRAFT_FILE)
         if self._file.size != count * self.layout.nbytes:
             self._file.close()
@@ -100,10 +99,10 @@ class PackedDraft:
         return expert_of(record, self.layout)
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
-        for at in range(self._count):
-            arena.put(at, self.expert(at))
+        for base_slot, at in enumerate(arena.held):
+            arena.put(base_slot, self.expert(at))
             if progress is not None:
-                progress(at + 1, self._count)
+                progress(base_slot + 1, len(arena.held))
 
     def close(self) -> None:
         self._file.close()

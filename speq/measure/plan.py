@@ -9,7 +9,7 @@ from typing import Unpack
 
 import torch
 
-from speq.config import DEFAULT_READER_THREADS, SamplingParams
+from speq.config import DEFAULT_READER_THREADS, NO_PART, SamplingParams
 from speq.devices.allocator import overhead_bytes
 from speq.devices.named import device_named
 from speq.errors import SpeqError
@@ -36,7 +36,8 @@ from speq.planning.budget_plan import plan as make_plan
 from speq.planning.demand import Beside, Budget
 from speq.planning.dense import Room, settle_dense
 from speq.planning.subject import Subject
-from speq.planning.ways import ways_of
+from speq.planning.used_experts import DraftPart, used_experts, warn
+from speq.planning.ways import check_parts, ways_of
 from speq.units import Progress, no_progress
 
 # Read to measure this machine's memory: seconds, not minutes.
@@ -66,6 +67,7 @@ def plan_of(
     subject, opened = subject_of(str(model), settings.dtype)
     with contextlib.closing(opened) if opened else contextlib.nullcontext():
         machine = machine_of(opened, settings, progress)
+        subject = replace(subject, draft_parts=parts_of(subject, opened, settings))
     on_cpu = not device_of(machine).startswith("cuda")
     if settings.device != "auto":
         on_cpu = settings.device == "cpu"
@@ -84,6 +86,18 @@ def plan_of(
     return make_plan(subject, budget, assumptions(subject, machine, settings))
 
 
+def parts_of(
+    subject: Subject, opened: Opened | None, settings: PlanSettings
+) -> tuple[DraftPart, ...]:
+    """What an INT4 draft may hold of the experts."""
+    asked, checkpoint = settings.draft_experts, None if opened is None else opened.checkpoint
+    used = used_experts(asked, settings.draft_counts, checkpoint, subject.shape)
+    parts = used.parts(asked)
+    check_parts(parts, subject.codec)
+    warn(used, asked)
+    return parts
+
+
 def host_bytes_of(settings: PlanSettings) -> int | None:
     """What is given; or this machine's, where its GPU is planned for; or as much as is needed."""
     if settings.host_budget is not None:
@@ -100,6 +114,8 @@ def check_exclusions(settings: PlanSettings) -> None:
             "profile is given with preset or memory_bandwidth; a profile says how fast the machine "
             "computes: give one of them"
         )
+    if settings.draft_counts is not None and settings.draft_experts is None:
+        raise SpeqError(NO_PART)
     if settings.locality is not None and settings.routes is not None:
         raise SpeqError("locality and routes are given together; give one of them")
 

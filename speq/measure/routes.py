@@ -1,9 +1,12 @@
 """What recorded routes tell: distinct experts by tokens, and acceptance."""
 
+from collections import Counter
+
 from speq.errors import SpeqError
 from speq.governor.locality import RouteCurve
 from speq.governor.moesd import distinct_of_routes
 from speq.governor.roofline import Points
+from speq.layers.expert_counts import ExpertCounts
 from speq.measure.route_trace import RouteTrace
 
 # Tokens that points of a curve are of, as far as a trace is long enough for some of each.
@@ -31,6 +34,13 @@ def distinct_points(routes: list[list[list[int]]], num_experts: int) -> Points:
     # Windows of one size are not those of another: what grows by that alone says nothing.
     grown = [at for at, (_, y) in enumerate(points) if all(y > low for _, low in points[:at])]
     return tuple(points[at] for at in grown if points[at][1] < num_experts)
+
+
+def expert_counts(model: str, routes: list[list[list[int]]], num_experts: int) -> ExpertCounts:
+    """How often tokens chose each expert, of routes as above. model: what it is called."""
+    chosen = [Counter(expert for ids in layer for expert in ids) for layer in routes]
+    counts = [[of_layer[expert] for expert in range(num_experts)] for of_layer in chosen]
+    return ExpertCounts(model, len(routes[0]), len(routes[0][0]), counts)
 
 
 def acceptance_of(trace: RouteTrace) -> float | None:

@@ -8,6 +8,8 @@ from speq.config import (
     ContextLength,
     Dense,
     Device,
+    DraftCounts,
+    DraftExperts,
     Dtype,
     HostBudget,
     MaxBatch,
@@ -27,7 +29,8 @@ NumPrompts = Annotated[int, Option("How many of the prompts.", Whole(1))]
 MaxNewTokens = Annotated[int, Option("Tokens to generate for each prompt.", Whole(2))]
 # What `tune` sets itself: it measures every draft length, and there is no profile yet.
 CHOSEN = (
-    *("memory_budget", "draft_length", "drafter", "head", "profile"),
+    *("memory_budget", "draft_length", "draft_experts", "draft_counts"),
+    *("drafter", "head", "profile"),
     *("tpot_slo_ms", "latency_slo_ms"),
 )
 Rounds = Annotated[int, Option("Times each setting is measured.", Whole(1))]
@@ -68,6 +71,8 @@ class PlanSettings(Options):
     dense: Dense = "auto"
     context_length: ContextLength = None
     max_batch: MaxBatch = 1
+    draft_experts: DraftExperts = None
+    draft_counts: DraftCounts = None
     preset: Annotated[
         str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))
     ] = None

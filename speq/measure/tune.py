@@ -22,16 +22,17 @@ from speq.generator import Generator
 from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
+from speq.layers.expert_counts import ExpertCounts
 from speq.measure import link
 from speq.measure.codec_speed import compute_bytes_per_s, encode_bytes_per_s
 from speq.measure.report import read_prompts
-from speq.measure.routes import distinct_points
+from speq.measure.routes import distinct_points, expert_counts
 from speq.measure.runs import steps_of
 from speq.measure.settings import TuneSettings
 from speq.models.opened import open_model
 from speq.options.declared import build
 from speq.options.typed import TuneOptions
-from speq.planning import profiles
+from speq.planning import profiles, used_experts
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
 from speq.stats import StepStats
@@ -43,10 +44,14 @@ DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A profile, and the file that it is kept in."""
+    """A profile, and the file that it is kept in.
+
+    counts_path  where counts of the experts are kept; None: nowhere
+    """
 
     profile: Profile
     path: Path
+    counts_path: Path | None
 
 
 def tune(
@@ -57,7 +62,8 @@ def tune(
     progress: Progress = no_progress,
     **options: Unpack[TuneOptions],
 ) -> Tuned:
-    """Measure a model on this machine under a budget, and keep the profile that runs go by.
+    """Measure a model on this machine under a budget, and keep the profile that runs go by, and how
+    often each expert was used, which `draft_experts` goes by.
 
     force     replace the file `out`
     progress  told (what, done, total)
@@ -75,9 +81,11 @@ def tuned(
 ) -> Tuned:
     """As `tune`."""
     path = place_of(model, settings, force)
-    profile = measured(model, settings, tell)
+    profile, counts = measured(model, settings, tell)
     profiles.write(profile, path)
-    return Tuned(profile, path)
+    with closing(open_model(model)) as opened:
+        counts_path = used_experts.keep(counts, opened.checkpoint)
+    return Tuned(profile, path, counts_path)
 
 
 def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
@@ -99,8 +107,11 @@ def measured(
     settings: TuneSettings,
     tell: Progress = no_progress,
     clock: Clock = time.perf_counter,
-) -> Profile:
-    """A profile. Raises SpeqError for nonsense settings and budgets that are too small."""
+) -> tuple[Profile, ExpertCounts]:
+    """A profile, and how often the texts' tokens chose each expert.
+
+    Raises SpeqError for nonsense settings and budgets that are too small.
+    """
     # Room for a cycle of each length.
     checked_int("max_new_tokens", settings.max_new_tokens, sum(k + 1 for k in DRAFT_LENGTHS))
     prompts = read_prompts(settings.prompts, settings.num_prompts)
@@ -134,9 +145,10 @@ def measured(
         expert_bytes = mean_bytes(runtime)
         codec = runtime.opened.store.codec.name
         distinct = distinct_points(routes, runtime.shape.experts.num_experts)
+        counts = expert_counts(str(model), routes, runtime.shape.experts.num_experts)
     finally:
         generator.close()
-    return Profile(
+    profile = Profile(
         key=key,
         link=points,
         transfer_overhead_s=max(first_fetch_s - expert_bytes / points[-1][1], 0.0),
@@ -148,6 +160,7 @@ def measured(
         routes=distinct,
         **figures_of(cycles),
     )
+    return profile, counts
 
 
 def measured_cycles(

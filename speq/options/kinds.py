@@ -241,9 +241,13 @@ class Number(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Amount(Kind):
-    """A number of things, or a share of all there are, such as "50%": held as a float up to 1."""
+    """A number of things, or a share of all there are, such as "50%": held as a float up to 1.
+
+    other  what may be given in place of either, and is held as it is
+    """
 
     minimum: int = 1
+    other: str | None = None
 
     @property
     def metavar(self) -> str:
@@ -253,7 +257,9 @@ class Amount(Kind):
     def accepts(self) -> str:
         return "int | str"
 
-    def check(self, name: str, value: Any) -> int | float:
+    def check(self, name: str, value: Any) -> int | float | str:
+        if self.other is not None and value == self.other:
+            return self.other
         if isinstance(value, float) and 0 < value <= 1:
             return value
         if isinstance(value, str):
@@ -273,7 +279,10 @@ class Amount(Kind):
 
     @property
     def _wanted(self) -> str:
-        return f"it must be a whole number from {self.minimum}, or a share such as 50%"
+        others = "or a share such as 50%"
+        if self.other is not None:
+            others = f"a share such as 50%, or {self.other}"
+        return f"it must be a whole number from {self.minimum}, {others}"
 
     def text(self, value: Any) -> Any:
         return f"{value * 100:.12g}%" if isinstance(value, float) else str(value)

@@ -32,6 +32,15 @@ class RunOptions(TypedDict, total=False):
     (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
     eight bits); auto is all.
     """
+    draft_experts: int | str | None
+    """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
+    most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by what is
+    expected. Default: all.
+    """
+    draft_counts: str | Path | None
+    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
+    --counts` writes. Default: what `speq tune` kept of the model.
+    """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     draft_nodes: int | None
@@ -257,6 +266,15 @@ class PlanOptions(TypedDict, total=False):
     """Tokens that the KV cache holds; default: what each request needs."""
     max_batch: int
     """Texts that are run side by side, at most; each has a KV cache of the whole context."""
+    draft_experts: int | str | None
+    """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
+    most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by what is
+    expected. Default: all.
+    """
+    draft_counts: str | Path | None
+    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
+    --counts` writes. Default: what `speq tune` kept of the model.
+    """
     preset: str | None
     """A card or machine by name; `?` lists them."""
     link: str | float | None

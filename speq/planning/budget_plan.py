@@ -91,7 +91,8 @@ class BudgetPlan:
 
 
 def candidate_entry(holding: Holding) -> dict[str, Any]:
-    """One of `candidates` in the object of `--json`. encoded: from words, as they are read. The two
+    """One of `candidates` in the object of `--json`. encoded: from words, as they are read;
+    draft_experts: of each layer that an INT4 draft holds, None of one that holds all. The two
     TPOTs beside the expected one are those with all transfers exposed (Eq. 3 of MoE-SpeQ) and with
     all hidden that can be.
     """
@@ -101,6 +102,7 @@ def candidate_entry(holding: Holding) -> dict[str, Any]:
         "encoded": holding.encode_s > 0,
         "draft": holding.drafts,
         "drafter": holding.drafter,
+        "draft_experts": holding.draft_experts,
         "slots": holding.slots,
         "draft_length": cycle.draft_length,
         "tpot_ms": holding.tpot_s * 1e3,

@@ -212,9 +212,9 @@ def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1)
     shape, size = subject.shape, subject.dtype.itemsize
     yield from subject.dense.sizes
     yield from shape.other_bytes(subject.dtype)
-    if holding.draft_bytes and subject.draft is not None:
+    if holding.holds_int4 and subject.draft is not None:
         for part, dtype in subject.draft.shapes.values():
-            yield subject.count * math.prod(part) * dtype.itemsize
+            yield subject.drafted(holding.draft_experts) * math.prod(part) * dtype.itemsize
     if holding.drafter == "int4":
         for layout in subject.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())

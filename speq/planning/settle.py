@@ -93,9 +93,12 @@ def settle(
             "--drafter ngram needs none"
         )
     elif undrafted:
+        unsized = config.draft_experts is None and not subject.codec.needs_draft
+        least = min(map(subject.draft_bytes_of, subject.draft_parts))
         logger.warning(
-            "the INT4 draft takes %s and does not fit the budget: running without one",
-            format_bytes(subject.draft_bytes),
+            "the INT4 draft takes %s and does not fit the budget: running without one%s",
+            format_bytes(least),
+            "; --draft-experts has it hold a part of the experts" if unsized else "",
         )
     return settled
 
@@ -206,7 +209,7 @@ def weighed(
     )
     at = holdings.index(replace(chosen, expected=None))
     longest = longest_for(config, outlook, chosen)
-    prior = None if outlook.drafts(chosen.drafter) is None else outlook.prior(chosen)
+    prior = None if outlook.drafts(chosen) is None else outlook.prior(chosen)
     return Settled(chosen, fitting[at][1], reason, gives_up, longest, prior)
 
 
@@ -216,9 +219,10 @@ def outlook_of(subject: Subject, assumptions: Assumptions, holdings: Sequence[Ho
 
 
 def must_draft(config: RunConfig) -> bool:
-    """Whether a draft is asked for by name or by its length."""
+    """Whether a draft is asked for by name, by its experts or by its length."""
     named = config.draft not in ("auto", "none") or config.drafter not in ("auto", "none")
-    return named or bool(config.draft_length)
+    sized = config.draft_experts not in (None, "auto")
+    return named or sized or bool(config.draft_length)
 
 
 def longest_for(config: RunConfig, outlook: Outlook, holding: Holding) -> int:
@@ -226,7 +230,7 @@ def longest_for(config: RunConfig, outlook: Outlook, holding: Holding) -> int:
     to tell.
     """
     objectives = objectives_of(config)
-    timed = outlook.drafts(holding.drafter) is not None
+    timed = outlook.drafts(holding) is not None
     if not timed or config.draft_length is not None or objectives == Objectives():
         return LONGEST
     longest = longest_within(

@@ -20,6 +20,7 @@ from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
+from speq.planning.used_experts import WHOLE, DraftPart
 
 # Of an expert's record a draft's codes of it take this at most.
 DRAFT_SHARE = 3 / 4
@@ -40,6 +41,7 @@ class Subject:
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
+    draft_parts    which shares of the experts the draft may hold, one of which is settled on
     head           sizes of the head that may draft; None: there is none
     head_stand     by depth, how often its tokens stood where it was trained; empty: not measured
     """
@@ -59,6 +61,7 @@ class Subject:
     packed_dense: tuple[int | None, ...] = ()
     head: HeadSizes | None = None
     head_stand: tuple[float, ...] = ()
+    draft_parts: tuple[DraftPart, ...] = (WHOLE,)
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "Subject":
@@ -167,7 +170,17 @@ class Subject:
     @property
     def draft_bytes(self) -> int:
         """The draft: INT4 copy of all experts, and codes of other layers; 0: there can be none."""
-        return self.base_bytes and self.base_bytes + self.dense_draft.nbytes
+        return self.draft_bytes_of(WHOLE)
+
+    def draft_bytes_of(self, part: DraftPart) -> int:
+        """The same of a draft that holds a part of the experts."""
+        if self.draft is None:
+            return 0
+        return self.drafted(part.count) * self.draft.nbytes + self.dense_draft.nbytes
+
+    def drafted(self, count: int | None) -> int:
+        """Experts of all layers together of which a draft holds so many a layer; None: all."""
+        return self.count if count is None else self.num_layers * count
 
     @property
     def pass_bytes(self) -> PassBytes:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from speq.config import RunConfig
 from speq.errors import SpeqError
@@ -9,19 +10,23 @@ from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.expert_store import ExpertStore
 from speq.governor.holding import Holding
 from speq.planning.subject import Subject
+from speq.planning.used_experts import WHOLE, DraftPart
 from speq.registries import DRAFTERS
 
 
 def ways_of(subject: Subject, on_cpu: bool) -> list[Holding]:
     """Each codec with and without an INT4 draft, and published words encoded as they are read.
 
+    Records that are read over INT4 codes want those of all experts: no part of them drafts there.
     Experts of another codec than that at hand are thought to lie in it where they are read from,
     as `speq pack` would write them.
     """
     held = [_way(subject, name, "none") for name in codecs_for(subject.codec.shape)]
     if subject.draft is not None:
-        held += [_way(subject, name, "int4") for name in codecs_for(subject.codec.shape)]
-    held = [way for way in held if way.draft_bytes or not way.needs_draft]
+        parts = product(subject.draft_parts, codecs_for(subject.codec.shape))
+        drafting = [_way(subject, name, "int4", part) for part, name in parts]
+        held += [way for way in drafting if way.draft_experts is None or not way.needs_draft]
+    held = [way for way in held if way.holds_int4 or not way.needs_draft]
     if not subject.published:
         return held
     # On a GPU host memory holds encoded experts, and a miss moves records.
@@ -78,6 +83,23 @@ def agree(store: ExpertStore, config: RunConfig) -> None:
         )
 
 
+def check_parts(parts: Sequence[DraftPart], codec: ExpertCodec, wanted: str = "auto") -> None:
+    """Raise SpeqError for no more than a part of the INT4 copy where exact experts are read over
+    all of it.
+
+    codec  of the experts at hand; wanted: the option codec
+    """
+    if WHOLE in parts:
+        return
+    asked = codec if wanted == "auto" else codec_of(wanted, codec.shape)
+    for each in (codec, asked):
+        if each.needs_draft:
+            raise SpeqError(
+                f"draft_experts is {parts[0].count} and experts of codec {each.name} are read over "
+                "the INT4 codes of all experts; leave draft_experts out, or take another codec"
+            )
+
+
 def drafter_of(config: RunConfig) -> str:
     """Who is to draft, if there is room."""
     if config.draft_length == 0:
@@ -104,12 +126,12 @@ def wants_int4(config: RunConfig, codec: ExpertCodec) -> bool:
     return codec.needs_draft or asked.needs_draft
 
 
-def _way(subject: Subject, name: str, drafter: str) -> Holding:
-    """Experts as records of a codec, moved as they are."""
+def _way(subject: Subject, name: str, drafter: str, part: DraftPart = WHOLE) -> Holding:
+    """Experts as records of a codec, moved as they are. part: what an INT4 draft holds."""
     known = name == subject.codec.name
     codec = subject.codec if known else codec_of(name, subject.codec.shape)
     slot_bytes = codec.slot_bytes if known else usual_bytes(codec)
-    draft_bytes = subject.draft_bytes if drafter == "int4" else 0
+    draft_bytes = subject.draft_bytes_of(part) if drafter == "int4" else 0
     codes_bytes = subject.base_bytes // subject.count if codec.needs_draft else 0
     return Holding(
         codec=name,
@@ -118,6 +140,8 @@ def _way(subject: Subject, name: str, drafter: str) -> Holding:
         moved_bytes=slot_bytes,
         read_bytes=slot_bytes + codes_bytes,
         draft_bytes=draft_bytes,
+        draft_experts=part.count,
+        draft_covers=part.covers,
         needs_draft=codec.needs_draft,
         estimated=not known and codec.usual_bits is not None,
     )

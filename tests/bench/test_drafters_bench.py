@@ -112,7 +112,7 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
     finally:
         head_beside(model).unlink()
     rows = {(row["drafter"], row["temperature"]): row for row in report.rows}
-    names = ["none", "ngram", "int4", "int4-tree", "cached", "cached-tree"]
+    names = ["none", "ngram", "int4", "int4-half", "int4-tree", "cached", "cached-tree"]
     names += ["head", "head-tree", "head-no-contrast"]
     assert [*rows] == [(name, temperature) for name in names for temperature in (0.0, 1.0)]
     assert not report.left_out
@@ -125,6 +125,8 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
         assert row["tried_by_depth"] == sorted(row["tried_by_depth"], reverse=True)
         assert len(row["by_rank"]) <= (5 if name.endswith("tree") else 1)
         assert row["contrast"] is (name != "head-no-contrast" if "head" in name else None)
+    half, whole = rows["int4-half", 0.0]["draft_bytes"], rows["int4", 0.0]["draft_bytes"]
+    assert half < whole
     # The same drafts but for the last tokens, which cost a pass more.
     assert rows["head-no-contrast", 0.0]["passes_mean"] > rows["head", 0.0]["passes_mean"]
     # All experts lie in slots once the prompt is read, or nearly so.
@@ -136,7 +138,7 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
 
     few = settings_of(temperatures="0")
     report = run(str(model), few, None, force=False)
-    assert [row["drafter"] for row in report.rows] == names[:6]
+    assert [row["drafter"] for row in report.rows] == names[:7]
     said = notes(report)
     assert len(said) == 3
     assert "left out: head, 64MiB: there is no head at" in said[0]

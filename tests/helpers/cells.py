@@ -38,6 +38,7 @@ class Cell:
     dense: str = "raw"
     trees: str = "none"
     head: str = "auto"
+    draft_experts: int | float | None = None
 
     @property
     def draft_nodes(self) -> int | None:
@@ -148,6 +149,7 @@ def loaded(
         draft_nodes=cell.draft_nodes,
         max_batch=options.get("max_batch", 1),
         head=head,
+        draft_experts=cell.draft_experts,
     )
     experts = demand.num_experts
     more = (experts // 2 - 2) * demand.slot_bytes
@@ -169,6 +171,7 @@ def loaded(
         dense=cell.dense,
         draft_nodes=cell.draft_nodes,
         head=head,
+        draft_experts=cell.draft_experts,
         **options,
     )
     if cell.trees == "pruned":

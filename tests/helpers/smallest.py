@@ -28,6 +28,7 @@ def two_slot_budget(
     draft_nodes: int | None = None,
     max_batch: int = 1,
     head: str = "auto",
+    draft_experts: int | float | None = None,
 ) -> tuple[int, memory.Demand]:
     """Bytes that leave exactly two slots, beside a draft if one is to be had; and the demand."""
     config = RunConfig.of(
@@ -45,6 +46,7 @@ def two_slot_budget(
         draft_nodes=draft_nodes,
         max_batch=max_batch,
         head=head,
+        draft_experts=draft_experts,
     )
     runtime = Runtime(load(open_model(model), config))
     demand = runtime.demand

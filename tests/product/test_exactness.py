@@ -262,6 +262,31 @@ def test_experts_in_slots_in_every_cell(family: str, dtype: str, folders: Folder
             run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
 
 
+# Drafts with a part of the INT4 copy, from none of it to all.
+PARTS = [
+    Cell(3, "half", "own", prefetch="three-phase", draft_experts=4),
+    Cell(4, "two slots", "poor", trees="large", draft_experts=1),
+    Cell(2, "half", "gptq", "packed", cache_policy="lookahead", draft_experts=0),
+    Cell(5, "half", "own", codec="lossless", trees="pruned", draft_experts=0.75),
+    Cell(3, "all", "own", prefetch="three-phase", draft_experts=1.0),
+]
+
+
+@pytest.mark.parametrize(("family", "at"), [("qwen2_moe", 0), ("deepseek_v3", 1)])
+def test_drafts_of_some_experts_leave_tokens_as_they_are(
+    family: str, at: int, folders: Folders
+) -> None:
+    """Rows that lack experts choose again, fewer where fewer are held than a row chooses."""
+    expected = greedy_tokens(load_plain(folders.float32(family)), PROMPTS[0], 40)
+    run_cell(PARTS[at], *folders.of(family, PARTS[at]), "float32", PROMPTS[0], expected)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "mixtral", "gpt_oss"])
+def test_drafts_of_some_experts_in_every_cell(family: str, folders: Folders) -> None:
+    check_family(family, PARTS, folders, "float32", 40)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", *wide("deepseek_v2", "glm4_moe")])
 def test_published_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     plain = load_plain(folders.float32(family))

@@ -38,7 +38,12 @@ def device() -> Iterator[HostDevice]:
 
 
 def generator_of(
-    model: Path, prefetch: str, draft_length: int, budget: int | str, graphs: str
+    model: Path,
+    prefetch: str,
+    draft_length: int,
+    budget: int | str,
+    graphs: str,
+    draft_experts: int | None = None,
 ) -> Generator:
     return Generator.from_pretrained(
         model,
@@ -48,6 +53,7 @@ def generator_of(
         dtype="float32",
         prefetch=prefetch,
         graphs=graphs,
+        draft_experts=draft_experts,
     )
 
 
@@ -91,6 +97,23 @@ def test_the_host_waits_no_more_than_it_must(
         (verify,) = [event for event in step.stats.events if event.kind == "verify"]
         assert verify.start_s < step.outcome_s <= verify.end_s
     assert sum(step.stats.moved for step in found) > 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_drafts_that_choose_again_wait_no_more(
+    device: HostDevice, tiny: Callable[[str], Path], family: str
+) -> None:
+    """Among some experts, on the device."""
+    with closing(generator_of(tiny(family), "none", 2, "1GiB", "none", 3)) as generator:
+        assert generator.runtime.holding.draft_experts == 3
+        found = steps(device, generator, {})
+    assert len(found) >= TOKENS // 3 - 1
+    for step in found:
+        step.check()
+    assert sum(len(step.waited.get("propose", [])) for step in found) == sum(
+        step.stats.draft_length for step in found
+    )
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -114,6 +114,35 @@ def test_greedy_tokens_are_the_exact_models(at: int, folders: Folders) -> None:
     assert (result.stats["draft_length_mean"] > 0) == (cell.draft_length > 0)
 
 
+PARTS = [
+    Cell(3, "half", "own", prefetch="three-phase", draft_experts=4),
+    Cell(3, "half", "own", trees="small", draft_experts=1),
+    Cell(2, "two slots", "own", graphs="none", draft_experts=0),
+    Cell(3, "half", "own", prefetch="three-phase", draft_experts=1.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "at"),
+    [
+        *(
+            pytest.param(family, at, marks=pytest.mark.wide)
+            for family, at in [("qwen2_moe", 0), ("deepseek_v3", 1)]
+        ),
+        *(
+            pytest.param(family, at, marks=pytest.mark.full)
+            for family, at in [("deepseek_v3", 0), ("mixtral", 1), ("qwen2_moe", 2)]
+        ),
+        pytest.param("deepseek_v3", 3, marks=pytest.mark.full),
+    ],
+)
+def test_drafts_of_some_experts(family: str, at: int, folders: Folders) -> None:
+    """Rows choose again on the device, within passes that are recorded."""
+    expected = greedy_tokens(load_plain(folders.float32(family)), PROMPTS[1], NEW_TOKENS)
+    model, draft = folders.of(family, PARTS[at])
+    assert run(PARTS[at], model, draft, PROMPTS[1], order=at).token_ids == expected
+
+
 HEADS = [
     Cell(4, "half", "own", drafter="head", prefetch="three-phase", trees="small"),
     Cell(3, "half", "own", drafter="head", prefetch="three-phase"),

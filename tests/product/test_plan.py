@@ -487,13 +487,22 @@ def test_the_best_draft_length_is_the_best() -> None:
         choose(of, [])
 
 
+def test_a_draft_of_a_part_is_weighed_by_what_it_covers() -> None:
+    of = outlook()
+    whole, part = of.drafts(DRAFT), of.drafts(replace(DRAFT, draft_experts=4, draft_covers=0.5))
+    assert whole is not None and part is not None
+    assert whole.acceptance == of.acceptance and part.acceptance == of.acceptance / 2
+    chosen, _ = choose(of, [DRAFT, replace(DRAFT, draft_experts=4, draft_covers=0.5)])
+    assert chosen.draft_experts is None  # with as many slots as the whole
+
+
 HEAD = replace(PLAIN, drafter="head", slots=90)
 
 
 def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
     speeds = replace(outlook().speeds, head_token_s=1e-3)
     of = outlook(speeds=speeds, head_stand=(0.8, 0.5))
-    drafts = of.drafts("head")
+    drafts = of.drafts(HEAD)
     assert drafts is not None and drafts.stands(4) == [0.8, 0.5, 0.5, 0.5]
     # The second depth is reached by eight drafts of ten.
     assert drafts.acceptance == pytest.approx((0.8 + 0.8 * 0.5) / 1.8)
@@ -511,7 +520,7 @@ def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
 
 def test_a_head_that_says_nothing_is_weighed_as_plain_decoding() -> None:
     of = outlook()
-    assert of.drafts("head") is None and of.drafts("ngram") is None
+    assert of.drafts(HEAD) is None and of.drafts(replace(HEAD, drafter="ngram")) is None
     assert of.weighed(HEAD).cycle == of.cycle(HEAD, 0)
     # Break-evens are those of INT4 drafts.
     assert of.gain([PLAIN, HEAD]) is None

@@ -106,10 +106,11 @@ class Ready:
 
 
 @contextmanager
-def ready(path: Path) -> Iterator[Ready]:
+def ready(path: Path, **options: Any) -> Iterator[Ready]:
     opened = open_model(path)
     # INT4 products round their inputs, which makes last bits of attention large differences.
-    config = RunConfig.of("32MiB", 4, dtype="float32", device="cpu", draft_dense="none")
+    given = {"dtype": "float32", "device": "cpu", "draft_dense": "none"}
+    config = RunConfig.of("32MiB", 4, **given, **options)
     loaded = load(opened, config)
     assert loaded.draft_bank is not None
     caches = [opened.shape.cache(CAPACITY, torch.float32, CPU) for _ in range(2)]
@@ -166,6 +167,22 @@ def test_graphs_give_what_launched_passes_give(family: str, tiny: Callable[[str]
             compare_caches(made, at + 1)
         assert recorded.passes.shapes == [(1, 8), (1, 16), (1, 24)]
         assert len(device.captured) == 3
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen3_moe", 4), ("deepseek_v3", 1)])
+def test_graphs_of_drafts_with_some_experts(
+    family: str, count: int, tiny: Callable[[str], Path]
+) -> None:
+    """The host has no part in what rows choose again."""
+    device = Recorder()
+    with ready(tiny(family), draft_experts=count) as made:
+        assert not made.bank.whole
+        eager, recorded = made.eager(), made.graphs(device)
+        for token_id in TEXT[:6]:
+            compare(eager, recorded, token_id)
+            made.plain.advance(1)
+            made.recorded.advance(1)
+        assert len(device.captured) == 1
 
 
 @pytest.mark.parametrize(

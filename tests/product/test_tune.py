@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from typer.testing import CliRunner
 from speq import SpeqError, __version__
 from speq.cli import app
 from speq.governor.profile import Profile, ProfileKey
+from speq.layers.expert_counts import ExpertCounts
 from speq.measure import codec_speed, link, tune
-from speq.measure.routes import distinct_points
+from speq.measure.routes import distinct_points, expert_counts
 from speq.measure.settings import TuneSettings
 from speq.models.opened import open_model
 from speq.options.declared import build
-from speq.planning import profiles
+from speq.planning import profiles, used_experts
 from speq.stats import StepStats
 from tests.helpers.told import Told
 
@@ -157,6 +159,10 @@ def test_a_profile_is_measured_kept_and_gone_by(
     assert made.draft_token_s > 0 and made.first_fetch_s > 0
     assert made.acceptance is not None and 0 <= made.acceptance <= 1
     assert made.routes[0] == (1, top_k)
+    # Of two texts, of all their tokens but the last ones, which no pass has run.
+    counts = ExpertCounts.read(kept_counts(model))
+    assert (counts.num_layers, counts.num_experts, counts.top_k) == (layers, experts, top_k)
+    assert 40 <= counts.tokens <= 2 * 40
     single_s = dict(made.verify)[1]
     for rows, verify_s in made.verify[1:]:
         shown = next(line for line in text.splitlines() if f"T(1) / T({rows:.0f})" in line)
@@ -168,6 +174,19 @@ def test_a_profile_is_measured_kept_and_gone_by(
     assert found["acceptance"] == made.acceptance
     other = json.loads(run(*plan, "--memory-budget", "32MiB"))["assumptions"]
     assert other["machine"] == "measured on this machine just now"
+
+
+def kept_counts(model: Path) -> Path:
+    with closing(open_model(model)) as opened:
+        path = used_experts.kept_place(opened.checkpoint)
+    assert path is not None
+    return path
+
+
+def test_counts_of_routes_by_hand() -> None:
+    routes = [[[0, 1], [1, 2]], [[3, 2], [3, 0]]]
+    counted = ExpertCounts("a model", 2, 2, [[1, 2, 1, 0], [1, 0, 1, 2]])
+    assert expert_counts("a model", routes, 4) == counted
 
 
 def test_without_room_for_a_draft_there_is_less_to_measure(bundled: Path, tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from typing import ClassVar
 
 from speq.decode.drafter import DraftBase
+from speq.decode.drafters.cached import LEAD_SCALE
 from speq.decode.drafters.twin import TwinDrafter
 
 
 class Int4Drafter(TwinDrafter):
-    """Drafts with the INT4 copy of all experts."""
+    """Drafts with the INT4 copy of the experts, or of those that are used most."""
 
     needs_int4: ClassVar[bool] = True
 
     def __init__(self, base: DraftBase) -> None:
         assert base.int4 is not None, "planned for"
+        if not base.int4.whole:  # as one that makes do with slots, it errs by whole experts
+            base.confidence.assume(LEAD_SCALE)
         super().__init__(base, base.int4, base.graphs_on)
