@@ -667,7 +667,7 @@ class FormatSettings(Options):
     source: Annotated[
         str | None,
         Option(
-            "A model published in 16 bits, whose experts are rounded and written in each format; "
+            "A model published in 16 bits, whose experts are rounded to each format; "
             "default: random weights.",
             Text("a folder or a hub id", path=True),
         ),

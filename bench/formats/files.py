@@ -1,9 +1,9 @@
-"""A model in three published formats, whose words are the same: BF16, FP8 and MXFP4.
+"""A model published three times, in BF16, in FP8 and in MXFP4, with the same shapes.
 
-Weights of experts are rounded to MXFP4, and what that leaves to FP8 with powers of 2 for scales.
-Words that are left are codes of both formats, and bfloat16 holds them: the three checkpoints are
-one model. It chooses the same experts and writes the same tokens, whatever it is published in.
-All outside the experts are the same words in each.
+FP8 are the nearest codes of the source's weights, under scales as publishers choose them. BF16 has
+the words that these codes stand for: both are one model, and compute the same tokens. MXFP4 are the
+nearest codes of the same weights: another model, as the format is too narrow to hold the words of
+FP8. All outside the experts are the same words in each.
 """
 
 import json
@@ -33,7 +33,7 @@ from speq.files.published_format import (
     MXFP4_BLOCK_BYTES,
     SCALES,
 )
-from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words
+from speq.kernels.scaled_words import E4M3_MOST, fp8_words, mxfp4_codes
 from speq.units import Progress, format_bytes, tracked
 
 BF16 = "bf16"
@@ -101,9 +101,10 @@ def write(
             label = "rest" if layer is None else f"{layer:05d}"
             rest = source.rest(layer)
             prefix = "" if layer is None else prefix_of(source, layer)
-            words = [] if layer is None else [rounded(each) for each in source.experts(layer)]
-            for folder in folders.values():
-                folder.shard(label, rest, published(folder.format, prefix, words))
+            experts = [] if layer is None else source.experts(layer)
+            written = published(formats, prefix, experts)
+            for name, folder in folders.items():
+                folder.shard(label, rest, written[name])
     for folder in folders.values():
         folder.finish(source)
     return folders
@@ -152,41 +153,49 @@ def prefix_of(source: Source, layer: int) -> str:
     return source.names.module(layer, 0, PROJECTIONS[0]).rpartition("0.")[0]
 
 
-def rounded(expert: Matrices) -> Matrices:
-    """Words that are codes of MXFP4, and of FP8."""
-    gate_up, down = expert
-    gate, up = (both_of(part) for part in gate_up.chunk(2))
-    return torch.cat([gate, up]), both_of(down)
-
-
-def both_of(words: Tensor) -> Tensor:
-    return fp8_words(*fp8_codes(mxfp4_words(*mxfp4_codes(words))))
-
-
-def published(name: str, prefix: str, words: list[Matrices]) -> dict[str, Tensor]:
-    """The tensors of a layer's experts as a format has them."""
-    if not words:
-        return {}
-    if name == MXFP4:
-        return mxfp4_tensors(prefix, words)
-    found = {}
-    for expert, (gate_up, down) in enumerate(words):
+def published(
+    formats: tuple[str, ...], prefix: str, experts: list[Matrices]
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a layer's experts in each format."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in formats}
+    if not experts:
+        return found
+    if MXFP4 in found:
+        found[MXFP4] = mxfp4_tensors(prefix, experts)
+    if not found.keys() & {BF16, FP8}:
+        return found
+    for expert, (gate_up, down) in enumerate(experts):
         parts = zip(PROJECTIONS, (*gate_up.chunk(2), down), strict=True)
         for projection, matrix in parts:
             weight = f"{prefix}{expert}.{projection}.weight"
-            if name == BF16:
-                found[weight] = matrix.contiguous()
-                continue
-            codes, found[weight + SCALES] = fp8_codes(matrix)
-            found[weight] = codes.view(FP8_DTYPE)
+            codes, scales = nearest_fp8(matrix)
+            if FP8 in found:
+                found[FP8] |= {weight: codes, weight + SCALES: scales}
+            if BF16 in found:
+                found[BF16][weight] = fp8_words(codes, scales)
     return found
 
 
-def mxfp4_tensors(prefix: str, words: list[Matrices]) -> dict[str, Tensor]:
+def nearest_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] and float32 scales of their blocks, under which the largest weight of each block
+    has the largest code.
+    """
+    rows, columns = matrix.shape
+    block = FP8_BLOCK[0]
+    padded = torch.zeros(-rows // block * -block, -columns // block * -block)
+    padded[:rows, :columns] = matrix
+    blocks = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+    largest = blocks.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / E4M3_MOST, 1.0)
+    codes = (blocks / scales[:, None, :, None]).to(FP8_DTYPE)
+    return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
+
+
+def mxfp4_tensors(prefix: str, experts: list[Matrices]) -> dict[str, Tensor]:
     """All experts of a layer in one tensor, rows of gate and up in turns, as gpt_oss has them."""
     found = {}
-    in_turns = [torch.stack(gate_up.chunk(2), dim=1).flatten(0, 1) for gate_up, _ in words]
-    matrices = {"gate_up_proj": in_turns, "down_proj": [down for _, down in words]}
+    in_turns = [torch.stack(gate_up.chunk(2), dim=1).flatten(0, 1) for gate_up, _ in experts]
+    matrices = {"gate_up_proj": in_turns, "down_proj": [down for _, down in experts]}
     for projection, each in matrices.items():
         coded = [mxfp4_codes(matrix) for matrix in each]
         codes = torch.stack([codes for codes, _ in coded])
