@@ -656,6 +656,57 @@ class AblationSettings(Options):
 BUDGET_OPTIONS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
 
 
+# As `speq.bench.formats.files` writes them.
+PUBLISHED_FORMATS = ("bf16", "fp8", "mxfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatSettings(Options):
+    """layers to prompt_tokens: of random weights, and their texts."""
+
+    source: Annotated[
+        str | None,
+        Option(
+            "A model published in 16 bits, whose experts are rounded to each format; "
+            "default: random weights.",
+            Text("a folder or a hub id", path=True),
+        ),
+    ] = None
+    work: Annotated[
+        Path | None,
+        Option(
+            "Folder that the checkpoints are written to and stay in; default: a temporary one.",
+            File("a folder"),
+        ),
+    ] = None
+    formats: Annotated[
+        tuple[str, ...], Option("Which formats.", Several(Choice(PUBLISHED_FORMATS)))
+    ] = PUBLISHED_FORMATS
+    budgets: Annotated[
+        tuple[str, ...],
+        Option(
+            "Memory budgets; default: 0.4 of what the model takes in BF16, and room for all of it.",
+            Several(Size(kept=True), optional=True),
+        ),
+    ] = ()
+    layers: Annotated[int, Option("Layers.", Whole(1, 1000))] = 8
+    hidden_size: Annotated[int, Option("Hidden size.", Whole(64))] = 1024
+    expert_width: Annotated[int, Option("Width of an expert.", Whole(32))] = 768
+    experts: Annotated[int, Option("Experts of a layer.", Whole(1, 4096))] = 32
+    top_k: Annotated[int, Option("Experts that a token chooses.", Whole(1, 64))] = 4
+    vocab_size: Annotated[int, Option("Tokens of the vocabulary.", Whole(16))] = 8192
+    prompt_tokens: Annotated[int, Option("Length of the random prompts.", Whole(1, 2048))] = 64
+    seed: Annotated[int, Option("Of weights and prompts.", Whole(0, 2**31 - 1))] = 0
+    prompts: PromptKinds = ()
+    num_prompts: NumPrompts = 2
+    max_new_tokens: Annotated[int, Option("Tokens of each text.", Whole(2, 2000))] = 32
+    rounds: Rounds = 3
+    neighbours: Neighbours = 0
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+
+
 @dataclass(frozen=True, slots=True)
 class BudgetSettings(Options):
     """run: what all runs share."""

@@ -132,6 +132,13 @@ class Batch:
         """Those that have a KV cache."""
         return self.running if self.reading is None else [*self.running, self.reading[0]]
 
+    @property
+    def cached_share(self) -> float:
+        """Of the room that all KV caches have, what entries of texts under way take."""
+        caches = self.runtime.engine.caches
+        held = sum(caches[each.sequence.row].length for each in self._joined)
+        return held / sum(cache.capacity for cache in caches)
+
     def takes(self, context: int) -> bool:
         """Whether a text of so many tokens, added now, would have a KV cache in the next step."""
         if self.reading or self.waiting or len(self.running) == self.runtime.config.max_batch:

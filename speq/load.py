@@ -143,9 +143,11 @@ def load(
 
     Raises SpeqError where options, files or the budget do not allow it.
     """
-    # A model's modules refer to each other in circles: one that was closed may still be there.
-    gc.collect()
     device = device_named(config.device)
+    if not isinstance(device, Processor):
+        # Recorded passes refer to themselves in circles: those of a model that was closed may
+        # still be there. On the CPU nothing does, and looking through all objects takes long.
+        gc.collect()
     opened = with_kept_copy(opened, config, device)
     copied = copy_to_make(opened, config, device)
     if copied is not None:

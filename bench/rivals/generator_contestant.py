@@ -67,6 +67,7 @@ class GeneratorContestant:
         begun = runtime.begin_stats(0.0)
         return {
             "codec": begun.codec,
+            "dtype": str(runtime.dtype).removeprefix("torch."),
             "encoded": holding.encoded,
             "dense": begun.dense,
             "drafter": holding.drafter,

@@ -133,6 +133,13 @@ BENCHES = (
         "Time per output token over memory budgets and draft lengths, settings in rotation.",
     ),
     Bench(
+        "formats",
+        "formats.run",
+        declared.FormatSettings,
+        "Time per output token with the same experts published in BF16, in FP8 and in MXFP4.",
+        subject=None,
+    ),
+    Bench(
         "serve",
         "runs.serve",
         declared.ServeSettings,

@@ -38,7 +38,7 @@ def serve(
 
     check_serve()
     from speq.dashboard.live.metrics import Metrics
-    from speq.dashboard.live.server import listening_on
+    from speq.dashboard.live.server import port_of
     from speq.server.batch_worker import BatchWorker
     from speq.server.defaults import sampling_defaults
     from speq.server.keys import Keys
@@ -55,7 +55,7 @@ def serve(
         stack.enter_context(opt.log_of(output.quiet))
         stack.enter_context(terminated_as_interrupted())
         # First: a port that is not to be had is refused before a model is loaded.
-        listening = stack.enter_context(closing(listening_on(settings.host, settings.port)))
+        listening = stack.enter_context(closing(port_of(settings.host, settings.port)))
         generator = stack.enter_context(closing(opt.load_generator(model, run, quiet=output.quiet)))
         stack.enter_context(metrics.listening(generator.runtime.recorder))
         viewers: list[Watched] = []

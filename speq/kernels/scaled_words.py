@@ -4,6 +4,8 @@ A word is its code's value times its block's scale, both in float32, rounded to 
 what transformers makes of such a checkpoint where it computes in words.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -81,10 +83,11 @@ def mxfp4_codes(words: Tensor) -> tuple[Tensor, Tensor]:
     values = words.float().unflatten(1, (-1, Mxfp4Layout.block))
     factors = power_of_2(values.abs().amax(2) / E2M1_MOST)
     scales = (factors.log2().round() + E8M0_BIAS).clamp(0, E8M0_MOST)
-    scaled = values / factors.unsqueeze(2)
-    steps = torch.tensor(E2M1_VALUES)
-    codes = torch.bucketize(scaled.abs(), (steps[1:] + steps[:-1]) / 2)
-    codes = (codes + 8 * scaled.signbit()).flatten(1).to(torch.uint8)
+    scaled = (values / factors.unsqueeze(2)).flatten(1)
+    magnitudes, codes = scaled.abs(), scaled.signbit().to(torch.uint8) * 8
+    # Some times faster than a search in sorted values.
+    for value, above in pairwise(E2M1_VALUES):
+        codes += magnitudes > (value + above) / 2
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.to(torch.uint8)
 
 

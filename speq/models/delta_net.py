@@ -5,6 +5,7 @@ tokens are run one after another, as each would be alone, by the layer's cache.
 """
 
 import importlib
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,13 @@ from speq.models.states import StateShape, layers_of_kind
 
 
 class DeltaNet:
-    """Stands in for the forward of a layer's module, whose parameters it uses."""
+    """Stands in for the forward of a layer's module, whose parameters it uses.
+
+    It does not keep the module alive, which holds it: memory would be given back late.
+    """
 
     def __init__(self, module: Any) -> None:
-        self._module = module
+        self._module = weakref.proxy(module)
         self.sizes = DeltaSizes(
             module.num_k_heads,
             module.num_v_heads,

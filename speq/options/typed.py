@@ -87,7 +87,8 @@ class RunOptions(TypedDict, total=False):
     prefetch: str
     """Which experts come before they are needed."""
     drafter: str
-    """What proposes tokens; auto is the INT4 copy or a head beside the model, by what is expected.
+    """What proposes tokens; auto is the INT4 copy or a head beside the model, by what is expected,
+    and ngram where a text repeats itself and that pays.
     """
     head: str | Path
     """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the

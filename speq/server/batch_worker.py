@@ -46,6 +46,8 @@ class Batch(Protocol):
 
     @property
     def idle(self) -> bool: ...
+    @property
+    def cached_share(self) -> float: ...
     def takes(self, context: int) -> bool: ...
     def add(self, sequence: Text, given_s: float | None = None) -> Request: ...
     def drop(self, request: Request) -> None: ...
@@ -79,6 +81,9 @@ class Observer(Protocol):
     def waiting(self, requests: int) -> None: ...
     def begun(self, queued_s: float) -> None: ...
     def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None: ...
+    def cached(self, share: float) -> None:
+        """Of the room in KV caches, what texts under way take."""
+
     def ended(self, reason: str) -> None:
         """reason: "eos", "length", "stop", "stopped" or "failed"."""
 
@@ -238,6 +243,7 @@ class BatchWorker:
                 while not batch.idle and self.failure is None:
                     emitted = batch.step(self._engine.fixed_draft_length, self._read)
                     self._let_go(batch)
+                    self._observer.cached(batch.cached_share)
                     for each in emitted:
                         self._tell(each)
                     # Who comes when all have left begins another batch, with records of its own.
@@ -247,6 +253,8 @@ class BatchWorker:
             self._stop(self._taken[0])
         except SpeqError as error:
             self._fail(error)
+        finally:
+            self._observer.cached(0.0)
 
     def _join(self, batch: Batch, taken: UnderWay) -> None:
         """Have a request join, if the engine can hold it."""

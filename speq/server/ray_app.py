@@ -12,7 +12,7 @@ from typing import Any
 from speq.config import RunConfig
 from speq.dashboard.live.guard import App, authorities_of, authority
 from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.server import listening_on
+from speq.dashboard.live.server import port_of
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.server.application import application
@@ -124,7 +124,7 @@ def replicas_on_ray(
     """
     from ray import serve
 
-    with closing(listening_on(settings.host, settings.port)) as listening:
+    with closing(port_of(settings.host, settings.port)) as listening:
         host, port = listening.getsockname()[:2]
     spec = ReplicaSpec(model, name, run, settings, keys, authorities_of(host, port))
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})

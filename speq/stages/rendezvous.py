@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from speq.errors import SpeqError
+from speq.listening import listening_on
 from speq.stages.agreement import Agreement, Shared
 from speq.stages.settings import address_of
 from speq.stages.wire import GlooRing
@@ -40,7 +41,8 @@ def open_ring(
     check_gloo()
     host, port = address_of(rendezvous)
     count = len(agreement.counts)
-    listening = listening_on(host, port)
+    remedy = "give an address of this machine, and a port that is free"
+    listening = listening_on(host, port, f"rendezvous {rendezvous}", remedy)
     own = str(listening.getsockname()[0])
     with meeting(rendezvous):
         store: Any = dist.TCPStore(
@@ -78,7 +80,7 @@ def join_ring(
     check_gloo()
     host, port = address_of(rendezvous)
     count = len(agreement.counts)
-    own = reached_from(host, port, wait_s)
+    own = reached_from(rendezvous, wait_s)
     with meeting(rendezvous):
         store: Any = dist.TCPStore(
             host, port, None, timeout=timedelta(seconds=wait_s), wait_for_workers=False
@@ -125,24 +127,9 @@ def ring_over(
     return GlooRing(group, number, count, most_row_bytes, wait_s)
 
 
-def listening_on(host: str, port: int) -> socket.socket:
-    """Raises SpeqError for an address that is not this machine's, or is taken."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen()
-    except OSError as error:
-        made.close()
-        raise SpeqError(
-            f"rendezvous {host}:{port} cannot be listened on: {error.strerror or error}; give an "
-            "address of this machine, and a port that is free"
-        ) from error
-    return made
-
-
-def reached_from(host: str, port: int, wait_s: float) -> str:
+def reached_from(rendezvous: str, wait_s: float) -> str:
     """The address by which this machine reaches the first one, once that listens."""
+    host, port = address_of(rendezvous)
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -151,8 +138,8 @@ def reached_from(host: str, port: int, wait_s: float) -> str:
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise SpeqError(
-                    f"nobody listens on rendezvous {host}:{port} ({error.strerror or error}) after "
-                    f"{wait_s:g} s; start the first stage, with --rendezvous {host}:{port}"
+                    f"nobody listens on rendezvous {rendezvous} ({error.strerror or error}) after "
+                    f"{wait_s:g} s; start the first stage, with --rendezvous {rendezvous}"
                 ) from error
         time.sleep(LOOK_S)
 

@@ -18,8 +18,8 @@ COUNTS = Option(
     Text("a number, or numbers of layers with commas between"),
 )
 RENDEZVOUS = Option(
-    "Where stages meet: HOST:PORT, an address of the first machine, the only one it listens "
-    "on. Whoever reaches it can join: give one of a network that you trust.",
+    "Where stages meet: HOST:PORT, or [HOST]:PORT of IPv6, an address of the first machine, the "
+    "only one it listens on. Whoever reaches it can join: give one of a network that you trust.",
     Text("HOST:PORT"),
 )
 StageWait = Annotated[
@@ -72,11 +72,18 @@ class StageSettings(Options):
 
 
 def address_of(rendezvous: str) -> tuple[str, int]:
-    """Raises SpeqError for what is not HOST:PORT, and for all addresses of a machine at once."""
+    """The host, without the brackets around one of IPv6, and the port. Raises SpeqError for what is
+    not HOST:PORT or [HOST]:PORT, and for all addresses of a machine at once.
+    """
     host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise SpeqError(f"rendezvous is {rendezvous!r:.80}; it must be HOST:PORT")
-    if host in ("0.0.0.0", "*", "::", "[::]"):
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    named = bool(host) and bracketed == (":" in host)
+    if not named or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise SpeqError(
+            f"rendezvous is {rendezvous!r:.80}; it must be HOST:PORT, or [HOST]:PORT of IPv6"
+        )
+    if host in ("0.0.0.0", "*", "::"):
         raise SpeqError(
             f"rendezvous is {rendezvous!r}, which is every address of the machine; give the one "
             "that the other machines reach it by"

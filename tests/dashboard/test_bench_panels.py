@@ -66,6 +66,12 @@ def systems(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
         yield panel, row["system"], row["budget"], value
 
 
+def formats(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
+    yield "tpot", row["format"], row["budget"], row["tpot_ms"]
+    yield "moved", row["format"], row["budget"], of(row["moved_bytes_per_token"], MB)
+    yield "experts", "all experts", row["format"], row["experts_bytes"] * GIB
+
+
 def of(value: Any, scale: float) -> Any:
     return None if value is None else value * scale
 
@@ -269,6 +275,7 @@ ROWS: dict[str, Callable[[Row], Iterator[tuple[str, str, Any, Any]]]] = {
     "drafters": drafters,
     "equal-memory": equal_memory,
     "fidelity": fidelity,
+    "formats": formats,
     "governor": governor,
     "governor-sim": governor_sim,
     "hit-rate": hit_rate,
@@ -490,6 +497,21 @@ def test_a_system_that_failed_has_no_point_and_a_note() -> None:
     ]
 
 
+def test_a_format_that_failed_has_no_point_and_a_note() -> None:
+    row = {"budget": "1GiB", "format": "bf16", "tpot_ms": 8.0, "round_tpot_ms": [7.0, 9.0]}
+    failed = {"format": "fp8", "tpot_ms": None, "round_tpot_ms": None, "failure": "no memory"}
+    rows = [row | {"stolen_share": 0.3}, row | failed]
+    report = {"bench": "formats", "model": "random", "settings": {}, "rows": rows}
+    panel = panels_of(report)[0]
+    assert [trace["name"] for trace in panel.data] == ["bf16"]
+    assert bars(panel) == {("bf16", "1GiB"): (7.0, 9.0)}
+    assert kind_of("formats").notes(report) == [
+        "fp8 failed at 1GiB: no memory.",
+        "The host gave up to 30% of the processors' time to other guests; times of such rows say "
+        "more of them than of a format.",
+    ]
+
+
 def test_an_older_file_says_what_it_lacks() -> None:
     report = contest({}, {"system": "other"})
     panels = {panel.name: panel for panel in panels_of(report)}
@@ -668,6 +690,26 @@ def test_other_benches_have_a_table_without_a_picture() -> None:
 
 # Benches of which the repository keeps no results.
 OTHERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
+    "formats": (
+        [
+            {"budget": budget, "format": name, "tpot_ms": tpot_ms, "experts_bytes": size << 30}
+            | {"moved_bytes_per_token": 3e6, "round_tpot_ms": [tpot_ms]}
+            for budget, name, tpot_ms, size in (
+                *(("1GiB", "bf16", 9.0, 4), ("1GiB", "fp8", 5.0, 2)),
+                ("4GiB", "bf16", 7.0, 4),
+            )
+        ],
+        {
+            ("tpot", "bf16", "1GiB"): 9.0,
+            ("tpot", "fp8", "1GiB"): 5.0,
+            ("tpot", "bf16", "4GiB"): 7.0,
+            ("moved", "bf16", "1GiB"): 3.0,
+            ("moved", "fp8", "1GiB"): 3.0,
+            ("moved", "bf16", "4GiB"): 3.0,
+            ("experts", "all experts", "bf16"): 4.0,
+            ("experts", "all experts", "fp8"): 2.0,
+        },
+    ),
     "gpu-link": (
         [
             {"what": "to GPU", "size_bytes": 1 << 20, "time_us": 50.0, "gb_per_s": 21.0},

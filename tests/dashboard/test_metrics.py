@@ -120,6 +120,15 @@ def test_steps_by_hand() -> None:
         assert read(f"speq:{name}_total", phase="decode") == value, name
 
 
+def test_the_share_of_caches_is_a_gauge() -> None:
+    metrics = Metrics("m")
+    for share in (0.75, 0.25):
+        metrics.cached(share)
+    parsed = Parsed(metrics, "m")
+    assert parsed.types["vllm:kv_cache_usage_perc"] == "gauge"
+    assert parsed("vllm:kv_cache_usage_perc") == 0.25
+
+
 def test_names_and_kinds() -> None:
     """As dashboards for vLLM ask for them: counters are written with `_total` behind the name."""
     metrics = Metrics("m")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.server import listening_on
+from speq.dashboard.live.server import port_of
 from speq.server.batch_worker import BatchWorker, Engine, Viewer
 from speq.server.keys import Keys
 from speq.server.server import ApiServer
@@ -127,7 +127,7 @@ def api_server(
     with contextlib.ExitStack() as stack:
         worker = BatchWorker(engine, counted, chosen.max_waiting, viewers)
         stack.enter_context(closing(worker))
-        listening = listening_on(chosen.host, chosen.port)
+        listening = port_of(chosen.host, chosen.port)
         server = ApiServer(service, worker, counted, chosen, keys, listening)
         rig = Rig(server, worker, counted, threading.Thread(target=server.run))
         rig.thread.start()

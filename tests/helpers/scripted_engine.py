@@ -142,6 +142,10 @@ class ScriptedBatch:
     def idle(self) -> bool:
         return not self.running
 
+    @property
+    def cached_share(self) -> float:
+        return len(self.running) / self.engine.max_batch
+
     def takes(self, context: int) -> bool:
         return len(self.running) < self.engine.max_batch
 

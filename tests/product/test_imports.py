@@ -26,6 +26,7 @@ class Layer:
 LEAVES = (
     "speq.config",
     "speq.errors",
+    "speq.listening",
     "speq.machine",
     "speq.options",
     "speq.registries",

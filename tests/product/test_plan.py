@@ -177,6 +177,20 @@ def test_inputs_of_convolutions_are_planned_beside_entries() -> None:
     assert made.memory[0].items["kv_cache"] == entries + 18 * (96 + 2) * 2048 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "hidden", "width"), [("DeepSeek-V3", 7168, 2048), ("MiniMax-M2", 3072, 1536)]
+)
+def test_experts_published_in_fp8_are_planned_as_they_are(
+    name: str, hidden: int, width: int
+) -> None:
+    """A byte a weight, and a float32 scale for each block of 128 by 128."""
+    of, made = subject(LATER / name), planned(LATER / name, "60GiB")
+    codes = 3 * hidden * width
+    assert of.codec.slot_bytes == -(-(codes + codes // (128 * 128) * 4) // 4096) * 4096
+    assert ("fp8", False) in by_way(made)
+    assert {codec for codec, _ in by_way(made)} == {"fp8"}
+
+
 def test_experts_published_in_mxfp4_are_planned_as_they_are() -> None:
     """4.25 bits a weight, and no draft, which would be as large."""
     of, made = subject(LATER / "gpt-oss-20b"), planned(LATER / "gpt-oss-20b", "8GiB")

@@ -1,5 +1,6 @@
 """Layers on several machines: what passes through them, what they refuse, how they end."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -236,7 +237,8 @@ def test_layers_are_divided() -> None:
     with pytest.raises(SpeqError, match="stage is 3 and there are 2 stages"):
         part_for("2", 4, 3)
     assert address_of("10.0.0.1:29400") == ("10.0.0.1", 29400)
-    for text in ("10.0.0.1", ":1", "a:0", "a:x", "0.0.0.0:29400"):
+    assert address_of("[fe80::1]:29400") == ("fe80::1", 29400)
+    for text in ("10.0.0.1", ":1", "a:0", "a:x", "0.0.0.0:29400", "::1:29400", "[a]:1", "[::]:1"):
         with pytest.raises(SpeqError, match="rendezvous is"):
             address_of(text)
     with pytest.raises(SpeqError, match="stages is given and rendezvous is not"):
@@ -283,11 +285,21 @@ def pass_on(ring: Ring) -> None:
     ring.send(ring.receive(PATIENCE_S))
 
 
-def test_a_rendezvous() -> None:
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as listening, contextlib.suppress(OSError):
+        listening.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_rendezvous(host: str) -> None:
     """Two stages meet, in threads; one with another checkpoint is told so, and so is the first."""
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
     other = replace(AGREED, model="e" * 64)
-    for theirs in (AGREED, other):
-        met = f"127.0.0.1:{free_port()}"
+    for theirs in (AGREED, other) if host == "127.0.0.1" else (AGREED,):
+        met = f"{host}:{free_port()}"
         outcome: list[Any] = []
 
         def come(theirs: Agreement = theirs, met: str = met, outcome: list[Any] = outcome) -> None:
@@ -315,6 +327,16 @@ def test_a_rendezvous() -> None:
         answering.join(PATIENCE_S)
         with pytest.raises(SpeqError, match=r"stage 1 of 2 was silent for 0\.2 s"):
             there.receive(0.2)
+
+
+def test_an_address_that_is_taken_or_elsewhere() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        taken = f"127.0.0.1:{listening.getsockname()[1]}"
+        for met in (taken, "192.0.2.1:29400", "[2001:db8::1]:29400"):
+            with pytest.raises(SpeqError, match=r"cannot be listened on: .*; give an address of"):
+                open_ring(met, AGREED, SHARED, MOST_BYTES, 0.3)
 
 
 def test_nobody_comes() -> None:

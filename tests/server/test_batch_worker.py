@@ -29,6 +29,7 @@ class Counted:
         self.prompts: list[int] = []
         self.queue: list[int] = []
         self.queued: list[float] = []
+        self.shares: list[float] = []
 
     def waiting(self, requests: int) -> None:
         self.queue.append(requests)
@@ -38,6 +39,9 @@ class Counted:
 
     def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
         self.prompts.append(prompt_tokens)
+
+    def cached(self, share: float) -> None:
+        self.shares.append(share)
 
     def ended(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -94,6 +98,9 @@ def test_requests_take_turns() -> None:
     assert counted.prompts == [3, 3]
     assert all(queued_s >= 0 for queued_s in counted.queued)
     assert counted.queue[-1] == 0
+    # One text at a time has all of the room; none is left behind its last token.
+    assert set(counted.shares) == {0.0, 1.0}
+    assert counted.shares[-1] == 0.0
     assert engine.closed == 2
 
 

@@ -149,6 +149,30 @@ def test_who_comes_later_joins(side_by_side: Rig, batched: Generator) -> None:
     assert 'vllm:num_requests_running{model_name="tiny"} 0.0' in page
 
 
+def test_the_share_of_caches_is_that_of_entries(batched: Generator) -> None:
+    """A text has entries of its prompt and of all its tokens but the last."""
+    batched.forget()
+    shares = []
+    with batched.batch(64) as batch:
+        room = sum(cache.capacity for cache in batched.runtime.engine.caches)
+        requests = []
+        for prompt, count in (([1, 2, 3, 4, 5], 3), ([6, 7, 8], 5)):
+            sequence = batched.prepare(prompt, None, {"max_new_tokens": count, "ignore_eos": True})
+            requests.append(batch.add(sequence))
+        while not batch.idle:
+            shares.append(batch.cached_share)
+            begun = [
+                each.sequence
+                for each in requests
+                if each.sequence.generated_ids and each.sequence.finish_reason is None
+            ]
+            entries = [len(each.prompt_ids) + len(each.generated_ids) - 1 for each in begun]
+            assert shares[-1] == sum(entries) / room
+            batch.step(0)
+        assert batch.cached_share == 0
+    assert max(shares) > shares[0] == 0
+
+
 def test_a_chat_that_goes_on_reuses_its_prompt(side_by_side: Rig, batched: Generator) -> None:
     """Whole chunks of it, which the usage and the metrics say; the text is that of a run anew."""
     chunk = batched.runtime.plan.chunk

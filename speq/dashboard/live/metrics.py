@@ -91,6 +91,12 @@ class Metrics:
             (MODEL,),
             registry=self.registry,
         ).labels(model_name)
+        self._cached = Gauge(
+            "vllm:kv_cache_usage_perc",
+            "Of the room in KV caches, what texts under way take: 1 is all of it.",
+            (MODEL,),
+            registry=self.registry,
+        ).labels(model_name)
         self._queued = histogram(
             "vllm:request_queue_time_seconds", "Time that a request waited.", FIRST_TOKEN_S
         )
@@ -121,6 +127,10 @@ class Metrics:
 
     def waiting(self, requests: int) -> None:
         self._waiting.set(requests)
+
+    def cached(self, share: float) -> None:
+        """share: from 0 to 1"""
+        self._cached.set(share)
 
     def begun(self, queued_s: float = 0.0) -> None:
         self._running.inc()

@@ -9,7 +9,7 @@ from speq.dashboard.live.broadcast import Broadcast
 from speq.dashboard.live.guard import App, Guard, checked_host
 from speq.dashboard.live.metrics import Metrics
 from speq.dashboard.live.session import Shown
-from speq.errors import SpeqError
+from speq.listening import listening_on
 
 # Connections that are still open at the end are cut after this.
 PATIENCE_S = 5
@@ -79,25 +79,14 @@ def config_of(app: App, patience_s: int) -> uvicorn.Config:
 
 
 def bound(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """As `listening_on`. Raises SpeqError for a host that other machines reach."""
-    return listening_on(checked_host(host), port)
+    """As `port_of`. Raises SpeqError for a host that other machines reach."""
+    return port_of(checked_host(host), port)
 
 
-def listening_on(host: str, port: int) -> socket.socket:
+def port_of(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0: any that is free.
 
     Raises SpeqError where the port is not to be had.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen()
-    except OSError as error:
-        made.close()
-        raise SpeqError(
-            f"port {port} of {host} cannot be listened on: {error.strerror}; give another --port, "
-            "or 0 for any that is free"
-        ) from error
-    return made
+    remedy = "give another --port, or 0 for any that is free"
+    return listening_on(host, port, f"port {port} of {host}", remedy)
