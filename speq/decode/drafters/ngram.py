@@ -4,14 +4,17 @@ Costs no memory and no pass; pays where a text repeats itself or its prompt. Aft
 lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
+from array import array
 from typing import ClassVar
 
 from speq.decode.drafter import DraftBase, DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
 from speq.layers.draft_experts import OnRoute
 
-# Tokens that have to match, the most that are looked for first. One alone says too little.
-LONGEST_MATCH, SHORTEST_MATCH = 4, 2
+# Tokens that have to match, and the most that are compared. One alone says too little.
+SHORTEST_MATCH, LONGEST_MATCH = 2, 4
+# Places of the last two tokens that are looked at, the latest ones: some pairs stand everywhere.
+PLACES = 256
 
 
 class NgramDrafter:
@@ -21,9 +24,14 @@ class NgramDrafter:
 
     def __init__(self, base: DraftBase) -> None:
         self._sequence: Sequence | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._tokens: list[int] = []
-        # Where the tokens behind an n-gram begin, the latest place of each.
-        self._followed: dict[tuple[int, ...], int] = {}
+        # Where the token behind a pair lies, the latest place of each pair; and by such a place the
+        # one before it of the same pair, or -1. It takes about 70 bytes a token.
+        self._latest: dict[int, int] = {}
+        self._before = array("i")
 
     def propose(
         self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
@@ -40,13 +48,26 @@ class NgramDrafter:
         return self._match(sequence) is not None
 
     def _match(self, sequence: Sequence) -> int | None:
-        """Where the tokens behind the text's last ones begin; None where these are new."""
+        """Where the tokens behind the text's last ones begin; None where these are new. Of several
+        places the one that most tokens match at, and of these the latest.
+        """
         self._read(sequence)
-        for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
-            at = self._followed.get(tuple(self._tokens[-length:]))
-            if at is not None:
-                return at
-        return None
+        tokens, found, longest = self._tokens, None, 0
+        if len(tokens) < SHORTEST_MATCH:
+            return None
+        at = self._latest.get(pair(tokens, len(tokens)), -1)
+        for _ in range(PLACES):
+            if at < 0 or longest == LONGEST_MATCH:
+                break
+            length = SHORTEST_MATCH
+            while length < LONGEST_MATCH and length < at:
+                if tokens[at - length - 1] != tokens[-length - 1]:
+                    break
+                length += 1
+            if length > longest:
+                found, longest = at, length
+            at = self._before[at]
+        return found
 
     @staticmethod
     def _chain(sequence: Sequence, tokens: list[int]) -> Draft:
@@ -58,10 +79,20 @@ class NgramDrafter:
     def _read(self, sequence: Sequence) -> None:
         """Note what has been added since the last draft; another sequence begins anew."""
         if sequence is not self._sequence:
-            self._sequence, self._tokens, self._followed = sequence, [], {}
+            self._sequence = sequence
+            self._begin()
         known, prompt = len(self._tokens), sequence.prompt_ids
         self._tokens += prompt[known:] + sequence.generated_ids[max(known - len(prompt), 0) :]
-        # An n-gram is worth noting once something has followed it.
-        for end in range(max(known, SHORTEST_MATCH), len(self._tokens)):
-            for length in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
-                self._followed[tuple(self._tokens[end - length : end])] = end
+        # A pair is worth noting once something has followed it.
+        for end in range(len(self._before), len(self._tokens)):
+            if end < SHORTEST_MATCH:
+                self._before.append(-1)
+                continue
+            key = pair(self._tokens, end)
+            self._before.append(self._latest.get(key, -1))
+            self._latest[key] = end
+
+
+def pair(tokens: list[int], end: int) -> int:
+    """The two tokens in front of a place, as one number."""
+    return tokens[end - 2] << 32 | tokens[end - 1]
