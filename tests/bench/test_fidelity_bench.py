@@ -170,6 +170,7 @@ class ExactAsDraft:
     """A draft that cannot err: the exact experts."""
 
     drafts = True
+    whole = True
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
