@@ -4,6 +4,7 @@ What it keeps of a text are the last inputs of its convolution and no state besi
 is run as it would be alone wherever it stands: in a chain, in a tree, in a prompt of any length.
 """
 
+import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,10 +67,12 @@ class ConvLayer:
 
 
 class ShortConv:
-    """Stands in for the forward of a layer's module, whose parameters it uses."""
+    """Stands in for the forward of a layer's module, whose parameters it uses, and which it does not
+    keep alive, as it is held by it.
+    """
 
     def __init__(self, module: Any) -> None:
-        self._module = module
+        self._module = weakref.proxy(module)
 
     @property
     def weight(self) -> Tensor:
