@@ -67,8 +67,9 @@ class ConvLayer:
 
 
 class ShortConv:
-    """Stands in for the forward of a layer's module, whose parameters it uses, and which it does not
-    keep alive, as it is held by it.
+    """Stands in for the forward of a layer's module, whose parameters it uses.
+
+    It does not keep the module alive, which holds it: memory would be given back late.
     """
 
     def __init__(self, module: Any) -> None:
