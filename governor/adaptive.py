@@ -245,14 +245,15 @@ class AdaptiveDraftLength:
             return Decision(1, "drafting is measured first", "probe")
         self._options = self._weigh()
         self._stopped = False
+        options = self._options
+        able = [
+            at for at, option in enumerate(options) if offered or option.kind is not self.asides
+        ]
         allowed = [
-            at
-            for at, option in enumerate(self._options)
-            if (offered or option.kind is not self.asides)
-            and self.objectives.met(option.cycle_s, option.cycle.tokens)
+            at for at in able if self.objectives.met(options[at].cycle_s, options[at].cycle.tokens)
         ]
         if not allowed:
-            self._held = self._chosen = self._nearest(offered)
+            self._held = self._chosen = self._nearest(able)
             return self._decision("bound")
         self._held = self._best(allowed)
         probe = None if self._cold else self._anchor(allowed)
@@ -431,18 +432,13 @@ class AdaptiveDraftLength:
         place = measured.lengths.index(option.cycle.draft_length)
         return place <= REACH + measured.farthest(MEASURED)
 
-    def _nearest(self, offered: bool) -> int:
-        """The length that misses the objectives by least."""
+    def _nearest(self, able: list[int]) -> int:
+        """Of these options the one that misses the objectives by least."""
 
         def excess(option: Option) -> float:
             late = option.cycle_s / self.objectives.latency_s
             return max(late, option.token_s / self.objectives.tpot_s)
 
-        able = (
-            at
-            for at, option in enumerate(self._options)
-            if offered or option.kind is not self.asides
-        )
         return min(able, key=lambda at: excess(self._options[at]))
 
     def _decision(self, ground: Ground) -> Decision:
