@@ -771,10 +771,10 @@ class BudgetSettings(Options):
 
 
 # Those with `tree` draft trees of tree_nodes tokens, and the one with `half` holds half of the
-# experts.
+# experts. `auto` is a run as the product chooses it: the plan's drafter, the governor's lengths.
 COMPARED_DRAFTERS = (
     *("none", "ngram", "int4", "int4-half", "int4-tree", "cached", "cached-tree"),
-    *("head", "head-tree", "head-no-contrast"),
+    *("head", "head-tree", "head-no-contrast", "auto"),
 )
 
 

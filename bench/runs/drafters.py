@@ -2,6 +2,7 @@
 
 What a drafter proposes is counted in a pass over the texts that is not timed. Timed rounds follow
 in rotation. Texts are the exact model's own, greedy or drawn by the same seeds, whoever drafts.
+`auto` learns anew in each round, and its probes are in its time.
 """
 
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from speq.stats import RunStats
 from speq.units import Progress, format_bytes, tracked
 
 TREE, NO_CONTRAST, HALF = "-tree", "-no-contrast", "-half"
+NONE, AUTO = "none", "auto"
 WARM_UP_TOKENS = 8
 MEDIANS = (
     *("tpot_ms", "moved_bytes_per_token", "hit_rate", "route_recall"),
@@ -42,6 +44,7 @@ COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
     "T": ("temperature", "{:g}"),
     "drafter": ("drafter", "{}"),
+    "holds": ("holds", "{}"),
     "memory": ("draft_bytes", format_bytes),
     "slots": ("slots", "{}"),
     "accept length": ("accept_length", "{:.2f}"),
@@ -52,7 +55,9 @@ COLUMNS: dict[str, Column] = {
     "unique accepted": ("unique_accepted", "{:.0f}"),
     "moved/token": ("moved_bytes_per_token", format_bytes),
     "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "spread": ("tpot_spread", "{:.0%}"),
     "of none": ("tpot_of_none", "{:.2f}"),
+    "of best": ("tpot_of_best", "{:.2f}"),
 }
 
 
@@ -72,6 +77,11 @@ class Compared:
     def shown(self) -> str:
         return self.name if self.head is None else f"{self.name} ({self.head})"
 
+    def draft_length(self, settings: Settings) -> int | None:
+        """None: the governor chooses."""
+        chosen = {NONE: 0, AUTO: None}
+        return chosen.get(self.drafter, settings.draft_length)
+
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run."""
         given: dict[str, Any] = {"drafter": self.drafter}
@@ -86,10 +96,10 @@ class Compared:
 
 @dataclass(slots=True)
 class Found:
-    """Of one drafter at one temperature. runs: of each text in each timed round."""
+    """Of one drafter at one temperature. rounds: of each timed one, of each text."""
 
     counts: DraftCounts = field(default_factory=DraftCounts)
-    runs: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -127,7 +137,7 @@ def run(
     prompts = [text for _, text in texts_of(settings.prompts, settings.num_prompts)]
     cells = [*cells_of(settings)]
     for cell in cells:
-        RunConfig.of(cell.budget, settings.draft_length, **cell.options(settings))
+        RunConfig.of(cell.budget, cell.draft_length(settings), **cell.options(settings))
     measured: dict[Compared, Measured] = {cell: Measured() for cell in cells}
     left_out: dict[Compared, str] = {}
     turns = [(turn, cell) for turn in range(settings.rounds) for cell in rotated(cells, turn)]
@@ -148,7 +158,7 @@ def run(
     ]
     if not rows:
         raise SpeqError(f"no drafter can be had: {next(iter(left_out.values()))}")
-    beside_none(rows)
+    beside_others(rows)
     said = {f"{cell.shown}, {cell.budget}": reason for cell, reason in left_out.items()}
     report = DraftersReport("drafters", model, settings.as_json(), rows, left_out=said)
     if json_file is not None:
@@ -178,8 +188,7 @@ def measure(
 
     Raises SpeqError where the drafter cannot be had.
     """
-    length = settings.draft_length if cell.drafter != "none" else 0
-    options = cell.options(settings)
+    length, options = cell.draft_length(settings), cell.options(settings)
     generator = Generator.from_pretrained(model, cell.budget, draft_length=length, **options)
     try:
         longest = max(len(generator.encode(prompt)) for prompt in prompts)
@@ -196,7 +205,7 @@ def measure(
                     for _ in written(generator, settings, prompts, temperature, found.counts):
                         pass
             runs = written(generator, settings, prompts, temperature)
-            found.runs += [run.summary() for run in runs]
+            found.rounds.append([run.summary() for run in runs])
     finally:
         generator.close()
 
@@ -226,7 +235,7 @@ def written(
 def held(generator: Generator, cell: Compared) -> dict[str, Any]:
     """What a drafter takes, and the shape of a head. Raises SpeqError where it was given up."""
     runtime = generator.runtime
-    if runtime.holding.drafter != cell.drafter:
+    if cell.drafter not in (runtime.holding.drafter, AUTO):
         raise SpeqError(f"{cell.drafter} does not fit the budget; give a larger one")
     items = runtime.plan.items
     drafter = runtime.engine.drafter
@@ -235,6 +244,7 @@ def held(generator: Generator, cell: Compared) -> dict[str, Any]:
     if head is not None:
         branches = head.shape.branches if isinstance(head.shape, HeadShape) else 1
     return {
+        "holds": runtime.holding.drafter,
         "draft_bytes": items["draft"] + items.get("head", 0),
         "slots": runtime.plan.slots,
         "branches": branches,
@@ -260,27 +270,34 @@ def row_of(
         "budget": cell.budget,
         "temperature": temperature,
         "drafter": cell.shown,
-        "draft_length": settings.draft_length if cell.drafter != "none" else 0,
+        "draft_length": cell.draft_length(settings),
         "draft_nodes": settings.tree_nodes if cell.name.endswith(TREE) else None,
         **measured.held,
         **found.counts.row(),
     }
     if cell.name.endswith(NO_CONTRAST):
         row["contrast"] = False
+    runs = [run for each in found.rounds for run in each]
     for name in MEDIANS:
-        values = [each[name] for each in found.runs if each[name] is not None]
+        values = [run[name] for run in runs if run[name] is not None]
         row[name] = median(values) if values else None
-    row["samples"] = len(found.runs)
+    of_rounds = [median(run["tpot_ms"] for run in each) for each in found.rounds]
+    row["round_tpot_ms"] = of_rounds
+    row["tpot_spread"] = (max(of_rounds) - min(of_rounds)) / row["tpot_ms"]
+    row["samples"] = len(runs)
     return row
 
 
-def beside_none(rows: list[dict[str, Any]]) -> None:
-    """Add each row's time as a share of that without a draft, where that was measured."""
-    plain = {
-        (row["budget"], row["temperature"]): row["tpot_ms"]
-        for row in rows
-        if row["drafter"] == "none"
-    }
+def beside_others(rows: list[dict[str, Any]]) -> None:
+    """Add each row's time as a share of that without a draft, where that was measured, and of that
+    of the best drafter with a length that was given.
+    """
     for row in rows:
-        beside = plain.get((row["budget"], row["temperature"]))
-        row["tpot_of_none"] = row["tpot_ms"] / beside if beside else None
+        beside = {
+            other["drafter"]: other["tpot_ms"]
+            for other in rows
+            if (other["budget"], other["temperature"]) == (row["budget"], row["temperature"])
+        }
+        given = [tpot_ms for name, tpot_ms in beside.items() if name != AUTO]
+        row["tpot_of_none"] = row["tpot_ms"] / beside[NONE] if NONE in beside else None
+        row["tpot_of_best"] = row["tpot_ms"] / min(given) if given else None

@@ -113,18 +113,25 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
         head_beside(model).unlink()
     rows = {(row["drafter"], row["temperature"]): row for row in report.rows}
     names = ["none", "ngram", "int4", "int4-half", "int4-tree", "cached", "cached-tree"]
-    names += ["head", "head-tree", "head-no-contrast"]
+    names += ["head", "head-tree", "head-no-contrast", "auto"]
     assert [*rows] == [(name, temperature) for name in names for temperature in (0.0, 1.0)]
     assert not report.left_out
     for (name, _), row in rows.items():
         assert row["samples"] == 1
         assert row["tpot_ms"] > 0
-        assert row["tpot_of_none"] == row["tpot_ms"] / rows["none", row["temperature"]]["tpot_ms"]
-        assert (row["draft_bytes"] > 0) == (row["drafter"].startswith(("int4", "head")))
-        assert (row["tdi"] is not None) == (name not in ("none", "ngram"))
+        given = {each: rows[each, row["temperature"]]["tpot_ms"] for each in names[:-1]}
+        assert row["tpot_of_none"] == row["tpot_ms"] / given["none"]
+        assert row["tpot_of_best"] == row["tpot_ms"] / min(given.values())
+        assert row["round_tpot_ms"] == [row["tpot_ms"]]
+        assert row["tpot_spread"] == 0
+        assert name == "auto" or name.split("-")[0] == row["holds"]
+        assert (row["draft_bytes"] > 0) == (row["holds"] in ("int4", "head"))
+        if name != "auto":  # which may draft nothing
+            assert (row["tdi"] is not None) == (name not in ("none", "ngram"))
         assert row["tried_by_depth"] == sorted(row["tried_by_depth"], reverse=True)
         assert len(row["by_rank"]) <= (5 if name.endswith("tree") else 1)
-        assert row["contrast"] is (name != "head-no-contrast" if "head" in name else None)
+        heads = row["holds"] == "head"
+        assert row["contrast"] is (name != "head-no-contrast" if heads else None)
     half, whole = rows["int4-half", 0.0]["draft_bytes"], rows["int4", 0.0]["draft_bytes"]
     assert half < whole
     # The same drafts but for the last tokens, which cost a pass more.
@@ -138,7 +145,7 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
 
     few = settings_of(temperatures="0")
     report = run(str(model), few, None, force=False)
-    assert [row["drafter"] for row in report.rows] == names[:7]
+    assert [row["drafter"] for row in report.rows] == [*names[:7], "auto"]
     said = notes(report)
     assert len(said) == 3
     assert "left out: head, 64MiB: there is no head at" in said[0]
