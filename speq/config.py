@@ -79,7 +79,7 @@ PrefixReuse = Annotated[
         "What a text that begins as an earlier one takes over of its KV entries: chunks (whole "
         "chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens, the "
         "answer's too; other passes made their entries, so in 16 bits the last bits may differ) "
-        "or none. A head has to hear all tokens, so with drafter head nothing is taken over.",
+        "or none.",
         Choice(("chunks", "tokens", "none")),
     ),
 ]

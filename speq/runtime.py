@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speq.config import RunConfig
 from speq.decode.approximation import Approximation
-from speq.decode.drafter import DraftBase, Drafter, Offering, PlainDecoding
+from speq.decode.drafter import DraftBase, Drafter, Listener, Offering, PlainDecoding
 from speq.decode.engine import Engine
 from speq.decode.offload import (
     MoeSizes,
@@ -292,6 +292,7 @@ class Runtime:
                 drafters = [DRAFTERS[self.holding.drafter](base) for base in bases]
             if side is not None:
                 sides = [DRAFTERS[side](base) for base in bases]
+        listeners = [drafter for drafter in drafters if isinstance(drafter, Listener)]
         return Engine(
             model=self.model,
             caches=caches,
@@ -304,7 +305,7 @@ class Runtime:
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
-            prefixes=Prefixes(caches, chunk, self._prefix_reuse),
+            prefixes=Prefixes(caches, chunk, self._prefix_reuse, listeners),
             sides=sides,
         )
 

@@ -112,8 +112,15 @@ class Offering(Drafter, Protocol):
 class Listener(Protocol):
     """A drafter that goes by what the exact model made of the text. Others are told nothing."""
 
-    def begin(self, sequence: Sequence) -> None:
-        """Another text, whose prompt is about to be run."""
+    def knows(self, prompt_ids: list[int]) -> int:
+        """Tokens that a prompt begins with and that need not be heard again, by the text that was
+        heard last.
+        """
+
+    def begin(self, count: int, of: Any) -> None:
+        """Another text. Its first `count` tokens are known to `of`, this listener or another one
+        like it, and those behind them are about to be run.
+        """
 
     def hear(self, token_ids: list[int], features: Tensor) -> None:
         """The next tokens of the text for certain, and of them what drafters go by [T, F], which

@@ -130,16 +130,15 @@ class Engine:
     def begin(self, sequence: Sequence, reuse: bool = False) -> Reading:
         """Forget what the sequence's cache and drafter hold: its prompt follows.
 
-        reuse  leave out tokens at its beginning whose entries are known. A drafter that listens has
-               to hear all of them, so none are left out where there is one
+        reuse  leave out tokens at its beginning whose entries are known
         """
-        drafter = self.drafters[sequence.row]
-        if reuse and not isinstance(drafter, Listener):
+        if reuse:
             with self.mending():
                 return Reading(sequence, self.prefixes.begin(sequence.row, sequence.prompt_ids))
         self.caches[sequence.row].clear()
+        drafter = self.drafters[sequence.row]
         if isinstance(drafter, Listener):
-            drafter.begin(sequence)
+            drafter.begin(0, drafter)
         return Reading(sequence)
 
     def end(self, sequence: Sequence) -> None:
@@ -458,6 +457,7 @@ class Engine:
         self.offload.supply.close()
         # Other ones may hold an INT4 copy that is given up.
         self.drafters, self.sides = [PlainDecoding() for _ in self.caches], []
+        self.prefixes.listeners = []
         self.turns = []
         self.verification = EagerVerification(self.model, self.cache, self.offload.target)
         entries = [tensor for cache in self.caches for tensor in cache.tensors()]

@@ -4,24 +4,27 @@ An entry's last bits depend on the rows of the pass that made it. A prompt is ru
 first token on, so a chunk of the same tokens at the same place has the same entries, bit for bit.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from speq.models.kv_cache import KVCache
+from speq.decode.drafter import Listener
+from speq.models.kv_cache import KVCache, common_prefix
 
 
 @dataclass(slots=True)
 class Prefixes:
     """What KV caches know of the texts that they were for.
 
-    caches  by row
-    chunk   tokens of a pass over a prompt
-    kind    what is reused: "chunks" that are whole, all "tokens", or "none"
+    caches     by row
+    chunk      tokens of a pass over a prompt
+    kind       what is reused: "chunks" that are whole, all "tokens", or "none"
+    listeners  drafters by row, which must know what is reused as well; none: no drafter listens
     """
 
     caches: list[KVCache]
     chunk: int
     kind: str = "none"
+    listeners: list[Listener] = field(default_factory=list)
 
     def common(self, row: int, prompt_ids: list[int]) -> int:
         """Tokens of a prompt whose entries a row has. The last one is not among them: what follows
@@ -30,6 +33,8 @@ class Prefixes:
         if self.kind == "none":
             return 0
         count = common_prefix(self.caches[row].known, prompt_ids[:-1])
+        if self.listeners:
+            count = min(count, self.listeners[row].knows(prompt_ids))
         return count if self.kind == "tokens" else count - count % self.chunk
 
     def row_for(self, prompt_ids: list[int], rows: Iterable[int]) -> int:
@@ -53,6 +58,8 @@ class Prefixes:
             cache.length = count
         else:
             cache.take(self.caches[best], count)
+        if self.listeners:
+            self.listeners[row].begin(count, self.listeners[best])
         return count
 
     def read(self, row: int, token_ids: list[int]) -> None:
@@ -66,9 +73,3 @@ class Prefixes:
         cache = self.caches[row]
         if self.kind == "tokens":
             cache.known = token_ids[: cache.length]
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speq.heads.draft_head import DraftHead, HeadState, NamesExperts, Seen
-from speq.models.kv_cache import KVCache, causal_mask
+from speq.models.kv_cache import KVCache, causal_mask, common_prefix
 from speq.models.moe_model import MoEModel
 from speq.models.tree import Tree
 from speq.routing import Route
@@ -34,6 +34,8 @@ class HeadText:
             self._naming = head
         kv_shapes = head.shape.kv_shapes
         self.cache = KVCache(1, kv_shapes, capacity, model.dtype, model.device)
+        # All tokens that were heard; then those that wait for their entries, and their features.
+        self._heard: list[int] = []
         self._tokens: list[int] = []
         self._features: list[Tensor] = []
         # The last token whose entry was made, and its feature: another token may follow it yet.
@@ -48,14 +50,31 @@ class HeadText:
         """Tokens of the text whose hidden states were heard."""
         return self.cache.length + len(self._tokens)
 
-    def begin(self) -> None:
-        """Another text."""
-        self.cache.clear()
+    def knows(self, token_ids: list[int]) -> int:
+        """Entries that a text which begins with these tokens has in common with this one: those of
+        the tokens in common, but for the last one, behind which another may follow.
+        """
+        return max(common_prefix(self._heard, token_ids) - 1, 0)
+
+    @torch.inference_mode()
+    def begin(self, count: int = 0, of: "HeadText | None" = None) -> None:
+        """Another text. of: a text over the same head, which may be this one, that knows its first
+        `count` tokens.
+        """
+        of = of or self
+        if count > of.cache.length:
+            of._write(of._tokens[1:])
+        if of is self:
+            self.cache.length = count
+        else:
+            self.cache.take(of.cache, count)
+        self._heard = of._heard[:count]
         self._tokens, self._features, self._last = [], [], None
 
     @torch.inference_mode()
     def hear(self, token_ids: list[int], features: Tensor) -> None:
         """The next tokens of the text, and what the exact model hands over of them [T, F]."""
+        self._heard += token_ids
         for start in range(0, len(token_ids), WAITING):
             tokens = token_ids[start : start + WAITING]
             self._tokens += tokens

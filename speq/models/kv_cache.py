@@ -5,6 +5,7 @@ Draft and target share it. Addresses never move. Texts that run side by side hav
 that each of them grows, is rolled back and is forgotten by itself.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -237,6 +238,12 @@ class KVCache(Cache):
             for layer in self.layers:
                 layer.keep(start, nodes)
         self._cut(start + len(path))
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:

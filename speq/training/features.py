@@ -55,7 +55,10 @@ class Ear:
     def __init__(self) -> None:
         self._heard: list[Tensor] = []
 
-    def begin(self, sequence: Sequence) -> None:
+    def knows(self, prompt_ids: list[int]) -> int:
+        return 0
+
+    def begin(self, count: int, of: "Ear") -> None:
         self._heard = []
 
     def hear(self, token_ids: list[int], features: Tensor) -> None:

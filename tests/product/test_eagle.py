@@ -155,7 +155,7 @@ def test_drafts_are_the_likeliest_tokens(temperature: float, tmp_path: Path) -> 
     for nodes in (None, 12):
         drafter = HeadDrafter(base)
         text = Sequence(prompt, sampling, generated_ids=[7])
-        drafter.begin(text)
+        drafter.begin(0, drafter)
         drafter.hear(prompt, features)
         draft = drafter.propose(text, DraftBounds(4, nodes), lambda *_: None, lambda *_: True)
         assert set(draft.token_ids) <= set(said_by(path))

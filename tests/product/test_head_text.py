@@ -107,6 +107,36 @@ def test_pieces_make_the_whole(window: int, waiting: int, monkeypatch: pytest.Mo
             text.hear(tokens[start:], features[start : len(tokens)])
 
 
+@pytest.mark.parametrize("heard", [12, 20, 90])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_text_begins_as_another_did(heard: int, elsewhere: bool) -> None:
+    """Their first 12 tokens are alike, and their 11 first entries: whether these were made or not,
+    behind drafts of the other text.
+    """
+    rng, model = random.Random(heard), Model()
+    head = random_head(HeadShape(HIDDEN, 12)).double()
+    held = head.held(model.dtype, model.device)
+    before = HeadText(model, held, 200)  # type: ignore[arg-type]
+    features = torch.randn(heard, HIDDEN, dtype=model.dtype)
+    tokens = [rng.randrange(VOCAB) for _ in range(heard)]
+    before.hear(tokens, features)
+    if heard == 20:
+        before.node(5, before.root(4).feature)
+        before.forget(heard)
+    following = [*tokens[:12], *[(tokens[12 % heard] + 1) % VOCAB] * 9]
+    assert before.knows(following) == 11
+    assert before.knows([]) == before.knows(following[1:]) == 0
+    text = HeadText(model, held, 200) if elsewhere else before  # type: ignore[arg-type]
+    text.begin(11, before)
+    others = torch.cat([features[:11], torch.randn(10, HIDDEN, dtype=model.dtype)])
+    text.hear(following[11:], others[11:])
+    assert text.heard == len(following)
+    same(text.root(3), Whole(model, head, others).states([*following, 3]))
+    assert text.knows([*following, 3]) == len(following) - 1
+    if elsewhere:  # which goes on as it was
+        same(before.root(6), Whole(model, head, features).states([*tokens, 6]))
+
+
 def draft_chain(
     text: HeadText, whole: Whole, tokens: list[int], state: HeadState, rng: random.Random
 ) -> None:
@@ -150,7 +180,7 @@ def drafter(head: MoEHead, model: Model) -> HeadDrafter:
 
 
 def told(text: Sequence, features: Tensor, of: HeadDrafter) -> None:
-    of.begin(text)
+    of.begin(0, of)
     of.hear(text.prompt_ids, features)
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from speq import Generator
 from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
-from speq.decode.prefixes import Prefixes, common_prefix
+from speq.decode.drafters.head import HeadDrafter
+from speq.decode.prefixes import Prefixes
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
-from speq.models.kv_cache import KVCache
+from speq.models.kv_cache import KVCache, common_prefix
 from tests.helpers.heads import write_random_head
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -248,14 +249,46 @@ def headed(tmp_path: Path) -> Iterator[Path]:
     yield folder
 
 
-def test_a_head_hears_all_of_a_text(headed: Path) -> None:
-    generator = made(headed, "tokens", drafter="head", draft_length=3)
+@pytest.mark.parametrize(("kind", "cached"), [("tokens", [0, 49, 58]), ("chunks", [0, 48, 48])])
+def test_a_head_takes_its_entries_over(kind: str, cached: list[int], headed: Path) -> None:
+    """The head's own entry of a token needs the one behind it, so the last one in common does not
+    count.
+    """
+    generator = made(headed, kind, drafter="head", draft_length=3)
     plain = load_plain(headed)
+    head = generator.runtime.engine.drafters[0]
+    assert isinstance(head, HeadDrafter)
     try:
-        for _ in range(2):
-            told = generator.generate(FIRST, max_new_tokens=10, ignore_eos=True)
-            assert told.token_ids == greedy_tokens(plain, FIRST, 10)
-            assert told.stats["cached_tokens"] == 0
+        answer = greedy_tokens(plain, FIRST, 10)
+        for prompt, count in zip((FIRST, FIRST, [*FIRST, *answer, 7, 8]), cached, strict=True):
+            told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+            assert told.token_ids == greedy_tokens(plain, prompt, 10)
+            assert told.stats["cached_tokens"] == count
+            assert told.stats["draft_length_mean"] > 0
+            # As if it had heard all of the text.
+            found = [each[:, :, : len(prompt)].clone() for each in head._text.cache.tensors()]
+            generator.forget()
+            generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+            for part, whole in zip(found, head._text.cache.tensors(), strict=True):
+                torch.testing.assert_close(part, whole[:, :, : len(prompt)])
+    finally:
+        generator.close()
+
+
+def test_heads_of_texts_side_by_side(headed: Path) -> None:
+    """What another text's head has is copied with its entries, while that text is under way."""
+    plain = load_plain(headed)
+    generator = made(headed, "chunks", 3, drafter="head", draft_length=3)
+    try:
+        with generator.batch() as batch:
+            # The second parts from the first behind a whole chunk, the third one token further on.
+            prompts = [FIRST, [*FIRST[:32], 1, 2], [*FIRST[:33], 3, 4]]
+            requests = [batch.add(Sequence(prompt, SAMPLING)) for prompt in prompts]
+            while not batch.idle:
+                batch.step()
+            assert [each.figures["cached_tokens"] for each in requests] == [0, 16, 32]
+            for request, prompt in zip(requests, prompts, strict=True):
+                assert request.sequence.generated_ids == greedy_tokens(plain, prompt, 10)
     finally:
         generator.close()
 

@@ -44,8 +44,11 @@ class HeadDrafter:
         self._confidence.assume(LEAD_SCALE)
         self.next_token = next_token_on(base.sampler, OTHERS)
 
-    def begin(self, sequence: Sequence) -> None:
-        self._text.begin()
+    def knows(self, prompt_ids: list[int]) -> int:
+        return self._text.knows(prompt_ids)
+
+    def begin(self, count: int, of: "HeadDrafter") -> None:
+        self._text.begin(count, of._text)
 
     def hear(self, token_ids: list[int], features: Tensor) -> None:
         self._text.hear(token_ids, features)
