@@ -6,12 +6,11 @@ from typing import Any
 
 from speq.bench.rivals.contest import Cell, Terms
 from speq.bench.rivals.worker import TextRun
+from speq.dashboard.bench_panels.disturbed import DISTURBED_SHARE
 from speq.measure.report import Column
 from speq.stats import ratio
 from speq.units import format_bytes
 
-# Above this, a time says more of the machine's other guests than of a system.
-STOLEN = 0.1
 # Of the measurements, so many take no longer than `tpot_p90_ms`.
 MOST = 0.9
 # What speq's own systems count.
@@ -149,7 +148,7 @@ def notes_of(rows: list[Row]) -> list[str]:
         if row["cut"]
     ]
     stolen = max((row["stolen_share"] or 0.0 for row in rows), default=0.0)
-    if stolen > STOLEN:
+    if stolen > DISTURBED_SHARE:
         lines.append(
             f"the host gave up to {stolen:.0%} of the processors' time to others; measure again "
             "on a quiet machine"

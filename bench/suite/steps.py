@@ -157,14 +157,10 @@ def measurements(
         ),
     ]
     if settings.full:
-        steps.append(
-            Step(
-                "neighbours",
-                [*contest, "--neighbours", "1"],
-                50 * processes * scale,
-                "tpot",
-            )
-        )
+        steps += [
+            Step("formats", ["bench", "formats"], 160, "formats"),
+            Step("neighbours", [*contest, "--neighbours", "1"], 50 * processes * scale, "tpot"),
+        ]
     return steps
 
 

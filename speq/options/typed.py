@@ -20,8 +20,7 @@ class RunOptions(TypedDict, total=False):
     prefix_reuse: str
     """What a text that begins as an earlier one takes over of its KV entries: chunks (whole chunks
     of its prompt, bit for bit what running them anew gives), tokens (all tokens, the answer's
-    too; other passes made their entries, so in 16 bits the last bits may differ) or none. A head
-    has to hear all tokens, so with drafter head nothing is taken over.
+    too; other passes made their entries, so in 16 bits the last bits may differ) or none.
     """
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
@@ -316,8 +315,7 @@ class TuneOptions(TypedDict, total=False):
     prefix_reuse: str
     """What a text that begins as an earlier one takes over of its KV entries: chunks (whole chunks
     of its prompt, bit for bit what running them anew gives), tokens (all tokens, the answer's
-    too; other passes made their entries, so in 16 bits the last bits may differ) or none. A head
-    has to hear all tokens, so with drafter head nothing is taken over.
+    too; other passes made their entries, so in 16 bits the last bits may differ) or none.
     """
     draft: str | Path
     """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ

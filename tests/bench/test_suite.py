@@ -186,6 +186,7 @@ def test_a_small_model_is_widened_first_and_a_large_one_is_not(
     assert tpot[tpot.index("--budgets") + 1] == "1926MiB,2881MiB,5570MiB"
     full = steps_of(str(tiny_bfloat16("qwen3_moe")), AllSettings(out=tmp_path, full=True))
     assert [step.name for step in full][3] == "pack-residual"
+    assert full[-2].command == ["bench", "formats"]
     assert full[-1].command[-2:] == ["--neighbours", "1"]
 
 

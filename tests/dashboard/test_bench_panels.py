@@ -69,7 +69,6 @@ def systems(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
 def formats(row: Row) -> Iterator[tuple[str, str, Any, Any]]:
     yield "tpot", row["format"], row["budget"], row["tpot_ms"]
     yield "moved", row["format"], row["budget"], of(row["moved_bytes_per_token"], MB)
-    yield "experts", "all experts", row["format"], row["experts_bytes"] * GIB
 
 
 def of(value: Any, scale: float) -> Any:
@@ -302,6 +301,10 @@ def beside_rows(report: Row) -> Iterator[tuple[str, str, Any, Any]]:
         for row in report["positions"]:
             for key, name in names.items():
                 yield "draft", name, row["position"], of(row[key], 100)
+    if report["bench"] == "formats":
+        sizes = {row["format"]: row["experts_bytes"] for row in report["rows"]}
+        for name, experts_bytes in sizes.items():
+            yield "experts", "all experts", name, experts_bytes * GIB
     if report["bench"] == "coverage":
         for row in report["unique"]:
             yield "unique", row["shape"], row["rows"], row["distinct"]
@@ -690,26 +693,6 @@ def test_other_benches_have_a_table_without_a_picture() -> None:
 
 # Benches of which the repository keeps no results.
 OTHERS: dict[str, tuple[list[Row], dict[str, Any]]] = {
-    "formats": (
-        [
-            {"budget": budget, "format": name, "tpot_ms": tpot_ms, "experts_bytes": size << 30}
-            | {"moved_bytes_per_token": 3e6, "round_tpot_ms": [tpot_ms]}
-            for budget, name, tpot_ms, size in (
-                *(("1GiB", "bf16", 9.0, 4), ("1GiB", "fp8", 5.0, 2)),
-                ("4GiB", "bf16", 7.0, 4),
-            )
-        ],
-        {
-            ("tpot", "bf16", "1GiB"): 9.0,
-            ("tpot", "fp8", "1GiB"): 5.0,
-            ("tpot", "bf16", "4GiB"): 7.0,
-            ("moved", "bf16", "1GiB"): 3.0,
-            ("moved", "fp8", "1GiB"): 3.0,
-            ("moved", "bf16", "4GiB"): 3.0,
-            ("experts", "all experts", "bf16"): 4.0,
-            ("experts", "all experts", "fp8"): 2.0,
-        },
-    ),
     "gpu-link": (
         [
             {"what": "to GPU", "size_bytes": 1 << 20, "time_us": 50.0, "gb_per_s": 21.0},

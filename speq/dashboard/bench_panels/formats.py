@@ -1,5 +1,6 @@
 """Panels of `speq bench formats`: the same experts in BF16, in FP8 and in MXFP4, over budgets."""
 
+from speq.dashboard.bench_panels.disturbed import FAILURE, STOLEN, failures, given_away
 from speq.dashboard.bench_panels.picture import by_figure, by_name, picture
 from speq.dashboard.bench_panels.rows import (
     Column,
@@ -28,12 +29,8 @@ USED = megabytes("bytes of a token's experts", "used_bytes_per_token")
 EXPERTS = gibibytes("all experts", "experts_bytes")
 SLOTS = share("experts that slots hold", "slots_share")
 HITS = share("hit rate", "hit_rate")
-STOLEN = share("processors' time given to other guests", "stolen_share")
 SAMPLES = Column("samples", "samples")
-FAILURE = label("failure", "failure", needed=False)
 FIGURES = (TPOT, P90, OF_BF16, TTFT, MOVED, USED, EXPERTS, SLOTS, HITS, STOLEN, SAMPLES)
-# As the bench's own notes have it: above this, a time says more of the machine's other guests.
-DISTURBED_PERCENT = 10.0
 
 
 def panels(report: Row) -> list[Panel]:
@@ -84,15 +81,5 @@ def panels(report: Row) -> list[Panel]:
 def notes(report: Row) -> list[str]:
     """Failures, and a machine that was disturbed."""
     rows = rows_of(report, (BUDGET, FORMAT, STOLEN, FAILURE))
-    lines = [
-        f"{row['format']} failed at {row['budget']}: {row['failure']}."
-        for row in rows
-        if row["failure"]
-    ]
-    most = max((row["stolen_share"] or 0.0 for row in rows), default=0.0)
-    if most > DISTURBED_PERCENT:
-        lines.append(
-            f"The host gave up to {most:.0f}% of the processors' time to other guests; times of "
-            "such rows say more of them than of a format."
-        )
-    return lines
+    said = given_away(rows, "a format")
+    return failures(rows, FORMAT) + ([] if said is None else [said])

@@ -1,5 +1,6 @@
 """Panels of `speq bench tpot --systems`: systems beside each other under the same budgets."""
 
+from speq.dashboard.bench_panels.disturbed import FAILURE, STOLEN, failures, given_away
 from speq.dashboard.bench_panels.picture import by_name, heat_map, picture
 from speq.dashboard.bench_panels.rows import (
     Column,
@@ -29,15 +30,11 @@ HIDDEN = share("transfers hidden behind work", "hidden_share")
 ACCEPTED = share("drafted tokens accepted", "acceptance_rate")
 AGREEMENT = share("tokens as speq's", "agreement")
 PEAK = gibibytes("most memory taken", "peak_bytes")
-STOLEN = share("processors' time given to other guests", "stolen_share")
 SAMPLES, TOKENS = Column("samples", "samples"), Column("tokens of a text", "tokens")
-FAILURE = label("failure", "failure", needed=False)
 FIGURES = (
     *(TPOT, P90, OF_BEST, TTFT, RATE, MOVED, HITS, HIDDEN, ACCEPTED, AGREEMENT, PEAK, STOLEN),
     *(SAMPLES, TOKENS, FAILURE),
 )
-# As the bench's own notes have it: above this, a time says more of the machine's other guests.
-DISTURBED_PERCENT = 10.0
 
 
 def panels(report: Row) -> list[Panel]:
@@ -97,23 +94,14 @@ def panels(report: Row) -> list[Panel]:
 def notes(report: Row) -> list[str]:
     """Failures, texts that were cut, and a machine that was disturbed."""
     rows = rows_of(report, (BUDGET, SYSTEM, STOLEN, FAILURE))
-    lines = [
-        f"{row['system']} failed at {row['budget']}: {row['failure']}."
-        for row in rows
-        if row["failure"]
-    ]
-    lines += [
+    lines = failures(rows, SYSTEM) + [
         f"Texts of {row['system']} at {row['budget']} were ended before they were complete."
         for row in report["rows"]
         if row.get("cut") is True
     ]
-    stolen = [row["stolen_share"] for row in rows if row["stolen_share"] is not None]
-    if not stolen:
-        return [*lines, "The file does not say what the host gave to other guests meanwhile."]
-    said = f"The host gave up to {max(stolen):.0f}% of the processors' time to other guests"
-    if max(stolen) > DISTURBED_PERCENT:
-        said += "; times of such rows say more of them than of a system"
-    return [*lines, f"{said}."]
+    said = given_away(rows, "a system")
+    unknown = "The file does not say what the host gave to other guests meanwhile."
+    return [*lines, unknown if said is None else said]
 
 
 def _of_best(rows: list[Row]) -> Panel:
