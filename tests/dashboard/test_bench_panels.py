@@ -400,6 +400,7 @@ def test_most_panels_of_the_files_have_a_picture() -> None:
     }
     assert set(absent.values()) <= {
         "The file has no figures of this kind: drafted tokens accepted, %.",
+        "The file has no figures of this kind: token diversity index.",
         "The file keeps no single settings; --verdicts keeps them.",
         "Algorithm 1 was not fitted.",
     }
