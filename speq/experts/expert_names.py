@@ -38,6 +38,7 @@ class ExpertNames:
     experts      what the block calls its experts
     projections  what an expert calls PROJECTIONS, in their order
     mlp          what a layer calls its dense MLP, or the block that its shared experts are in
+    parent       what `layers` lies below; empty: anything but `mtp`
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -45,6 +46,7 @@ class ExpertNames:
     experts: str = "experts"
     projections: tuple[tuple[str, str, str], ...] = (PROJECTIONS,)
     mlp: str = "mlp"
+    parent: str = ""
 
     @cached_property
     def projection_of(self) -> dict[str, str]:
@@ -64,7 +66,8 @@ class ExpertNames:
     def within_layer(self) -> str:
         """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""
         # Layers below `mtp` predict tokens ahead, and have numbers of their own.
-        return rf"(?<!mtp\.)layers\.(?P<layer>\d{{1,9}})\.{self._block}{re.escape(self.experts)}\."
+        above = rf"{re.escape(self.parent)}\." if self.parent else r"(?<!mtp\.)"
+        return rf"{above}layers\.(?P<layer>\d{{1,9}})\.{self._block}{re.escape(self.experts)}\."
 
     @cached_property
     def router(self) -> re.Pattern[str]:
@@ -108,7 +111,8 @@ class ExpertNames:
         """The name that transformers gives an expert's matrix, without `.weight`."""
         name = self.projections[0][PROJECTIONS.index(projection)]
         block = f"{self.blocks[0]}." if self.blocks[0] else ""
-        return f"model.layers.{layer}.{block}{self.experts}.{expert}.{name}"
+        parent = self.parent or "model"
+        return f"{parent}.layers.{layer}.{block}{self.experts}.{expert}.{name}"
 
 
 USUAL_NAMES = ExpertNames()

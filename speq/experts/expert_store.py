@@ -213,10 +213,13 @@ class SafetensorsExpertStore:
     def _common_shape(
         checkpoint: Checkpoint, layout: ExpertLayout
     ) -> tuple[torch.dtype, ExpertShape]:
-        """The dtype on disk of the first expert's matrix, and what experts are then."""
+        """The dtype on disk of the first matrix of an expert of these layers, and what experts are
+        then: those of other layers may be of another.
+        """
         sizes = layout.hidden_size, layout.expert_width
         for name, (_, info) in checkpoint.tensors.items():
-            if layout.names.matrix(name) is not None:
+            matrix = layout.names.matrix(name)
+            if matrix is not None and matrix.layer in layout.layers:
                 if checkpoint.scales_of(name) is not None:
                     scaled = ExpertShape(*sizes, torch.bfloat16, checkpoint.format)
                     return info.dtype, scaled

@@ -66,7 +66,7 @@ class HeadState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FeatureState:
-    """All that many heads make of rows: feature [T, H], in front of their last norm."""
+    """All that many heads make of rows: feature [T, H], mostly in front of their last norm."""
 
     feature: Tensor
 

@@ -6,7 +6,7 @@ It is found and sized first, and read when the budget is known to hold it.
 import importlib
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,19 +19,17 @@ from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.heads.mtp_head import MtpHead, MtpLayer
 from speq.heads.mtp_shape import MtpShape
-from speq.layers.offloaded_experts import BankSwitch
+from speq.layers.offloaded_experts import BankSwitch, OffloadedExperts
 from speq.layers.resident_experts import ResidentExperts
 from speq.models.dequantised import state_of
-from speq.models.families import FAMILIES, Family
+from speq.models.families import FAMILIES
 from speq.models.opened import Opened
+from speq.models.predictor import PartNames, Predictor
 from speq.models.shape import hf_config
 
 # How its option is called.
 MTP = "mtp"
-SHARED_NORM = "shared_head.norm.weight"
-EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"
-# Copies of the exact model's, in most checkpoints: these are its names.
-COPIED = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Copies are told by so many blocks of so many bytes.
 BLOCKS, BLOCK_BYTES = 64, 4096
 
@@ -41,15 +39,17 @@ class MtpSource:
     """A checkpoint's layer that predicts tokens ahead, not read yet.
 
     layer  its modules, without storage
-    owned  which of EMBEDDING and HEAD it has of its own
-    store  of its experts
+    names  of its parts on disk
+    owned  the names on disk of an embedding and a head that are not the exact model's
+    store  of its experts; None: it has none
     """
 
     opened: Opened
     shape: MtpShape
     layer: MtpLayer
+    names: PartNames
     owned: tuple[str, ...]
-    store: SafetensorsExpertStore
+    store: SafetensorsExpertStore | None
 
     @property
     def stand(self) -> tuple[float, ...]:
@@ -58,88 +58,100 @@ class MtpSource:
 
     def held(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
         """The layer, its experts as they are published, read from the checkpoint."""
-        prefix = prefix_of(self.opened)
-        names = self.opened.family.names
-
-        def wanted(name: str) -> bool:
-            return name.startswith(prefix) and not names.is_expert(name)
-
-        stored = state_of(self.opened.checkpoint, wanted)
-        state = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        layer, held = self.layer, held_by(self.layer)
+        stored = {name: self.names.tensor(name) for name in held}
+        wanted = {*stored.values(), *self.owned}
+        state = state_of(self.opened.checkpoint, wanted.__contains__)
 
         def moved(name: str, kind: torch.dtype) -> Tensor:
             # Of their own: what is mapped goes with its file.
             return state[name].to(device, kind, copy=True)
 
-        layer = self.layer
         made: dict[str, Tensor] = {}
-        for name, like in [*layer.named_parameters(), *layer.named_buffers()]:
-            if not name.startswith("rotary."):
-                kind = dtype if isinstance(like, torch.nn.Parameter) else like.dtype
-                made[name] = moved(on_disk(name), kind)
+        for name, like in held.items():
+            kind = dtype if isinstance(like, torch.nn.Parameter) else like.dtype
+            made[name] = moved(stored[name], kind)
         layer.load_state_dict(made, strict=False, assign=True)
         layer.rotary.to(device)
         layer.requires_grad_(False).eval()
-        slots = read_slots(self.store, device)
-        put_experts(layer, self.opened, slots, self.store.codec)
-        own = [moved(name, dtype) if name in self.owned else None for name in (EMBEDDING, HEAD)]
+        if self.store is not None:
+            slots = read_slots(self.store, device)
+            put_experts(layer, self.opened, slots, self.store.codec)
+        ends = (f"{name}.weight" for name in (self.names.embedding, self.names.head))
+        own = [moved(name, dtype) if name in self.owned else None for name in ends]
         return MtpHead(self.shape, layer, *own)
 
 
 def mtp_of(opened: Opened) -> MtpSource:
-    """The layer behind a model's last. Raises SpeqError where there is none that can draft."""
-    family, checkpoint, shape = opened.family, opened.checkpoint, opened.shape
-    layer = layer_of(family, opened)
-    tensors, prefix = checkpoint.tensors, prefix_of(opened)
-    if prefix + "eh_proj.weight" not in tensors:
+    """The layer that a model's checkpoint has. Raises SpeqError where there is none that can
+    draft.
+    """
+    checkpoint, shape = opened.checkpoint, opened.shape
+    predictor = predictor_of(opened)
+    names = predictor.names.behind(shape.num_layers)
+    layer = layer_of(opened, predictor)
+    first = names.tensor("eh_proj.weight")
+    if first not in checkpoint.tensors:
         raise SpeqError(
-            f"head is {MTP} and {checkpoint.path} has no tensor {prefix}eh_proj.weight, of a layer "
-            "that predicts tokens ahead; download the model as its authors published it, or choose "
-            "another head"
+            f"head is {MTP} and {checkpoint.path} has no tensor {first}, of a layer that predicts "
+            "tokens ahead; download the model as its authors published it, or choose another head"
         )
-    parameters: dict[str, Tensor] = dict(layer.named_parameters())
-    buffers = {name: b for name, b in layer.named_buffers() if not name.startswith("rotary.")}
-    for name, like in (parameters | buffers).items():
-        check(checkpoint, prefix + on_disk(name), tuple(like.shape))
-    owned = tuple(name for name, of_model in COPIED.items() if is_own(opened, name, of_model))
+    held = held_by(layer)
+    for name, like in held.items():
+        check(checkpoint, names.tensor(name), tuple(like.shape))
+    ends = {names.embedding: EMBEDDING, names.head: HEAD}
+    owned = tuple(
+        f"{name}.weight"
+        for name, of_model in ends.items()
+        if name and is_own(checkpoint, f"{name}.weight", of_model)
+    )
     for name in owned:
-        check(checkpoint, prefix + name, (shape.vocab_size, shape.hidden_size))
-    store = store_of(opened)
-    words = [like.numel() for like in parameters.values()]
+        check(checkpoint, name, (shape.vocab_size, shape.hidden_size))
+    words = [each.numel() for each in held.values() if isinstance(each, torch.nn.Parameter)]
     words += [shape.vocab_size * shape.hidden_size] * len(owned)
-    arena_bytes = shape.experts.num_experts * store.codec.slot_bytes
-    own_bytes = (*(each.nbytes for each in buffers.values()), arena_bytes)
-    return MtpSource(opened, MtpShape(shape, tuple(words), own_bytes), layer, owned, store)
+    own_bytes = [each.nbytes for each in held.values() if not isinstance(each, torch.nn.Parameter)]
+    store = store_of(opened, names) if has_experts(layer) else None
+    if store is not None:
+        own_bytes.append(store.num_experts * store.codec.slot_bytes)
+    sizes = MtpShape(shape, tuple(words), tuple(own_bytes))
+    return MtpSource(opened, sizes, layer, names, owned, store)
 
 
-def prefix_of(opened: Opened) -> str:
-    return f"model.layers.{opened.shape.num_layers}."
-
-
-def on_disk(name: str) -> str:
-    """A tensor of `MtpLayer` by its name behind the layer's prefix."""
-    if name.startswith("shared_head_norm."):
-        return SHARED_NORM
-    return name.removeprefix("decoder.")
-
-
-def layer_of(family: Family, opened: Opened) -> MtpLayer:
-    """Its modules, without storage but for rotary positions."""
-    predictor = family.predictor
-    if predictor is None:
+def predictor_of(opened: Opened) -> Predictor:
+    """Raises SpeqError for a family of which no such layer is read."""
+    family = opened.family
+    if family.predictor is None:
         known = sorted(each.model_type for each in FAMILIES.values() if each.predictor)
         raise SpeqError(
             f"head is {MTP} and the model is of family {family.model_type}, of which speq reads no "
             f"layer that predicts tokens ahead; it reads those of {', '.join(known)}: choose "
             "another head"
         )
+    return family.predictor
+
+
+def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
+    """Its modules, without storage but for rotary positions."""
+    family = opened.family
     config: Any = deepcopy(hf_config(opened.checkpoint))
     config._attn_implementation = "sdpa"
+    for name, kind in predictor.kinds:
+        setattr(config, name, [*getattr(config, name)[: config.num_hidden_layers], kind])
     module = importlib.import_module(family.module)
     decoder, norm = getattr(module, predictor.layer), getattr(module, predictor.norm)
     rotary = getattr(module, predictor.rotary)(config)
     with family.without_experts(), torch.device("meta"):
-        return MtpLayer(config, decoder, norm, rotary)
+        return MtpLayer(config, predictor, decoder, norm, rotary)
+
+
+def held_by(layer: MtpLayer) -> dict[str, Tensor]:
+    """Its parameters and buffers, but for what turns positions, which the config says."""
+    found: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    return {name: each for name, each in found.items() if not name.startswith("rotary.")}
+
+
+def has_experts(layer: MtpLayer) -> bool:
+    return any(isinstance(module, OffloadedExperts) for module in layer.modules())
 
 
 def check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
@@ -157,21 +169,21 @@ def check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def is_own(opened: Opened, name: str, of_model: str) -> bool:
+def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
     """Whether a layer has an embedding or a head that is not the exact model's. Samples tell them
     apart: at worst drafts are worse.
     """
-    tensors, name = opened.checkpoint.tensors, prefix_of(opened) + name
+    tensors = checkpoint.tensors
     if name not in tensors:
         return False
     if of_model not in tensors:
-        of_model = COPIED[EMBEDDING]  # a head that shares the embedding
+        of_model = EMBEDDING  # a head that shares the embedding
     if of_model not in tensors:
         return True
     (_, info), (_, other) = tensors[name], tensors[of_model]
     if (info.dtype, info.shape) != (other.dtype, other.shape):
         return True
-    pairs = zip(*(samples(opened.checkpoint, each) for each in (name, of_model)), strict=True)
+    pairs = zip(*(samples(checkpoint, each) for each in (name, of_model)), strict=True)
     return any(not torch.equal(*pair) for pair in pairs)
 
 
@@ -185,23 +197,20 @@ def samples(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
         yield block
 
 
-def store_of(opened: Opened) -> SafetensorsExpertStore:
+def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
     """The store of the layer's experts. Raises SpeqError where a pack has left them out."""
     checkpoint, experts = opened.checkpoint, opened.shape.experts
-    number = opened.shape.num_layers
-    matrices = (experts.names.matrix(name) for name in checkpoint.tensors)
+    parent, number = names.place
+    of_experts = replace(experts.names, parent=parent)
+    matrices = (of_experts.matrix(name) for name in checkpoint.tensors)
     if not any(matrix is not None and matrix.layer == number for matrix in matrices):
         raise SpeqError(
-            f"head is {MTP} and {checkpoint.path} holds no experts of layer {number}, which "
+            f"head is {MTP} and {checkpoint.path} holds no experts of {names.decoder}, which "
             "predicts tokens ahead, as packs leave them out; give the model as its authors "
             "published it, or choose another head"
         )
     layout = ExpertLayout(
-        (number,),
-        experts.num_experts,
-        experts.hidden_size,
-        experts.expert_width,
-        experts.names,
+        (number,), experts.num_experts, experts.hidden_size, experts.expert_width, of_experts
     )
     return SafetensorsExpertStore(checkpoint, layout)
 

@@ -1,15 +1,14 @@
-"""A layer behind a model's last that predicts tokens ahead (MTP): what it computes.
+"""The layer of a checkpoint that predicts tokens ahead (MTP): what it computes.
 
-Checkpoints of glm4_moe have it under `model.layers.N`, N their number of layers. Entry i takes the
-exact model's last hidden state f_i, which is normed, and the embedding of token i + 1, and says
-token i + 2. So vLLM has it (vllm/model_executor/models/glm4_moe_mtp.py):
+Entry i takes the exact model's last hidden state f_i, which is normed, and the embedding of token
+i + 1, and says token i + 2:
 
-    x = eh_proj [enorm(e(t[i+1])) ; hnorm(f_i)]      the embedding at the first place is 0
-    h = a whole decoder layer over x                 with experts; h takes the place of f_{i+1}
-    tokens   softmax(head shared_head.norm(h))
+    x = eh_proj [enorm(e(t[i+1])) ; hnorm(f_i)]
+    h = a whole decoder layer over x         which may have experts
+    tokens   softmax(head last_norm(h))
 
-SGLang (python/sglang/srt/models/glm4_moe_nextn.py) has the same order. It leaves the first
-embedding as it is, and hands on the normed h.
+Families differ in two places (`Predictor`): whether the first entry has 0 for an embedding, and
+whether h or last_norm(h) takes the place of f_{i+1}.
 """
 
 from dataclasses import dataclass
@@ -23,27 +22,32 @@ from speq.heads.draft_head import FeatureState, Seen
 from speq.heads.mtp_shape import MtpShape
 from speq.kernels import ops
 from speq.models.moe_model import MoEModel
+from speq.models.predictor import Predictor
 
 
 class MtpLayer(nn.Module):
-    """Its modules, by their names on disk where these are not the decoder layer's own.
+    """Its modules, by the names of `PartNames`.
 
     decoder, norm, rotary  transformers' classes of the family
     """
 
-    def __init__(self, config: Any, decoder: Any, norm: Any, rotary: Any) -> None:
+    def __init__(
+        self, config: Any, predictor: Predictor, decoder: Any, norm: Any, rotary: Any
+    ) -> None:
         super().__init__()
         hidden_size, epsilon = config.hidden_size, config.rms_norm_eps
         self.enorm = norm(hidden_size, epsilon)
         self.hnorm = norm(hidden_size, epsilon)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.decoder = decoder(config, config.num_hidden_layers)
-        self.shared_head_norm = norm(hidden_size, epsilon)
+        self.last_norm = norm(hidden_size, epsilon)
         self.rotary = rotary
+        self.predictor = predictor
 
     def forward(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> Tensor:
-        """As `DraftHead.run`, to [T, H]."""
-        embedded = embedded.masked_fill((places == 0)[:, None], 0)
+        """As `DraftHead.run`, to what takes the place of the next features [T, H]."""
+        if self.predictor.zeroes_first:
+            embedded = embedded.masked_fill((places == 0)[:, None], 0)
         pair = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
         x = self.eh_proj(pair)[None]
         hidden: Tensor = self.decoder(
@@ -53,7 +57,15 @@ class MtpLayer(nn.Module):
             position_embeddings=self.rotary(x, places[None]),
             use_cache=True,
         )
-        return hidden[0]
+        return self._normed(hidden[0]) if self.predictor.passes_normed else hidden[0]
+
+    def said(self, features: Tensor) -> Tensor:
+        """What a head scores, of what `forward` gave."""
+        return features if self.predictor.passes_normed else self._normed(features)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.last_norm(hidden)
+        return normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +97,8 @@ class MtpHead:
         return FeatureState(self.layer(embedded, features, places, seen))
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        normed = self.layer.shared_head_norm(state.feature)
-        return model.logits(normed) if self.head is None else ops.linear(normed, self.head)
+        said = self.layer.said(state.feature)
+        return model.logits(said) if self.head is None else ops.linear(said, self.head)
 
     def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
         raise NotImplementedError("it says one token")

@@ -1,4 +1,4 @@
-"""The sizes of a layer behind a model's last that predicts tokens ahead (MTP)."""
+"""The sizes of a checkpoint's layer that predicts tokens ahead (MTP)."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from speq.models.shape import ModelShape
 class MtpShape:
     """What memory is planned by.
 
-    model      whose layers are like this one
+    model      whose layers with attention are like this one
     words      elements of each tensor that is held in the compute dtype
-    own_bytes  of each that is held in a dtype of its own: buffers, and the arena of the experts
+    own_bytes  of each that is held in a dtype of its own: buffers, and the arena of its experts
     """
 
     model: ModelShape

@@ -19,6 +19,7 @@ from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
+from speq.heads.named import AUTO, head_named
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -64,7 +65,7 @@ def plan_of(
 ) -> BudgetPlan:
     """As `plan`. progress: told (what, done, total) while the machine is measured."""
     check_exclusions(settings)
-    subject, opened = subject_of(str(model), settings.dtype)
+    subject, opened = subject_of(str(model), settings.dtype, settings.head)
     with contextlib.closing(opened) if opened else contextlib.nullcontext():
         machine = machine_of(opened, settings, progress)
         subject = replace(subject, draft_parts=parts_of(subject, opened, settings))
@@ -120,15 +121,23 @@ def check_exclusions(settings: PlanSettings) -> None:
         raise SpeqError("locality and routes are given together; give one of them")
 
 
-def subject_of(model: str, dtype: str) -> tuple[Subject, Opened | None]:
-    """The model to plan for, opened where its weights are at hand; they are not read."""
+def subject_of(model: str, dtype: str, head_name: str) -> tuple[Subject, Opened | None]:
+    """The model to plan for, opened where its weights are at hand; they are not read.
+
+    head_name  as the option `head` has it
+    """
     path = locate_config(model)
     if not has_weights(path):
+        if head_name != AUTO:
+            raise SpeqError(
+                f"head is {head_name} and {path} holds no weights, without which nobody knows what "
+                "a head takes; give the folder of the whole model, or leave head out"
+            )
         return Subject.of_config(model, path, dtype), None
     opened = open_model(path)
     try:
         subject = Subject.of_model(model, opened, dtype)
-        head = head_beside_model(opened)
+        head = head_beside_model(opened) if head_name == AUTO else head_named(head_name, opened)
         if head is not None:
             subject = replace(subject, head=head.shape, head_stand=head.stand)
         return subject, opened

@@ -11,6 +11,7 @@ from speq.config import (
     DraftCounts,
     DraftExperts,
     Dtype,
+    Head,
     HostBudget,
     MaxBatch,
     MemoryBudget,
@@ -73,6 +74,7 @@ class PlanSettings(Options):
     max_batch: MaxBatch = 1
     draft_experts: DraftExperts = None
     draft_counts: DraftCounts = None
+    head: Head = "auto"
     preset: Annotated[
         str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))
     ] = None

@@ -47,6 +47,7 @@ from speq.models.attention import (
 )
 from speq.models.bounds import LAYER
 from speq.models.delta_net import delta_states
+from speq.models.predictor import APART, ERNIE, Predictor, apart, behind_the_last
 from speq.models.short_conv import check_short_conv, conv_states
 from speq.models.states import NO_STATES, StateShape
 
@@ -72,16 +73,6 @@ class MoEBlock(NamedTuple):
         """What the router says of rows [T, H]: [T, E]."""
         said: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.beside)
         return self.logits_of(said)
-
-
-class Predictor(NamedTuple):
-    """Of a family's module in transformers, the classes that a layer behind the last is made of
-    which predicts tokens ahead (MTP): transformers has none for the whole.
-    """
-
-    layer: str
-    norm: str
-    rotary: str
 
 
 def unchecked(config: Any, num_experts: int, where: object) -> None:
@@ -182,7 +173,7 @@ class Family:
                   given the config, the number of experts and where the config was read
     on_the_host   what its classes do there in the midst of a pass, which no graph can hold
     since         the first version of transformers that has it as speq needs it
-    predictor     of layers that predict tokens ahead; None: speq reads none of this family
+    predictor     of the layer that predicts tokens ahead; None: speq reads none of this family
     states        which layers keep states in place of entries, from the config
     last_norm, rotary   what the model calls the norm behind its layers, and what turns positions
     text_part     where its checkpoints hold the model, which is that of text, beside other parts;
@@ -244,10 +235,10 @@ class Family:
 
     def holds(self, name: str, num_layers: int | None) -> bool:
         """Whether a model of so many layers has a tensor of that name outside its experts. Layers
-        behind its last, and those below `mtp`, are for predicting tokens ahead.
+        behind its last, and those that lie apart, are for predicting tokens ahead.
         """
         part = self.text_part
-        if name.startswith("mtp.") or (part is not None and part.is_beside(name)):
+        if name.startswith(APART) or (part is not None and part.is_beside(name)):
             return False
         layer = LAYER.search(name)
         beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
@@ -317,6 +308,7 @@ FAMILIES = {
             attention=gated_heads,
             states=delta_states,
             on_the_host="states of family qwen3_next are cut back by the host",
+            predictor=apart("Qwen3Next", "Qwen3NextRotaryEmbedding"),
         ),
         Family(
             "qwen3_5_moe",
@@ -326,6 +318,7 @@ FAMILIES = {
             attention=gated_heads,
             states=delta_states,
             on_the_host="states of family qwen3_5_moe are cut back by the host",
+            predictor=apart("Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
             text_part=TextPart("qwen3_5_moe_text", "model.language_model.", ("model.visual.",)),
         ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
@@ -362,7 +355,7 @@ FAMILIES = {
             gate=corrected_gate,
             num_experts="n_routed_experts",
             check=check_pairs,
-            predictor=Predictor("Glm4MoeDecoderLayer", "Glm4MoeRMSNorm", "Glm4MoeRotaryEmbedding"),
+            predictor=behind_the_last("Glm4Moe"),
         ),
         Family(
             "glm4_moe_lite",
@@ -371,6 +364,7 @@ FAMILIES = {
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
+            predictor=behind_the_last("Glm4MoeLite", (("mlp_layer_types", "sparse"),)),
         ),
         Family(
             "deepseek_v3",
@@ -379,6 +373,7 @@ FAMILIES = {
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
+            predictor=behind_the_last("DeepseekV3"),
         ),
         Family(
             "dots1",
@@ -409,6 +404,7 @@ FAMILIES = {
             "Ernie4_5_MoeExperts",
             gate=ernie_gate,
             num_experts="moe_num_experts",
+            predictor=ERNIE,
         ),
         Family(
             "hunyuan_v1_moe",

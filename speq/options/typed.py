@@ -275,6 +275,11 @@ class PlanOptions(TypedDict, total=False):
     """With draft_experts: counts of how often each expert is used, which `speq bench coverage
     --counts` writes. Default: what `speq tune` kept of the model.
     """
+    head: str | Path
+    """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the
+    layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq
+    train-head` wrote elsewhere, or a published EAGLE-3 head in safetensors.
+    """
     preset: str | None
     """A card or machine by name; `?` lists them."""
     link: str | float | None

@@ -18,7 +18,9 @@ SETTINGS = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 # What publishers leave in 16 bits.
-LEFT = re.compile(r"embed_tokens|lm_head|norm|\.gate\.weight$|\.bias$|router|correction")
+LEFT = re.compile(
+    r"embed_tokens|lm_head|norm|\.gate\.weight$|\.bias$|router|correction|eh_proj|shared_head"
+)
 
 
 def e4m3_values() -> np.ndarray:

@@ -196,12 +196,20 @@ def test_experts_in_slots_leave_tokens_as_they_are(at: int, family: str, folders
     assert result.stats["draft_length_mean"] > 0
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("trees", ["none", "small"])
-def test_layers_that_predict_tokens_ahead(trees: str, folders: Folders) -> None:
+@pytest.mark.parametrize(
+    ("family", "trees"),
+    [
+        pytest.param("glm4_moe", "none", marks=pytest.mark.wide),
+        pytest.param("glm4_moe", "small", marks=pytest.mark.wide),
+        pytest.param("deepseek_v3", "small", marks=pytest.mark.full),
+        pytest.param("qwen3_next", "none", marks=pytest.mark.full),
+        pytest.param("ernie4_5_moe", "small", marks=pytest.mark.full),
+    ],
+)
+def test_layers_that_predict_tokens_ahead(family: str, trees: str, folders: Folders) -> None:
     """Their experts lie on the device, and prompts have more rows than a kernel takes."""
     cell = Cell(3, "half", "own", drafter="head", head="mtp", trees=trees)
-    model, draft = folders.of("glm4_moe", cell)
+    model, draft = folders.of(family, cell)
     expected = greedy_tokens(load_plain(model), PROMPTS[0], NEW_TOKENS)
     result = run(cell, model, draft, PROMPTS[0], order=2)
     assert result.token_ids == expected
