@@ -93,6 +93,19 @@ struct SoftmaxSum {
   float most, sum;
 };
 
+// A token of the gated delta rule in a head: a decay between 0 and 1, a query and a key of the
+// state's rows, normed, a value and an output of its columns.
+struct DeltaToken {
+  const float *query, *key, *value;
+  float decay, beta;
+  float *out;
+};
+
+// The token over a state [rows, columns], which it changes. A column's sums are added up row by
+// row.
+using DeltaStep = void (*)(float *state, std::int64_t rows, std::int64_t columns,
+                           const DeltaToken &token);
+
 struct MicroKernels {
   DotInt4 dot_int4; // group sizes for which `takes_group` holds
   DotExact dot_float32, dot_bfloat16, dot_float16;
@@ -111,6 +124,7 @@ struct MicroKernels {
   float (*soften)(float *values, std::int64_t count, float scale, SoftmaxSum &total);
   CodedKernels<Fp8Rows> fp8;
   CodedKernels<Mxfp4Rows> mxfp4;
+  DeltaStep delta_step;
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.

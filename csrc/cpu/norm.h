@@ -7,10 +7,8 @@
 
 namespace speq::cpu {
 
-// values to their RMS norm: divided by the root of their mean square, rounded to Type, times
-// weight, rounded again, as transformers rounds them. May work in place.
-template <typename Type>
-void rms_norm(const Type *values, const Type *weight, std::int64_t columns, float eps, Type *out) {
+// Added up in an order that depends on the columns alone.
+template <typename Type> float sum_of_squares(const Type *values, std::int64_t columns) {
   constexpr std::int64_t kLanes = 16; // sums side by side, so that vectors take them
   float sums[kLanes] = {};
   std::int64_t k = 0;
@@ -28,8 +26,15 @@ void rms_norm(const Type *values, const Type *weight, std::int64_t columns, floa
   for (const float lane : sums) {
     sum += lane;
   }
-  const float scale = 1.0f / std::sqrt(sum / float(columns) + eps);
-  for (k = 0; k < columns; ++k) {
+  return sum;
+}
+
+// values to their RMS norm: divided by the root of their mean square, rounded to Type, times
+// weight, rounded again, as transformers rounds them. May work in place.
+template <typename Type>
+void rms_norm(const Type *values, const Type *weight, std::int64_t columns, float eps, Type *out) {
+  const float scale = 1.0f / std::sqrt(sum_of_squares(values, columns) / float(columns) + eps);
+  for (std::int64_t k = 0; k < columns; ++k) {
     store(to_float(weight[k]) * rounded_to<Type>(to_float(values[k]) * scale), out[k]);
   }
 }

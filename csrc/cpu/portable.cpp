@@ -105,6 +105,30 @@ void add_rows(const void *words, std::int64_t columns, std::int64_t count, const
   }
 }
 
+void delta_step(float *state, std::int64_t rows, std::int64_t columns, const DeltaToken &token) {
+  for (std::int64_t first = 0; first < columns; first += kLanes) {
+    const std::int64_t present = columns - first < kLanes ? columns - first : kLanes;
+    float change[kLanes] = {}, sums[kLanes] = {};
+    const float *from = state + first;
+    for (std::int64_t row = 0; row < rows; ++row, from += columns) {
+      for (std::int64_t k = 0; k < present; ++k) {
+        change[k] += token.key[row] * from[k];
+      }
+    }
+    for (std::int64_t k = 0; k < present; ++k) {
+      change[k] = token.beta * (token.value[first + k] - token.decay * change[k]);
+    }
+    float *to = state + first;
+    for (std::int64_t row = 0; row < rows; ++row, to += columns) {
+      for (std::int64_t k = 0; k < present; ++k) {
+        to[k] = token.decay * to[k] + token.key[row] * change[k];
+        sums[k] += token.query[row] * to[k];
+      }
+    }
+    std::memcpy(token.out + first, sums, present * sizeof(float));
+  }
+}
+
 // dot_exact's sums over blocks of compact matrices.
 struct LaneProduct {
   struct Sum {
@@ -158,6 +182,7 @@ const MicroKernels portable_kernels = {
      decode_quad<PortableFp8, Fp8Rows>},
     {dot_coded<LaneProduct, PortableMxfp4, dot_exact<BFloat16>, Mxfp4Rows>, nullptr,
      decode_quad<PortableMxfp4, Mxfp4Rows>},
+    delta_step,
 };
 
 } // namespace speq::cpu

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "cpu/blocks.h"
+#include "cpu/delta_step.h"
 
 namespace speq::cpu {
 
@@ -261,6 +262,7 @@ constexpr MicroKernels kernels_over = {
     soften,
     {},
     {},
+    delta_step<V>,
 };
 
 } // namespace speq::cpu

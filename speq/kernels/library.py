@@ -20,6 +20,7 @@ from speq.kernels import (
     reference,
     reference_compact,
     reference_decoder,
+    reference_delta,
     reference_dense,
     reference_scaled,
 )
@@ -139,6 +140,11 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor outputs, Tensor topk_weights, Tensor(a!) out) -> ()",
         reference_decoder.combine_out,
     ),
+    "delta_rule": (
+        "(Tensor mixed, Tensor decays, Tensor betas, float eps, Tensor(a!) state, Tensor(b!) out) "
+        "-> ()",
+        reference_delta.delta_rule_out,
+    ),
     "quantize_int4": (
         "(Tensor weight, int group_size, Tensor(a!) qweight, Tensor(b!) scales) -> ()",
         reference.quantize_int4_out,
@@ -185,7 +191,7 @@ CPU_ONLY = frozenset(
     {
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
         *("encode_dense_lossless", "encode_dense_residual"),
-        *("rms_norm", "attention", "route", "combine"),
+        *("rms_norm", "attention", "route", "combine", "delta_rule"),
     }
 )
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, heads_of, mixed_inputs
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_one_by_one
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING, ConvInputs
 from speq.models.length import Length
@@ -141,14 +141,8 @@ class DeltaLayer:
     def _run(
         self, state: Tensor, windows: Tensor, places: slice | list[int], parts: DeltaParts
     ) -> Tensor:
-        """Each token by itself: torch's sums and functions of several rows have other last bits."""
-        out, weight = [], parts.weight
-        decays, betas = self._decays[places], self._betas[places]
-        for window, decay, beta in zip(windows, decays, betas, strict=True):
-            mixed = mixed_inputs(window[None], weight)
-            tokens = heads_of(mixed, decay[None], beta[None], parts.sizes)
-            out.append(delta_steps(state, tokens))
-        return torch.cat(out)
+        mixed = mixed_one_by_one(windows, parts.weight)
+        return delta_steps(state, mixed, self._decays[places], self._betas[places])
 
     def _branch(self, parts: DeltaParts) -> Tensor:
         """Nodes of a tree, whose inputs are there: each behind its parent."""

@@ -380,6 +380,10 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
         torch.zeros(2, 3, dtype=torch.int64),
     ],
     "combine": [torch.ones(2, 3, 8), torch.ones(2, 3), torch.zeros(2, 8)],
+    "delta_rule": [
+        *(torch.ones(3, 2 * 2 * 6 + 4 * 5), -torch.ones(3, 4), torch.ones(3, 4), 1e-6),
+        *(torch.zeros(4, 6, 5), torch.zeros(3, 4, 5)),
+    ],
 }
 
 
@@ -527,6 +531,21 @@ def raw_arguments(op: str) -> list[Any]:
         ("attention", 13, torch.tensor([0, 0, 0])),
         ("attention", 13, torch.tensor([-1, 0, 2])),
         ("attention", 13, torch.tensor([-1, -1, 0])),
+        ("delta_rule", 0, torch.zeros(3, 43)),
+        ("delta_rule", 0, torch.zeros(3, 20)),
+        ("delta_rule", 0, torch.zeros(3, 56)),  # three heads of keys for four
+        ("delta_rule", 0, torch.zeros(4, 44)),
+        ("delta_rule", 0, torch.zeros(44, 3).T),
+        ("delta_rule", 0, torch.zeros(3, 44).double()),
+        ("delta_rule", 1, torch.zeros(2, 4)),
+        ("delta_rule", 1, torch.zeros(3, 4).half()),
+        ("delta_rule", 2, torch.zeros(3, 5)),
+        ("delta_rule", 2, torch.zeros(12)),
+        ("delta_rule", 4, torch.zeros(4, 5, 6).mT),
+        ("delta_rule", 4, torch.zeros(4, 0, 5)),
+        ("delta_rule", 4, torch.zeros(4, 6, 5).bfloat16()),
+        ("delta_rule", 5, torch.zeros(3, 4, 6)),
+        ("delta_rule", 5, torch.zeros(3, 4, 5).double()),
     ],
 )
 def test_native_kernels_guard_their_memory(op: str, at: int, value: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, heads_of, mixed_inputs
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_inputs
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING
 from speq.models.delta_cache import DeltaLayer, DeltaRows
@@ -25,9 +25,9 @@ class Parts:
 
     sizes = SIZES
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.weight = torch.randn(SIZES.channels, SIZES.taps, generator=generator)
+        self.weight = torch.randn(SIZES.channels, SIZES.taps, generator=generator).to(dtype)
         self.prompts = 0
 
     def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class Parts:
         state, out = state.clone(), []
         for window, decay, beta in zip(windows, rows.decays, rows.betas, strict=True):
             mixed = mixed_inputs(window[None], self.weight)
-            out.append(delta_steps(state, heads_of(mixed, decay[None], beta[None], SIZES)))
+            out.append(delta_steps(state, mixed, decay[None], beta[None]))
         return torch.cat(out), state
 
 
@@ -59,18 +59,18 @@ def together(*parts: DeltaRows) -> DeltaRows:
     return DeltaRows(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def new_layer() -> tuple[DeltaLayer, Length]:
+def new_layer(dtype: torch.dtype = torch.float32) -> tuple[DeltaLayer, Length]:
     length = Length()
-    return DeltaLayer(SIZES, torch.float32, CPU, length), length
+    return DeltaLayer(SIZES, dtype, CPU, length), length
 
 
-def alone(rows: DeltaRows) -> Tensor:
+def alone(rows: DeltaRows, parts: Parts = PARTS) -> Tensor:
     """One token after another, each of which stays."""
-    layer, length = new_layer()
+    layer, length = new_layer(rows.inputs.dtype)
     out = []
     for at in range(len(rows.inputs)):
         length.tree = None
-        out.append(layer.run(some(rows, slice(at, at + 1)), PARTS))
+        out.append(layer.run(some(rows, slice(at, at + 1)), parts))
         length.count += 1
         length.settled = length.count
     return torch.cat(out)
@@ -104,6 +104,16 @@ def in_numpy(rows: DeltaRows) -> Any:
 def test_tokens_are_those_of_the_formula() -> None:
     rows = rows_of(11, 1)
     np.testing.assert_allclose(alone(rows).numpy(), in_numpy(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-5), (torch.bfloat16, 2e-2)])
+def test_states_are_float32_whatever_the_models_dtype(dtype: torch.dtype, atol: float) -> None:
+    rows, parts = rows_of(9, 5), Parts(dtype)
+    rows = rows._replace(inputs=rows.inputs.to(dtype))
+    out = new_layer(dtype)[0].run(rows, parts)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, alone(rows, parts))
+    np.testing.assert_allclose(out.numpy(), in_numpy(rows), atol=atol)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, MAX_LINEAR_ROWS])

@@ -161,6 +161,7 @@ ONLY_BY = {
     | {f"speq.kernels.reference_{name}" for name in ("compact", "decoder", "dense", "scaled")},
     "speq.kernels.reference_compact": OPS | {"speq.kernels.reference_dense"},
     "speq.kernels.reference_decoder": OPS,
+    "speq.kernels.reference_delta": OPS,
     "speq.kernels.reference_scaled": OPS,
     "speq.kernels.reference_dense": OPS,
 }

@@ -1,0 +1,49 @@
+"""Plain torch versions of the ops of layers with the gated delta rule (arXiv:2412.06464).
+
+A head has a state S [key width, value width]. A token with decay g, strength b, key k, value v and
+query q does
+
+    S = exp(g) S;  S = S + k (b (v - k S));  out = q S
+
+with keys and queries of length 1, and queries divided by the root of their width.
+
+Shape letters: T tokens, D key width, V value width.
+"""
+
+import torch
+from torch import Tensor
+
+
+def delta_rule_out(
+    mixed: Tensor, decays: Tensor, betas: Tensor, eps: float, state: Tensor, out: Tensor
+) -> None:
+    """Run T tokens one after another, each as it would be alone: torch's sums of several rows have
+    other last bits.
+
+    mixed          [T, 2 * key_heads * D + heads * V] float32: queries, keys and values, head by
+                   head, not normed yet. Each head of keys serves neighbouring heads
+    decays, betas  [T, heads] float32: g and b
+    eps            what keeps the norms' roots from 0
+    state          [heads, D, V] float32, which the tokens change
+    out            [T, heads, V] float32
+    """
+    heads, key_width, value_width = state.shape
+    keys_width = (mixed.shape[1] - heads * value_width) // 2
+    for row, decay, beta, made in zip(mixed, decays, betas, out, strict=True):
+        queries, keys, values = row.split([keys_width, keys_width, heads * value_width])
+        query, key = (
+            _normed(part.reshape(-1, key_width), eps).repeat_interleave(
+                heads * key_width // keys_width, 0
+            )
+            for part in (queries, keys)
+        )
+        query = query / key_width**0.5
+        state *= decay.exp()[:, None, None]
+        seen = (state * key[:, :, None]).sum(1)
+        change = (values.reshape(heads, -1) - seen) * beta[:, None]
+        state += key[:, :, None] * change[:, None]
+        made.copy_((state * query[:, :, None]).sum(1))
+
+
+def _normed(rows: Tensor, eps: float) -> Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + eps)
