@@ -28,6 +28,8 @@ LOOK_S = 1.0
 ENDING_S = 10.0
 # Ray says so of a node: a resource of its own, of which anything may take as little as it likes.
 OWN_SHARE = 0.001
+# What Ray labels a node with.
+NODE_ID = "ray.io/node-id"
 
 
 class StageActor:
@@ -81,7 +83,10 @@ class Room:
                 cpus,
             )
         bundles = [{f"node:{address}": OWN_SHARE}, *({"CPU": float(cpus)},) * (count - 1)]
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if apart else "SPREAD")
+        # Nodes that a machine has beside one another share its address.
+        labels = [{NODE_ID: here}, *({},) * (count - 1)]
+        strategy = "STRICT_SPREAD" if apart else "SPREAD"
+        group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
         deadline_s = time.monotonic() + wait_s
         try:
             while not group.wait(LOOK_S):

@@ -113,17 +113,16 @@ def three_nodes() -> Iterator[str]:
 def test_each_stage_has_a_machine_where_there_are_enough(
     three_nodes: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import ray
     from ray.util.placement_group import placement_group_table
-
-    def nodes_of(room: Room) -> tuple[str, set[Any]]:
-        told = placement_group_table(room.group)
-        return told["strategy"], {told["bundles_to_node_id"][at] for at in told["bundles"]}
 
     with cluster(RaySettings(True, ray_address=three_nodes)):
         room = Room.of(3, 1, PATIENCE_S)
-        strategy, nodes = nodes_of(room)
-        assert (strategy, len(nodes)) == ("STRICT_SPREAD", 3)
-        assert not caplog.messages
+        told: dict[str, Any] = placement_group_table(room.group)
+        nodes = told["bundles_to_node_id"]
+        assert (told["strategy"], len(set(nodes.values()))) == ("STRICT_SPREAD", 3)
+        assert nodes[0] == ray.get_runtime_context().get_node_id()
+        assert "share one" not in caplog.text
         room.close()
         with pytest.raises(SpeqError, match="no room for 3 stages of 1 cores within 1 s"):
             Room.of(4, 1, 1.0)
