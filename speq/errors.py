@@ -1,10 +1,14 @@
-"""The one exception users see: a sentence with what was given, what was wanted, what to do."""
+"""The exceptions users see: a sentence with what was given, what was wanted, what to do."""
 
 from typing import Any
 
 
 class SpeqError(ValueError):
     """Bad input, or a machine that cannot do what was asked. The message is for the user."""
+
+
+class EngineLost(SpeqError):
+    """What generates is gone: whatever is asked of it from now on fails as well."""
 
 
 def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:

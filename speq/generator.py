@@ -26,6 +26,7 @@ from speq.options.declared import build
 from speq.options.typed import RunOptions, SamplingOptions
 from speq.runtime import Runtime
 from speq.stages.first import open_first
+from speq.stages.rendezvous import Meeting
 from speq.stages.settings import StagesSettings
 from speq.stats import RunStats
 from speq.text.prompts import Prompt, PromptEncoder, Tools
@@ -122,14 +123,16 @@ class Generator:
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
         stages: StagesSettings | None = None,
+        meeting: Meeting | None = None,
     ) -> "Generator":
         """As `from_pretrained`, with the options in one object.
 
-        stages  machines that run the model's layers, of which this is the first; it waits for the
-                others. None: this one runs all
+        stages   machines that run the model's layers, of which this is the first; it waits for the
+                 others. None: this one runs all
+        meeting  where it does; None: at the rendezvous of `stages`
         """
         if stages is not None and stages.wanted:
-            opened, config, others = open_first(str(model), config, stages)
+            opened, config, others = open_first(str(model), config, stages, meeting)
             return cls.of_opened(
                 opened, config, progress=progress, first_request=first_request, others=others
             )
@@ -417,6 +420,15 @@ class Generator:
         """Lay out memory for a context now, rather than at the first request that needs it."""
         with self._own_turn(), in_a_sentence():
             self._runtime.reserve(context)
+
+    def check_alive(self) -> None:
+        """Raise EngineLost where nothing more can be generated: a machine that runs some of the
+        layers is gone.
+        """
+        others = self._runtime.others
+        if others is not None:
+            with self._own_turn():
+                others.check()
 
     def forget(self) -> None:
         """Have the next prompt run from its first token on, whatever was run before: measurements

@@ -43,6 +43,7 @@ from speq.load import CONTEXT_STEP, Loaded, check_context
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
+from speq.models.part import OtherStages
 from speq.models.shape import ModelShape
 from speq.planning.demand import demand_of
 from speq.planning.fitting import Fitting, fit
@@ -123,6 +124,11 @@ class Runtime:
         """The memory that the run asks for, as it is held now."""
         loaded = self._loaded
         return demand_of(loaded.subject, self.holding, loaded.budget(self.plan.context))
+
+    @property
+    def others(self) -> OtherStages | None:
+        """Stages that run the layers behind these; None: there are none."""
+        return self._loaded.others
 
     @property
     def longest_draft(self) -> int:

@@ -19,6 +19,7 @@ from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
 from speq.options.declared import Declared, declared
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
+from speq.server.ray_settings import RaySettings
 from speq.stages.settings import StagesSettings
 from speq.training.settings import HeadSettings, TrainingSettings
 
@@ -49,6 +50,11 @@ SHARED: dict[type, tuple[str, str]] = {
         "Options of stages",
         "Whether a model's layers run on several machines, of which this is the first "
         "([stages](stages.md)).",
+    ),
+    RaySettings: (
+        "Options of a cluster",
+        "Whether replicas of a model run on a Ray cluster ([server](server.md#replicas)), or "
+        "stages of it ([stages](stages.md#placed-by-ray)).",
     ),
     Output: ("Options of output", "Where a command's result goes, beside what it shows."),
 }

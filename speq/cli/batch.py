@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
 from speq.cli.from_dataclass import But
+from speq.cli.machines import check_machines, loaded
 from speq.cli.serve import name_of, terminated_as_interrupted
 from speq.config import Model, RunConfig, SamplingParams
 from speq.offline.settings import BatchSettings
 from speq.server.ray_settings import RaySettings
+from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
     from speq.offline.batch_run import Answerer, BatchSummary
@@ -26,6 +28,7 @@ def batch(
     run: Annotated[RunConfig, SIDE_BY_SIDE],
     sampling: SamplingParams,
     replicas: RaySettings,
+    machines: StagesSettings,
     output: opt.Output,
 ) -> None:
     """Answer a file of requests, as many side by side as --max-batch says.
@@ -39,13 +42,14 @@ def batch(
     from speq.offline.request_file import RequestFile
     from speq.server.ray_cluster import check_ray
 
+    check_machines(machines, replicas)
     output.check()
     if not (settings.unfinished / JOURNAL).exists():  # or else they were checked as it began
         output.check(settings.answers, settings.failed)
     if replicas.ray:
         check_ray()
     with opt.log_of(output.quiet), terminated_as_interrupted():
-        job = Job(model, settings, run, sampling, replicas, output)
+        job = Job(model, settings, run, sampling, replicas, machines, output)
         summary = answered(job, RequestFile.of(settings.requests))
     output.write(as_json(summary))
     if not output.printed:
@@ -65,6 +69,7 @@ class Job:
     run: RunConfig
     sampling: SamplingParams
     replicas: RaySettings
+    machines: StagesSettings
     output: opt.Output
 
     @property
@@ -84,7 +89,8 @@ def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
         summary = BatchSummary.of(requests, folder)
         left = len(requests) - len(folder.kept)
         if left:
-            answerer = on_ray(job, left) if job.replicas.ray else here(job)
+            replicas = job.replicas.ray and not job.machines.wanted
+            answerer = on_ray(job, left) if replicas else here(job)
             with answerer as made, opt.progress_bar(job.output.quiet) as progress:
                 summary = answer_all(requests, folder, made, progress)
         folder.write(requests, settings.answers, settings.failed)
@@ -93,10 +99,11 @@ def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
 
 @contextmanager
 def here(job: Job) -> "Iterator[Answerer]":
-    """One generator, in this process."""
+    """One generator, in this process; other machines may hold some of its layers."""
     from speq.offline.side_by_side import SideBySide
 
-    with closing(opt.load_generator(job.model, job.run, quiet=job.output.quiet)) as generator:
+    quiet = job.output.quiet
+    with loaded(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
         yield SideBySide(generator, job.sampling, job.name)
 
 

@@ -11,12 +11,14 @@ from speq.cli import options as opt
 from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
 from speq.cli.from_dataclass import But
 from speq.cli.live import Live, check_live, live_view
+from speq.cli.machines import ONE_MODEL, check_machines, loaded
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
+from speq.server.ray_settings import RaySettings
 from speq.stages.settings import StagesSettings
 from speq.units import format_bytes
 
@@ -42,9 +44,11 @@ def chat(
     run: RunConfig,
     sampling: Annotated[SamplingParams, But(defaults=(("max_new_tokens", 512),))],
     machines: StagesSettings,
+    cluster: Annotated[RaySettings, ONE_MODEL],
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
+    check_machines(machines, cluster, replicas=False)
     drawing = asdict(sampling)
     max_new_tokens = drawing.pop("max_new_tokens")
     live = check_live(settings.live, output.quiet)
@@ -53,9 +57,7 @@ def chat(
     first = conversation.messages("Hello"), 1
     with (
         opt.log_of(output.quiet),
-        contextlib.closing(
-            opt.load_generator(model, run, first, output.quiet, machines)
-        ) as generator,
+        loaded(model, run, machines, cluster, first, output.quiet) as generator,
     ):
         if not output.quiet:
             budget = format_bytes(run.memory_budget)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from speq.cli import options as opt
 from speq.cli.live import Live, check_live, live_view
+from speq.cli.machines import ONE_MODEL, check_machines, loaded
 from speq.cli.run_report import (
     print_approximation,
     print_explanation,
@@ -19,6 +20,7 @@ from speq.config import Model, RunConfig, SamplingParams
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
+from speq.server.ray_settings import RaySettings
 from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def generate(
     run: RunConfig,
     sampling: SamplingParams,
     machines: StagesSettings,
+    cluster: Annotated[RaySettings, ONE_MODEL],
     output: opt.Output,
 ) -> None:
     """Generate text from a prompt.
@@ -76,12 +79,12 @@ def generate(
 
     check_target(settings.trace, output.force)
     output.check()
+    check_machines(machines, cluster, replicas=False)
     live = check_live(settings.live, output.quiet)
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
-        generator = opt.load_generator(model, run, first, output.quiet, machines)
-        with contextlib.closing(generator):
+        with loaded(model, run, machines, cluster, first, output.quiet) as generator:
             shown = not output.printed
             echoed = prompt if settings.echo else ""
             answer = _answer(generator, prompt, sampling, echoed, live, output)

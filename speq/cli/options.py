@@ -18,6 +18,7 @@ from speq.units import no_progress
 
 if TYPE_CHECKING:
     from speq.generator import Generator
+    from speq.stages.rendezvous import Meeting
     from speq.stages.settings import StagesSettings
     from speq.text.prompts import Prompt
     from speq.units import Progress
@@ -186,13 +187,19 @@ def load_generator(
     first_request: "tuple[Prompt, int] | None" = None,
     quiet: bool = False,
     stages: "StagesSettings | None" = None,
+    meeting: "Meeting | None" = None,
 ) -> "Generator":
-    """stages: machines that run the model's layers; None: this one runs all"""
+    """stages, meeting: as of `Generator.load`"""
     from speq.generator import Generator
 
     with progress_bar(quiet) as progress:
         return Generator.load(
-            model, run, progress=progress, first_request=first_request, stages=stages
+            model,
+            run,
+            progress=progress,
+            first_request=first_request,
+            stages=stages,
+            meeting=meeting,
         )
 
 

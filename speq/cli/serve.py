@@ -10,9 +10,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from speq.cli import options as opt
+from speq.cli.machines import check_machines, loaded
 from speq.config import Model, RunConfig
 from speq.server.ray_settings import RayServeSettings
 from speq.server.settings import ServeSettings
+from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
     from speq.dashboard.live.metrics import Metrics
@@ -26,6 +28,7 @@ def serve(
     settings: ServeSettings,
     run: RunConfig,
     replicas: RayServeSettings,
+    machines: StagesSettings,
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Serve chats and completions as OpenAI's API has them; Ctrl-C ends it.
@@ -37,6 +40,7 @@ def serve(
     from speq.dashboard.live.needed import check_serve
 
     check_serve()
+    check_machines(machines, replicas)
     from speq.dashboard.live.metrics import Metrics
     from speq.dashboard.live.server import port_of
     from speq.server.batch_worker import BatchWorker
@@ -47,7 +51,7 @@ def serve(
 
     name = settings.served_model_name or name_of(model)
     keys = None if settings.api_key_file is None else Keys.of(settings.api_key_file)
-    if replicas.ray:
+    if replicas.ray and not machines.wanted:
         serve_on_ray(model, name, settings, run, replicas, keys, output)
         return
     metrics = Metrics(name)
@@ -56,7 +60,7 @@ def serve(
         stack.enter_context(terminated_as_interrupted())
         # First: a port that is not to be had is refused before a model is loaded.
         listening = stack.enter_context(closing(port_of(settings.host, settings.port)))
-        generator = stack.enter_context(closing(opt.load_generator(model, run, quiet=output.quiet)))
+        generator = stack.enter_context(loaded(model, run, machines, replicas, quiet=output.quiet))
         stack.enter_context(metrics.listening(generator.runtime.recorder))
         viewers: list[Watched] = []
         addresses: list[str] = []

@@ -14,7 +14,7 @@ DECIDED = (
     "prune_rows",
     *("expert_budget", "expert_floor", "expert_policy", "expert_ranking", "expert_counts"),
     *("expert_rows", "expert_residents", "expert_audit"),
-    *("drafter", "head", "graphs", "packed_copy", "profile", "verify_reads", "host_budget"),
+    *("drafter", "head", "graphs", "packed_copy", "profile", "host_budget"),
     *("tpot_slo_ms", "latency_slo_ms"),
 )
 
@@ -25,7 +25,7 @@ def stage(
     run: Annotated[RunConfig, But(without=DECIDED)],
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
-    """Run some layers of a model for `speq generate --stages` or `speq chat --stages` elsewhere.
+    """Run some layers of a model for a command that was given --stages elsewhere.
 
     It ends when the first stage closes the run. What a run over all stages is like is decided
     there; how this machine holds its layers is decided here.

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +167,21 @@ class Manifest:
 class PackedExpertStore:
     """Reads records of a packed model, and verifies them where `verify_reads` says so.
 
+    layout  of all of the model's experts, which the pack has
+    own     the layers of it that are read; None: all
+
     Raises SpeqError where the manifest or the records are damaged or not of the model's shape.
     """
 
     published = False
 
-    def __init__(self, folder: Path, layout: ExpertLayout) -> None:
+    def __init__(
+        self, folder: Path, layout: ExpertLayout, own: tuple[int, ...] | None = None
+    ) -> None:
         path = folder / EXPERTS_MANIFEST
         self.manifest = Manifest.of(path)
-        self.num_layers = self.manifest.num_layers
+        self._layers = [layout.layers.index(layer) for layer in own or layout.layers]
+        self.num_layers = len(self._layers)
         self.num_experts = self.manifest.num_experts
         self.verify_reads = False
         self.reading_bytes = 0
@@ -195,7 +202,7 @@ class PackedExpertStore:
                 f"{codec.shape.dtype} have {fewest if fewest == most else f'{fewest} to {most}'}: "
                 "pack the model again"
             )
-        self._codec = codec.holding(max(sizes))
+        self._codec = codec.holding(max(self.record_bytes(*each) for each in self._own()))
         self._file = RangeFile(folder / RECORDS_FILE)
         if self._file.size != self.manifest.end:
             self._file.close()
@@ -220,20 +227,26 @@ class PackedExpertStore:
     def tied_draft(self) -> TiedDraft | None:
         return self.manifest.draft
 
+    def _own(self) -> Iterable[tuple[int, int]]:
+        return product(range(self.num_layers), range(self.num_experts))
+
+    def _record(self, layer: int, expert: int) -> Record:
+        return self.manifest.records[self._layers[layer] * self.num_experts + expert]
+
     def record_bytes(self, layer: int, expert: int) -> int:
-        return self.manifest.records[layer * self.num_experts + expert].nbytes
+        return self._record(layer, expert).nbytes
 
     def moved_bytes(self, layer: int, expert: int) -> int:
         return self.record_bytes(layer, expert)
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
-        wanted = self.manifest.records[layer * self.num_experts + expert]
+        wanted = self._record(layer, expert)
         read_bytes = self._file.read_aligned(wanted.offset, wanted.nbytes, slot)
         if self.verify_reads and crc32_of(slot[: wanted.nbytes]) != wanted.crc32:
             raise SpeqError(
-                f"{self._file.path}: the record of expert {expert} in MoE layer {layer}, "
-                f"{wanted.nbytes} bytes at {wanted.offset}, is not what was packed; pack the model "
-                "again, and look after the disk"
+                f"{self._file.path}: the record of expert {expert} in MoE layer "
+                f"{self._layers[layer]}, {wanted.nbytes} bytes at {wanted.offset}, is not what was "
+                "packed; pack the model again, and look after the disk"
             )
         return read_bytes
 
@@ -242,15 +255,20 @@ class PackedExpertStore:
 
 
 def open_experts(
-    checkpoint: Checkpoint, layout: ExpertLayout, verify_reads: bool = False
+    checkpoint: Checkpoint,
+    layout: ExpertLayout,
+    verify_reads: bool = False,
+    whole: ExpertLayout | None = None,
 ) -> ExpertStore:
     """The experts of a model folder, packed or as published.
 
+    layout  of the experts that are read
+    whole   of all of a pack's, where these are a part of them; None: they are all
     verify_reads  compare experts with their checksums whenever they are read. Raises SpeqError
                   where there are none
     """
     if (checkpoint.path / EXPERTS_MANIFEST).exists():
-        store = PackedExpertStore(checkpoint.path, layout)
+        store = PackedExpertStore(checkpoint.path, whole or layout, layout.layers)
         store.verify_reads = verify_reads
         return store
     if verify_reads:

@@ -21,17 +21,32 @@ def head_named(name: str, opened: Opened) -> HeadSource:
     name  auto (beside the model), mtp (the layer of the model's own checkpoint that predicts tokens
           ahead), a file or folder of `speq train-head`, or the folder of a published head
 
-    Raises SpeqError where it is missing, damaged or another model's.
+    Raises SpeqError where it is missing, damaged or another model's, or goes by layers that other
+    machines have.
     """
     if name == MTP:
+        check_whole(opened, name)
         return mtp_of(opened)
     checkpoint = opened.checkpoint
     path = head_beside(checkpoint.path) if name == AUTO else Path(name)
     if (path / CONFIG).is_file() and not (path / NAME).exists():
+        check_whole(opened, name)
         return read_eagle(path, opened.shape)
     path = path / NAME if path.is_dir() else path
     digest = model_digest(checkpoint, opened.family.names)
-    return read_head(path, digest, opened.shape.hidden_size)
+    head = read_head(path, digest, opened.shape.hidden_size)
+    if head.named_layers:
+        check_whole(opened, name)
+    return head
+
+
+def check_whole(opened: Opened, name: str) -> None:
+    """Raise SpeqError for a head that goes by layers of which other machines have some."""
+    if opened.part is not None:
+        raise SpeqError(
+            f"head {name} goes by layers of the whole model, which runs in stages; give one of "
+            "`speq train-head` that names no experts"
+        )
 
 
 def head_worth_weighing(opened: Opened) -> HeadSource | None:

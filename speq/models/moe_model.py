@@ -520,6 +520,10 @@ def load(
             checkpoint.on_disk(sorted(unexpected)[0]),
         )
     check = checkpoint.tensor_check()
+    if part is not None:
+        others = [place for name, place in checkpoint.tensors.items() if not part.holds(name)]
+        for file, stored in others:
+            check.leave(file, stored.offset)
     mapped = MappedWeights(checkpoint, check)
     plain = plain_modules(model, family.routers(model))
     held = {} if records is None else records(plain, mapped)

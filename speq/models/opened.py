@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_dense import PackedDense
 from speq.experts.packed_store import PackedExpertStore, open_experts
@@ -71,20 +70,18 @@ def open_model(model: str | Path, verify_reads: bool = False, part: Part | None 
     """Check a model folder and read its sizes, without loading weights.
 
     verify_reads  compare experts with their checksums whenever they are read; packed models only
-    part          the layers that are to be held, of a folder as published; None: all
+    part          the layers that are to be held; None: all
     """
     path = locate(model)
     config = read_json(path / "config.json")
     family = family_of(config, path)
     checkpoint = Checkpoint(path, family.text_part)
     check_weights(family.config(config, path), checkpoint)
-    shape = shape_of(family, hf_config(checkpoint), path / "config.json", part)
+    sizes = family, hf_config(checkpoint), path / "config.json"
+    shape, whole = shape_of(*sizes, part), None
     if part is not None and (path / EXPERTS_MANIFEST).exists():
-        raise SpeqError(
-            f"{path} is a pack, whose records are of all layers, and the model runs in stages; "
-            "give the folder that was packed"
-        )
-    store = open_experts(checkpoint, shape.experts, verify_reads)
+        whole = shape_of(*sizes).experts  # whose records a pack has
+    store = open_experts(checkpoint, shape.experts, verify_reads, whole)
     return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store), part)
 
 

@@ -71,6 +71,9 @@ class OtherStages(Protocol):
     def run(self, hidden_states: Tensor) -> Tensor:
         """What they make of the rows [1, T, H] or [T, H] of that pass."""
 
+    def check(self) -> None:
+        """Raise EngineLost where one of them is gone. Between passes only."""
+
     def close(self) -> None:
         """The run is over."""
 

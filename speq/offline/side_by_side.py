@@ -7,7 +7,7 @@ from typing import Any
 
 from speq.batching import Batch, Emitted, Request
 from speq.config import SamplingParams
-from speq.errors import SpeqError
+from speq.errors import EngineLost, SpeqError
 from speq.files.json_file import parse_json
 from speq.generator import Generator, tokens_of
 from speq.offline.answer import Answer
@@ -104,8 +104,12 @@ class SideBySide:
 
 
 def of_the_machine(error: SpeqError) -> bool:
-    """Whether another request would fail as well: a disk, a device or memory is what failed."""
-    return isinstance(error.__cause__, OSError | MemoryError | RuntimeError)
+    """Whether another request would fail as well: a disk, a device, memory or a stage of the model
+    is what failed.
+    """
+    return isinstance(error, EngineLost) or isinstance(
+        error.__cause__, OSError | MemoryError | RuntimeError
+    )
 
 
 def object_of(line: RequestLine) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from speq.batching import Emitted, Request
 from speq.decode.sequence import Sequence as Text
 from speq.devices.failures import of_the_device
-from speq.errors import SpeqError
+from speq.errors import EngineLost, SpeqError
 from speq.generator import Token, tokens_of
 from speq.options.typed import SamplingOptions
 from speq.server.engine_worker import (
@@ -36,6 +36,8 @@ logger = logging.getLogger("speq")
 
 # Reasons to finish, beside "eos", "length" and "stop".
 STOPPED, FAILED = "stopped", "failed"
+# How often it is looked, while there is nothing to do, whether something could be done.
+CHECK_S = 5.0
 # Bounds of what clients are told to wait for.
 RETRY_AFTER_S = (1.0, 60.0)
 CLOSING = "the server is ending; ask again when it is back"
@@ -66,6 +68,9 @@ class Engine(Protocol):
     @property
     def fixed_draft_length(self) -> int | None: ...
     def batch(self) -> AbstractContextManager[Batch]: ...
+    def check_alive(self) -> None:
+        """Raise EngineLost where nothing more can be generated."""
+
     def prepare(
         self,
         prompt: Prompt,
@@ -214,12 +219,21 @@ class BatchWorker:
 
     def _next(self) -> UnderWay | None:
         """The request that a batch begins with; None where there will be none."""
-        with self._changed:
-            while not self._waiting:
-                if self._draining or self.failure is not None:
-                    return None
-                self._changed.wait()
+        while not self._awaited():
+            if self._draining or self.failure is not None:
+                return None
+            try:
+                self._engine.check_alive()
+            except SpeqError as error:
+                self._die(str(error))
         return self._take(lambda context: True) or self._next()
+
+    def _awaited(self) -> bool:
+        """Whether a request waits, or comes before the engine has been idle for long."""
+        with self._changed:
+            if not self._waiting and not self._draining and self.failure is None:
+                self._changed.wait(CHECK_S)
+            return bool(self._waiting)
 
     def _take(self, takes: Callable[[int], bool]) -> UnderWay | None:
         """The request that has waited longest, if a batch takes it."""
@@ -320,7 +334,7 @@ class BatchWorker:
             viewer.ended(taken.stream, end)
         if isinstance(end, SpeqError):
             # Before its client hears of it, who may ask again at once.
-            if isinstance(end.__cause__, RuntimeError) and of_the_device(end.__cause__):
+            if is_the_end(end.__cause__):
                 self._die(str(end))
             taken.stream.fail(end)
         elif self._aborting and end.finish_reason == STOPPED:
@@ -334,6 +348,7 @@ class BatchWorker:
             self._end(self._taken[0], failed(error))
 
     def _die(self, sentence: str) -> None:
+        logger.error("no more requests are taken: %s", sentence)
         with self._changed:
             self.failure = self.failure or sentence
             self._send_home(sentence)
@@ -344,5 +359,11 @@ class BatchWorker:
 def failed(error: Exception) -> EngineFailed:
     """That the engine can hold the request is known, so it is not the request's fault."""
     made = EngineFailed(str(error))
-    made.__cause__ = error.__cause__
+    made.__cause__ = error if isinstance(error, EngineLost) else error.__cause__
     return made
+
+
+def is_the_end(cause: BaseException | None) -> bool:
+    """Whether whoever asks after a failure of this cause fails as well."""
+    lost_device = isinstance(cause, RuntimeError) and of_the_device(cause)
+    return lost_device or isinstance(cause, EngineLost)

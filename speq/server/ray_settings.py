@@ -15,14 +15,20 @@ MOST_REPLICAS = 1000
 class RaySettings(Options):
     """How many generators there are, and where. Each has the memory budget to itself."""
 
-    ray: Annotated[bool, Option("Run replicas of the model on a Ray cluster.", Switch())] = False
+    ray: Annotated[
+        bool,
+        Option(
+            "Run replicas of the model on a Ray cluster or, with --stages, its layers.", Switch()
+        ),
+    ] = False
     replicas: Annotated[
         int, Option("Replicas; where Ray may add some, at least.", Whole(1, MOST_REPLICAS))
     ] = 1
     replica_cpus: Annotated[
         int | None,
         Option(
-            "Cores of a replica; default: those of this machine, shared by the replicas.",
+            "Cores of a replica, or of a stage; default: those of this machine, shared by all that "
+            "run on it.",
             Whole(1, 1024),
         ),
     ] = None
@@ -44,6 +50,14 @@ class RaySettings(Options):
     def most(self) -> int:
         """Replicas at a time, at most."""
         return self.replicas
+
+    def of_stages(self, count: int) -> "RaySettings":
+        """The same for the stages of one model, in the place of replicas: on a cluster that runs a
+        stage has all cores of a machine, and on this machine a share of them.
+        """
+        shared = count if self.ray_address is None else 1
+        cpus = self.replica_cpus or max((os.cpu_count() or 1) // shared, 1)
+        return RaySettings(True, count, cpus, 0, self.ray_address)
 
     def check_together(self) -> None:
         """Raise SpeqError for options of a cluster where there is none."""

@@ -16,7 +16,7 @@ from speq.stages.settings import counts_of
 from speq.version import __version__
 
 # Of messages; rises when they change.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import EngineLost, SpeqError
 from speq.files.checkpoint import locate
 from speq.files.json_file import read_json
 from speq.models.families import family_of
@@ -19,7 +19,7 @@ from speq.models.opened import Opened, open_model
 from speq.models.texts import Span
 from speq.planning.memory import MAX_CHUNK
 from speq.stages.agreement import Agreement, Shared, part_for
-from speq.stages.rendezvous import open_ring
+from speq.stages.rendezvous import Meeting, check_gloo, open_ring
 from speq.stages.settings import StagesSettings, staged
 from speq.stages.wire import Kind, Message, Ring
 
@@ -27,7 +27,9 @@ logger = logging.getLogger("speq")
 
 # A stage that has nothing to do hears at once.
 CLOSING_S = 10.0
+CHECK_S = 60.0
 BROKEN_OFF = "a pass through the stages was broken off; start all of them again"
+OTHER_ROWS = "the stages gave back another number of rows; start all of them again"
 
 
 @dataclass(slots=True)
@@ -63,22 +65,29 @@ class RingStages:
         rows = bytes_of(hidden_states)
         answer = self._asked(Message(Kind.PASS, self._pass | {"changes": changes}, rows))
         if answer.rows.numel() != rows.numel():
-            raise SpeqError("the stages gave back another number of rows; start all of them again")
+            self._lost = OTHER_ROWS
+            raise EngineLost(OTHER_ROWS)
         return answer.rows.view(hidden_states.dtype).view(hidden_states.shape)
 
-    def _asked(self, message: Message) -> Message:
+    def check(self) -> None:
+        self._asked(Message(Kind.CHECK), min(self.wait_s, CHECK_S))
+
+    def _asked(self, message: Message, wait_s: float | None = None) -> Message:
         if self._lost is not None:
-            raise SpeqError(self._lost)
+            raise EngineLost(self._lost)
         self._lost = BROKEN_OFF  # unless the answer comes
         try:
-            self.ring.send(message)
-            answer = self.ring.receive(self.wait_s)
+            self.ring.send(message, wait_s)
+            answer = self.ring.receive(wait_s or self.wait_s)
         except SpeqError as error:
             self._lost = str(error)
-            raise
+            raise EngineLost(self._lost) from error
         if answer.kind == Kind.FAILED:
             sentence = str(answer.content.get("sentence", "failed"))
-            self._lost = sentence if answer.content.get("ended") else None
+            if answer.content.get("ended"):
+                self._lost = sentence
+                raise EngineLost(sentence)
+            self._lost = None
             raise SpeqError(sentence)
         self._lost = None
         return answer
@@ -106,10 +115,12 @@ def most_row_bytes(opened: Opened) -> int:
     return MAX_CHUNK * opened.shape.hidden_size * torch.float64.itemsize
 
 
-def open_stage(model: str, stages: str, number: int) -> tuple[Opened, Agreement]:
+def open_stage(
+    model: str, stages: str, number: int, verify_reads: bool = False
+) -> tuple[Opened, Agreement]:
     """The layers of one stage, opened, and what has to be the same on all.
 
-    Raises SpeqError for packs, whose records are of all layers.
+    verify_reads  as of `open_model`. Raises SpeqError for packs that are read over a draft
     """
     path = locate(model)
     config = read_json(path / "config.json")
@@ -117,21 +128,34 @@ def open_stage(model: str, stages: str, number: int) -> tuple[Opened, Agreement]
     if type(layers) is not int:
         raise SpeqError(f"{path / 'config.json'} has no num_hidden_layers; download it again")
     counts, part = part_for(stages, layers, number)
-    opened = open_model(path, part=part)
+    opened = open_model(path, verify_reads, part)
+    codec = opened.store.codec
+    if codec.needs_draft:
+        opened.close()
+        raise SpeqError(
+            f"{path} is packed with codec {codec.name}, whose records are read over a draft's "
+            "codes, and the model runs in stages, which hold none; give the folder that was "
+            "packed, or pack it with --codec lossless"
+        )
     return opened, Agreement.of(opened, counts)
 
 
 def open_first(
-    model: str, config: RunConfig, settings: StagesSettings
+    model: str, config: RunConfig, settings: StagesSettings, meeting: Meeting | None = None
 ) -> tuple[Opened, RunConfig, RingStages]:
-    """The first stage's layers, its options, and the stages behind it, which have come."""
+    """The first stage's layers, its options, and the stages behind it, which have come.
+
+    meeting  where they come to; None: to the rendezvous of the settings
+    """
     assert settings.stages is not None
-    assert settings.rendezvous is not None
+    if meeting is None and settings.rendezvous is None:
+        raise SpeqError("stages is given and rendezvous is not; stages take both")
+    check_gloo()
     config = staged(config)
-    opened, agreement = open_stage(model, settings.stages, 1)
+    opened, agreement = open_stage(model, settings.stages, 1, config.verify_reads)
     try:
         ring = open_ring(
-            settings.rendezvous,
+            meeting or Meeting.at(str(settings.rendezvous)),
             agreement,
             Shared.of(config),
             most_row_bytes(opened),

@@ -7,8 +7,9 @@ address by which it reached the first.
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,17 +35,34 @@ def check_gloo() -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the first stage listens for the others.
+
+    rendezvous  HOST:PORT, as they are told
+    look        called while it waits; raises SpeqError where one of the others will not come
+    """
+
+    rendezvous: str
+    listening: socket.socket
+    look: Callable[[], None] = lambda: None
+
+    @classmethod
+    def at(cls, rendezvous: str) -> "Meeting":
+        """Raises SpeqError for an address that cannot be listened on."""
+        remedy = "give an address of this machine, and a port that is free"
+        what = f"rendezvous {rendezvous}"
+        return cls(rendezvous, listening_on(*address_of(rendezvous), what, remedy))
+
+
 def open_ring(
-    rendezvous: str, agreement: Agreement, shared: Shared, most_row_bytes: int, wait_s: float
+    meeting: Meeting, agreement: Agreement, shared: Shared, most_row_bytes: int, wait_s: float
 ) -> GlooRing:
     """Of the first stage: wait for the others. Raises SpeqError where one differs or stays away."""
-    check_gloo()
-    host, port = address_of(rendezvous)
+    rendezvous, listening = meeting.rendezvous, meeting.listening
     count = len(agreement.counts)
-    remedy = "give an address of this machine, and a port that is free"
-    listening = listening_on(host, port, f"rendezvous {rendezvous}", remedy)
-    own = str(listening.getsockname()[0])
-    with meeting(rendezvous):
+    own, port = listening.getsockname()[:2]
+    with saying_where(rendezvous):
         store: Any = dist.TCPStore(
             own,
             port,
@@ -59,6 +77,7 @@ def open_ring(
     deadline_s = time.monotonic() + wait_s
     for number in range(2, count + 1):
         while not store.check([came(number)]):
+            meeting.look()
             if time.monotonic() > deadline_s:
                 raise SpeqError(
                     f"stage {number} of {count} did not come to {rendezvous} within {wait_s:g} s; "
@@ -81,7 +100,7 @@ def join_ring(
     host, port = address_of(rendezvous)
     count = len(agreement.counts)
     own = reached_from(rendezvous, wait_s)
-    with meeting(rendezvous):
+    with saying_where(rendezvous):
         store: Any = dist.TCPStore(
             host, port, None, timeout=timedelta(seconds=wait_s), wait_for_workers=False
         )
@@ -97,7 +116,7 @@ def join_ring(
         )
     agreement.check(Agreement.of_json(first, "the first stage"), "the first stage")
     deadline_s = time.monotonic() + wait_s
-    with meeting(rendezvous):
+    with saying_where(rendezvous):
         while not store.check([ALL_CAME]) and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
     ring = ring_over(store, own, number, count, most_row_bytes, wait_s, rendezvous)
@@ -119,7 +138,7 @@ def ring_over(
     rendezvous: str,
 ) -> GlooRing:
     """own: the address that this stage listens on for the others"""
-    with meeting(rendezvous):
+    with saying_where(rendezvous):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         options._timeout = timedelta(seconds=wait_s)
@@ -145,7 +164,7 @@ def reached_from(rendezvous: str, wait_s: float) -> str:
 
 
 @contextmanager
-def meeting(rendezvous: str) -> Iterator[None]:
+def saying_where(rendezvous: str) -> Iterator[None]:
     """Failures of torch's store and of gloo as one sentence."""
     try:
         yield

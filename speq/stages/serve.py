@@ -17,6 +17,7 @@ from speq.models.texts import TextTokens
 from speq.models.tree import Tree
 from speq.runtime import Runtime
 from speq.scheduler.row_pruning import Stakes
+from speq.stages.agreement import Shared
 from speq.stages.first import bytes_of, most_row_bytes, open_stage
 from speq.stages.rendezvous import join_ring
 from speq.stages.settings import StageSettings, staged
@@ -27,6 +28,10 @@ from speq.units import Progress
 IDLE_S = 7 * 24 * 3600.0
 # Of a neighbour that is told that this stage ends.
 PARTING_S = 10.0
+# Whoever drafts elsewhere: it has memory planned for the rows of drafts, and takes none itself.
+DRAFTER_ELSEWHERE = "ngram"
+# What a stage has an answer to; it passes other messages on.
+ASKING = (Kind.RESERVE, Kind.PASS)
 
 
 @dataclass(slots=True)
@@ -50,7 +55,7 @@ class Stage:
                 if self.ring.number < self.ring.count:
                     self.ring.send(message)
                 return
-            if message.kind != Kind.FAILED:
+            if message.kind in ASKING:
                 try:
                     with in_a_sentence():
                         message = self._answer(message)
@@ -158,6 +163,18 @@ def failed(ring: Ring, error: SpeqError, ended: bool = False) -> Message:
     return Message(Kind.FAILED, {"sentence": f"{where}: {error}", "ended": ended})
 
 
+def decided(config: RunConfig, shared: Shared) -> RunConfig:
+    """The options of a stage behind the first, with what that one has decided."""
+    return replace(
+        config,
+        dtype=shared.dtype,
+        drafter="none" if shared.drafter == "none" else DRAFTER_ELSEWHERE,
+        draft_length=shared.draft_length,
+        context_length=shared.context_length,
+        max_batch=shared.max_batch,
+    )
+
+
 def run_stage(
     model: str,
     config: RunConfig,
@@ -172,7 +189,7 @@ def run_stage(
     """
     config = staged(config)
     number = settings.stage
-    opened, agreement = open_stage(model, settings.stages, number)
+    opened, agreement = open_stage(model, settings.stages, number, config.verify_reads)
     with ExitStack() as stack:
         stack.callback(opened.close)
         part = opened.part
@@ -182,14 +199,7 @@ def run_stage(
         ring, shared = join_ring(
             settings.rendezvous, number, agreement, most_row_bytes(opened), settings.stage_wait_s
         )
-        config = replace(
-            config,
-            dtype=shared.dtype,
-            drafter=shared.drafter,
-            draft_length=shared.draft_length,
-            context_length=shared.context_length,
-            max_batch=shared.max_batch,
-        )
+        config = decided(config, shared)
         try:
             with in_a_sentence():
                 loaded = load(opened, config, progress)

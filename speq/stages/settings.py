@@ -8,9 +8,11 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Number, Text, Whole
+from speq.registries import CODECS
 
 MOST_STAGES = 64
-DRAFTERS_WITHOUT_PASSES = ("none", "ngram")
+# Those that make no pass of the model.
+DRAFTERS_WITHOUT_PASSES = ("none", "ngram", "head")
 
 COUNTS = Option(
     "Machines that run the model's layers one behind another: how many, or layers of each from "
@@ -41,12 +43,9 @@ class StagesSettings(Options):
     stage_wait_s: StageWait = 600.0
 
     def check_together(self) -> None:
-        """Raise SpeqError for one of stages and rendezvous without the other."""
-        if (self.stages is None) != (self.rendezvous is None):
-            given, other = ("stages", "rendezvous")
-            if self.stages is None:
-                given, other = other, given
-            raise SpeqError(f"{given} is given and {other} is not; stages take both")
+        """Raise SpeqError for a rendezvous of nobody."""
+        if self.stages is None and self.rendezvous is not None:
+            raise SpeqError("rendezvous is given and stages is not; stages take both")
         if self.rendezvous is not None:
             address_of(self.rendezvous)
 
@@ -91,12 +90,26 @@ def address_of(rendezvous: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def counts_of(stages: str, layers: int) -> list[int]:
-    """Layers of each stage, of a model of so many. Raises SpeqError for what does not add up."""
+def numbers_of(stages: str) -> list[int]:
+    """What the option says: how many stages, or layers of each. Raises SpeqError for no numbers."""
     given = [each.strip() for each in stages.split(",")]
     if not all(each.isdecimal() and len(each) < 6 for each in given):
         raise SpeqError(f"stages is {stages!r:.80}; it must be a number, or numbers of layers")
-    numbers = [int(each) for each in given]
+    return [int(each) for each in given]
+
+
+def stage_count(stages: str) -> int:
+    """How many stages the option asks for. Raises SpeqError for more than there may be."""
+    numbers = numbers_of(stages)
+    count = numbers[0] if len(numbers) == 1 else len(numbers)
+    if not 2 <= count <= MOST_STAGES:
+        raise SpeqError(f"stages is {stages!r:.80}; give from 2 to {MOST_STAGES}")
+    return count
+
+
+def counts_of(stages: str, layers: int) -> list[int]:
+    """Layers of each stage, of a model of so many. Raises SpeqError for what does not add up."""
+    numbers = numbers_of(stages)
     if len(numbers) == 1:
         return even_counts(layers, numbers[0])
     if len(numbers) > MOST_STAGES or min(numbers) < 1 or sum(numbers) != layers:
@@ -128,9 +141,10 @@ def staged(config: RunConfig) -> RunConfig:
         ("draft", ("auto", "none")),
         ("prune_rows", ("auto", "off")),
         ("draft_nodes", (None,)),
+        ("codec", ("auto", *(name for name in CODECS.names if not CODECS[name].needs_draft))),
+        ("dense", ("auto", "raw", "lossless")),
         ("profile", ("auto", "none")),
         ("packed_copy", ("auto", "none")),
-        ("verify_reads", (False,)),
         ("expert_budget", (None,)),
         ("expert_floor", (None,)),
     )

@@ -30,12 +30,15 @@ OTHER_PROTOCOL = "run the same version of speq on all machines"
 
 
 class Kind(IntEnum):
-    """RESERVE: lay out memory; PASS: run rows; FAILED: a stage could not; CLOSE: the run is over"""
+    """RESERVE: lay out memory; PASS: run rows; FAILED: a stage could not; CLOSE: the run is over;
+    CHECK: whether all are there.
+    """
 
     RESERVE = 1
     PASS = 2
     FAILED = 3
     CLOSE = 4
+    CHECK = 5
 
 
 @dataclass(frozen=True, slots=True)

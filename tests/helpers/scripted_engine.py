@@ -101,6 +101,7 @@ class ScriptedEngine:
     before         called by the engine's thread before each token, with its place
     before_prompt  called with 1 and 2 as the prompt is run
     fault          raised in place of the token at `fault_at`; -1: as the request is laid out
+    lost           raised where it is looked whether the engine is alive
     asked          (prompt, options) of each request; closed: how many texts were left
     """
 
@@ -109,6 +110,7 @@ class ScriptedEngine:
     before_prompt: Callable[[int], None] = lambda done: None
     fault: BaseException | None = None
     fault_at: int = 0
+    lost: SpeqError | None = None
     max_batch: int = 1
     fixed_draft_length: int | None = None
     asked: list[tuple[Prompt, dict[str, Any]]] = field(default_factory=list)
@@ -125,6 +127,10 @@ class ScriptedEngine:
             ScriptedText(self.tokens),
             odds=None if top_logprobs is None else ScriptedOdds(self.tokens),
         )
+
+    def check_alive(self) -> None:
+        if self.lost is not None:
+            raise self.lost
 
     @contextmanager
     def batch(self) -> Iterator["ScriptedBatch"]:

@@ -1,6 +1,10 @@
-"""Stages of a model in threads of one process, with queues in the place of a network."""
+"""Stages of a model: in threads of one process, with queues in the place of a network, or in
+processes that meet over gloo.
+"""
 
 import queue
+import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,10 +17,12 @@ from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.load import load
 from speq.runtime import Runtime
+from speq.stages.agreement import Shared
 from speq.stages.first import RingStages, open_stage
-from speq.stages.serve import Stage
-from speq.stages.settings import staged
+from speq.stages.serve import Stage, decided
+from speq.stages.settings import StagesSettings, staged
 from speq.stages.wire import Message, sizes_of, unpacked
+from tests.helpers.command import arguments_of
 
 PATIENCE_S = 60.0
 MOST_BYTES = 1 << 24
@@ -54,12 +60,14 @@ def in_threads(model: Path, stages: str, budgets: list[str], **options: Any) -> 
 
     options  of the run
     """
-    configs = [staged(RunConfig.of(budget, **options)) for budget in budgets]
+    given = [staged(RunConfig.of(budget, **options)) for budget in budgets]
+    configs = [given[0], *(decided(each, Shared.of(given[0])) for each in given[1:])]
     queues: list[queue.Queue[Any]] = [queue.Queue() for _ in configs]
     failures: list[BaseException] = []
     with ExitStack() as stack:
         first, *others = [
-            stack.enter_context(closing_opened(model, stages, at + 1)) for at in range(len(configs))
+            stack.enter_context(closing_opened(model, stages, number, config.verify_reads))
+            for number, config in enumerate(configs, start=1)
         ]
         threads = []
         for at, (opened, config) in enumerate(zip(others, configs[1:], strict=True), start=2):
@@ -88,9 +96,46 @@ def in_threads(model: Path, stages: str, budgets: list[str], **options: Any) -> 
 
 
 @contextmanager
-def closing_opened(model: Path, stages: str, number: int) -> Iterator[Any]:
-    opened = open_stage(str(model), stages, number)[0]
+def closing_opened(model: Path, stages: str, number: int, verify_reads: bool) -> Iterator[Any]:
+    opened = open_stage(str(model), stages, number, verify_reads)[0]
     try:
         yield opened
     finally:
         opened.close()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@contextmanager
+def stage_process(
+    model: Path, met: str, budget: str, *options: object
+) -> Iterator["subprocess.Popen[str]"]:
+    """The second of two stages in a process of its own. met: HOST:PORT; options: of the command"""
+    words = ("stage", model, "--stage", 2, "--stages", 2, "--rendezvous", met)
+    process = subprocess.Popen(
+        arguments_of(*words, "--memory-budget", budget, *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def first_of(model: Path, met: str, **options: Any) -> Iterator[Generator]:
+    """The first of two stages in this process."""
+    settings = StagesSettings(stages="2", rendezvous=met, stage_wait_s=PATIENCE_S)
+    config = RunConfig.of("24MiB", dtype="float32", **options)
+    generator = Generator.load(model, config, stages=settings)
+    try:
+        yield generator
+    finally:
+        generator.close()

@@ -2,12 +2,12 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,35 @@ import torch
 
 from speq.config import RunConfig, SamplingParams
 from speq.decode.sequence import Draft, Sequence
-from speq.errors import SpeqError
+from speq.devices.device import Processor
+from speq.errors import EngineLost, SpeqError
+from speq.experts.passes import by_layer
+from speq.files.alignment import aligned_bytes
 from speq.generator import Generator
+from speq.heads.named import head_named
+from speq.models import moe_model
 from speq.models.kv_cache import KVCache
+from speq.models.opened import Opened, open_model
 from speq.models.part import Part, parts_of
 from speq.models.shape import DTYPES
 from speq.stages.agreement import Agreement, Shared, part_for, versions
-from speq.stages.first import RingStages, open_stage
-from speq.stages.rendezvous import join_ring, open_ring
+from speq.stages.first import RingStages, open_first, open_stage
+from speq.stages.rendezvous import Meeting, join_ring, open_ring
 from speq.stages.serve import follow
-from speq.stages.settings import StagesSettings, address_of, counts_of, staged
+from speq.stages.settings import StagesSettings, address_of, counts_of, stage_count, staged
 from speq.stages.waiting import Waiter
 from speq.stages.wire import Kind, Message, Ring, sizes_of, unpacked
 from tests.helpers.command import arguments_of
-from tests.helpers.stages import MOST_BYTES, PATIENCE_S, in_threads
+from tests.helpers.heads import write_random_head
+from tests.helpers.packing import pack_to
+from tests.helpers.stages import (
+    MOST_BYTES,
+    PATIENCE_S,
+    first_of,
+    free_port,
+    in_threads,
+    stage_process,
+)
 from tests.helpers.tiny_models import drawn_tokens, greedy_tokens, load_plain
 
 PROMPT = "the sea the sea the land and the sea"
@@ -53,9 +68,9 @@ def logits_of(generator: Generator) -> list[torch.Tensor]:
     return found
 
 
-def check_passes(model: Path, stages: str, dtype: str) -> None:
-    options = {"dtype": dtype, "drafter": "none", "codec": "raw", "dense": "raw"}
-    options |= {"context_length": 128, "profile": "none"}
+def check_passes(model: Path, stages: str, dtype: str, **more: Any) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "drafter": "none", "codec": "raw", "dense": "raw"}
+    options |= {"context_length": 128, "profile": "none"} | more
     config = RunConfig.of("64MiB", **options, device="cpu", draft="none", packed_copy="none")
     whole = Generator.load(model, config)
     try:
@@ -95,6 +110,81 @@ def test_passes_of_other_families(
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(
+    ("family", "stages", "dtype", "codec", "dense"),
+    [
+        ("qwen2_moe", "2,1", "bfloat16", "lossless", "lossless"),
+        ("deepseek_v2", "2", "float32", "lossless", "raw"),
+        ("olmoe", "1,1,1", "bfloat16", "raw", "raw"),
+    ],
+)
+def test_passes_over_packs(
+    tiny_bfloat16: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    stages: str,
+    dtype: str,
+    codec: str,
+    dense: str,
+) -> None:
+    packed = tmp_path / "packed"
+    pack_to(tiny_bfloat16(family), packed, codec=codec).close()
+    check_passes(packed, stages, dtype, codec="auto", dense=dense, verify_reads=True)
+
+
+def test_a_stage_reads_its_own_of_a_pack(
+    tiny_bfloat16: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Records and other weights of its layers; what is damaged elsewhere is not read."""
+    packed = tmp_path / "packed"
+    whole = pack_to(tiny_bfloat16("deepseek_v2"), packed, codec="lossless")
+    parts = [open_stage(str(packed), "2", number, verify_reads=True)[0] for number in (1, 2)]
+    layers = [layer for opened in parts for layer in opened.shape.experts.layers]
+    assert tuple(layers) == whole.shape.experts.layers
+    stores: list[Any] = [whole.store, *(opened.store for opened in parts)]
+
+    def record(store: Any, layer: int, expert: int) -> bytes:
+        slot = aligned_bytes(1, store.codec.slot_bytes)[0]
+        store.read(layer, expert, slot)
+        return bytes(slot[: store.record_bytes(layer, expert)].numpy())
+
+    def records(store: Any) -> list[bytes]:
+        return [record(store, *each) for each in by_layer(store.num_layers, store.num_experts)]
+
+    wanted = records(stores[0])
+    assert [each for store in stores[1:] for each in records(store)] == wanted
+    checkpoint = whole.checkpoint
+    file, info = checkpoint.tensors["model.layers.0.input_layernorm.weight"]
+    for path, offset in ((packed / "experts.bin", 64), (file.path, info.offset)):
+        with path.open("r+b") as damaged:
+            damaged.seek(offset)
+            damaged.write(b"\xff\x5a")
+    with pytest.raises(SpeqError, match=r"expert 0 in MoE layer 0, .* is not what was packed"):
+        records(stores[1])
+    assert records(stores[2]) == wanted[-len(records(stores[2])) :]
+
+    def loaded(opened: Opened) -> moe_model.MoEModel:
+        taken = opened.family, opened.checkpoint, torch.bfloat16, Processor()
+        return moe_model.load(*taken, part=opened.part)
+
+    assert loaded(parts[1]).nbytes == parts[1].shape.resident_bytes(torch.bfloat16)
+    with pytest.raises(
+        SpeqError, match=r"layers\.0\.input_layernorm\.weight is not what was packed"
+    ):
+        loaded(parts[0])
+    for opened in (whole, *parts):
+        opened.close()
+
+
+def test_a_pack_that_is_read_over_a_draft_is_refused(
+    tiny_bfloat16: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pack_to(tiny_bfloat16("qwen2_moe"), tmp_path / "packed", codec="residual").close()
+    with pytest.raises(SpeqError, match=r"packed with codec residual, .* --codec lossless"):
+        open_stage(str(tmp_path / "packed"), "2", 1)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_tokens_are_those_of_plain_transformers(
@@ -115,6 +205,33 @@ def test_tokens_are_those_of_plain_transformers(
 
 
 @pytest.mark.wide
+def test_a_head_drafts_over_stages(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """It hears last hidden states, which come back to the first stage. One that goes by layers
+    elsewhere is refused.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(tiny("qwen2_moe"), model)
+    write_random_head(model)
+    plain = load_plain(model)
+    given: dict[str, Any] = {"dtype": "float32", "drafter": "head", "codec": "raw"}
+    given |= {"draft_length": 3, "max_batch": 2}
+    with in_threads(model, "2", ["8MiB", "4MiB"], **given) as generator:
+        prompts = [PROMPT, PROMPT * 3]
+        alone = [generator.generate(each, max_new_tokens=20, ignore_eos=True) for each in prompts]
+        made = generator.generate_batch(prompts, max_new_tokens=20, ignore_eos=True)
+        for prompt, *both in zip(prompts, alone, made, strict=True):
+            wanted = greedy_tokens(plain, generator.encode(prompt), 20)
+            assert [each.token_ids for each in both] == [wanted, wanted]
+        assert alone[0].stats["draft_length_mean"] > 2
+    write_random_head(model, names=True)
+    opened = open_stage(str(model), "2", 1)[0]
+    for head in ("auto", "mtp"):
+        with pytest.raises(SpeqError, match=f"head {head} goes by layers of the whole model"):
+            head_named(head, opened)
+    opened.close()
+
+
+@pytest.mark.wide
 def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
     """Texts of several lengths share passes through all stages, and begin as earlier ones."""
     model = tiny("qwen2_moe")
@@ -123,6 +240,7 @@ def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
     with in_threads(
         model, "2", ["4MiB", "2MiB"], dtype="float32", drafter="ngram", codec="raw", max_batch=3
     ) as generator:
+        generator.check_alive()
         made = generator.generate_batch(prompts, max_new_tokens=20, ignore_eos=True)
         for prompt, each in zip(prompts, made, strict=True):
             assert each.token_ids == greedy_tokens(plain, generator.encode(prompt), 20)
@@ -143,10 +261,6 @@ def test_a_part_has_no_others_tensors(tiny: Callable[[str], Path]) -> None:
     """All parts together have each tensor of the model outside its experts, and each expert, once.
     What a part is planned to take is what it takes.
     """
-    from speq.devices.device import Processor
-    from speq.models import moe_model
-    from speq.models.opened import open_model
-
     model = tiny("deepseek_v2")
     whole = open_model(model)
     parts = [open_stage(str(model), "2", number)[0] for number in (1, 2)]
@@ -241,13 +355,22 @@ def test_layers_are_divided() -> None:
     for text in ("10.0.0.1", ":1", "a:0", "a:x", "0.0.0.0:29400", "::1:29400", "[a]:1", "[::]:1"):
         with pytest.raises(SpeqError, match="rendezvous is"):
             address_of(text)
+    with pytest.raises(SpeqError, match="rendezvous is given and stages is not"):
+        StagesSettings(rendezvous="a:1").check_together()
     with pytest.raises(SpeqError, match="stages is given and rendezvous is not"):
-        StagesSettings(stages="2").check_together()
+        open_first("none", RunConfig.of("1GiB"), StagesSettings(stages="2"))
+    assert [stage_count(each) for each in ("2", "3,1", "1,1,1")] == [2, 2, 3]
+    for text in ("1", "65", "x"):
+        with pytest.raises(SpeqError, match="stages is"):
+            stage_count(text)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("drafter", "int4"), ("prune_rows", "on"), ("device", "cuda")],
+    [
+        *[("drafter", "int4"), ("prune_rows", "on"), ("device", "cuda")],
+        *[("codec", "residual"), ("dense", "residual")],
+    ],
 )
 def test_options_that_stages_do_not_take(option: str, value: Any) -> None:
     config = RunConfig.of("1GiB", **{option: value})
@@ -270,12 +393,6 @@ def test_stages_that_differ_are_refused() -> None:
     for text in (b"{}", b"7", b'{"model": 1, "versions": {}, "counts": []}', b"\x80"):
         with pytest.raises(SpeqError, match="nothing that this version understands"):
             Agreement.of_json(text, "it")
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 SHARED = Shared("float32", "ngram", None, None, 1)
@@ -312,11 +429,11 @@ def test_a_rendezvous(host: str) -> None:
         coming.start()
         if theirs == other:
             with pytest.raises(SpeqError, match="stage 2 of 2 has another checkpoint"):
-                open_ring(met, AGREED, SHARED, MOST_BYTES, PATIENCE_S)
+                open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, PATIENCE_S)
             coming.join(PATIENCE_S)
             assert "the first stage has another checkpoint" in str(outcome[0])
             continue
-        ring = open_ring(met, AGREED, SHARED, MOST_BYTES, PATIENCE_S)
+        ring = open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, PATIENCE_S)
         coming.join(PATIENCE_S)
         there, shared = outcome[0]
         assert shared == SHARED
@@ -336,13 +453,13 @@ def test_an_address_that_is_taken_or_elsewhere() -> None:
         taken = f"127.0.0.1:{listening.getsockname()[1]}"
         for met in (taken, "192.0.2.1:29400", "[2001:db8::1]:29400"):
             with pytest.raises(SpeqError, match=r"cannot be listened on: .*; give an address of"):
-                open_ring(met, AGREED, SHARED, MOST_BYTES, 0.3)
+                open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, 0.3)
 
 
 def test_nobody_comes() -> None:
     met = f"127.0.0.1:{free_port()}"
     with pytest.raises(SpeqError, match=r"stage 2 of 2 did not come to .* within 0\.3 s"):
-        open_ring(met, AGREED, SHARED, MOST_BYTES, 0.3)
+        open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, 0.3)
     with pytest.raises(SpeqError, match=r"nobody listens on rendezvous"):
         join_ring(f"127.0.0.1:{free_port()}", 2, AGREED, MOST_BYTES, 0.3)
 
@@ -391,40 +508,13 @@ def test_a_broken_pass_is_not_gone_on_with() -> None:
     stages.close()  # says nothing more
 
 
-@contextmanager
-def stage_process(model: Path, met: str, budget: str) -> Iterator[subprocess.Popen[str]]:
-    words = ("stage", model, "--stage", 2, "--stages", 2, "--rendezvous", met)
-    process = subprocess.Popen(
-        arguments_of(*words, "--memory-budget", budget, "--codec", "raw"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@contextmanager
-def first_of(model: Path, met: str, **options: Any) -> Iterator[Generator]:
-    settings = StagesSettings(stages="2", rendezvous=met, stage_wait_s=PATIENCE_S)
-    config = RunConfig.of("24MiB", dtype="float32", codec="raw", **options)
-    generator = Generator.load(model, config, stages=settings)
-    try:
-        yield generator
-    finally:
-        generator.close()
-
-
 @pytest.mark.wide
 def test_two_processes_write_what_one_does(bundled: Path) -> None:
     """Over gloo, with less than the model in each; the other process ends with the first."""
     plain = load_plain(bundled)
     met = f"127.0.0.1:{free_port()}"
-    with stage_process(bundled, met, "12MiB") as process:
-        with first_of(bundled, met, drafter="ngram") as generator:
+    with stage_process(bundled, met, "12MiB", "--codec", "raw") as process:
+        with first_of(bundled, met, drafter="ngram", codec="raw") as generator:
             for prompt in ("Once upon a time", "Lily and Tom play. Lily and Tom play. Lily"):
                 ids = generator.encode(prompt)
                 greedy = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)
@@ -439,15 +529,19 @@ def test_two_processes_write_what_one_does(bundled: Path) -> None:
 @pytest.mark.wide
 def test_a_stage_that_dies_ends_the_run(tiny: Callable[[str], Path]) -> None:
     model, met = tiny("olmoe"), f"127.0.0.1:{free_port()}"
-    with stage_process(model, met, "8MiB") as process, first_of(model, met) as generator:
+    with (
+        stage_process(model, met, "8MiB", "--codec", "raw") as process,
+        first_of(model, met, codec="raw") as generator,
+    ):
         stream = generator.stream("a", max_new_tokens=100, ignore_eos=True)
         next(stream)
         process.send_signal(signal.SIGKILL)
         process.wait(PATIENCE_S)
-        with pytest.raises(SpeqError, match="stage 2 of 2 has ended"):
+        with pytest.raises(EngineLost, match="stage 2 of 2 has ended"):
             list(stream)
-        with pytest.raises(SpeqError, match="stage 2 of 2 has ended"):
-            generator.generate("a")
+        for asked in (lambda: generator.generate("a"), generator.check_alive):
+            with pytest.raises(EngineLost, match="stage 2 of 2 has ended"):
+                asked()
 
 
 @pytest.mark.wide
@@ -455,7 +549,7 @@ def test_a_stage_outlives_no_first(tiny: Callable[[str], Path]) -> None:
     model, met = tiny("olmoe"), f"127.0.0.1:{free_port()}"
     first = ("generate", model, "--stages", 2, "--rendezvous", met, "--memory-budget", "8MiB")
     with (
-        stage_process(model, met, "8MiB") as process,
+        stage_process(model, met, "8MiB", "--codec", "raw") as process,
         subprocess.Popen(
             arguments_of(*first, "--prompt", "a", "--max-new-tokens", 400, "--ignore-eos"),
             stdout=subprocess.PIPE,

@@ -11,6 +11,8 @@ import pytest
 
 from speq import SpeqError
 from speq.config import SamplingParams
+from speq.errors import EngineLost
+from speq.server import batch_worker
 from speq.server.answer import with_heartbeats
 from speq.server.batch_worker import BatchWorker
 from speq.server.engine_worker import EngineFailed, EngineRequest, QueueFull, Unavailable
@@ -234,6 +236,33 @@ def test_a_lost_device_is_the_end() -> None:
             await texts_of(worker.submit(request_of()))
 
     run(engine, ask)
+
+
+def test_an_engine_that_is_lost_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to ask for that to be known; what is lost in a text is the end too."""
+    monkeypatch.setattr(batch_worker, "CHECK_S", 0.01)
+    lost = EngineLost("stage 2 of 2 has ended")
+    engine = ScriptedEngine(pieces(*TEXTS))
+
+    async def ask(worker: BatchWorker) -> None:
+        assert await texts_of(worker.submit(request_of())) == list(TEXTS)
+        assert worker.failure is None
+        engine.lost = lost
+        await asyncio.to_thread(worker._thread.join, PATIENCE_S)
+        assert worker.failure == "stage 2 of 2 has ended"
+        with pytest.raises(Unavailable, match="stage 2 of 2 has ended"):
+            worker.submit(request_of())
+
+    run(engine, ask)
+    engine = ScriptedEngine(pieces(*TEXTS), fault=lost, fault_at=1)
+
+    async def ask_in_vain(worker: BatchWorker) -> None:
+        with pytest.raises(EngineFailed, match="stage 2 of 2 has ended"):
+            await texts_of(worker.submit(request_of()))
+        with pytest.raises(Unavailable, match="stage 2 of 2 has ended"):
+            worker.submit(request_of())
+
+    run(engine, ask_in_vain)
 
 
 def test_draining_lets_the_one_under_way_finish() -> None:

@@ -48,10 +48,19 @@ def test_where_ray_is_absent_a_sentence_says_what_to_install(
         check_ray()
     (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}')
     files = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
-    for arguments in (("serve", bundled), ("batch", bundled, *files)):
+    stages = "generate", bundled, "--prompt", "a", "--stages", 2
+    for arguments in (("serve", bundled), ("batch", bundled, *files), stages):
         ended = command(*arguments, "--memory-budget", "64MiB", "--ray")
         assert ended.code == 1
         assert "error: Ray is not installed here" in ended.err
+
+
+def test_cores_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    here, there = RaySettings(True), RaySettings(True, ray_address="auto")
+    assert (here.of_stages(3).cpus, here.of_stages(3).most) == (2, 3)
+    assert there.of_stages(3).cpus == 8
+    assert RaySettings(True, replica_cpus=5).of_stages(3).cpus == 5
 
 
 def test_what_ray_serve_is_told() -> None:

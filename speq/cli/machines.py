@@ -1,0 +1,90 @@
+"""Where a command's model runs: on this machine, or in stages on several, which Ray may place."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
+
+from speq.cli import options as opt
+from speq.cli.from_dataclass import But
+from speq.config import RunConfig
+from speq.errors import SpeqError
+from speq.server.ray_settings import RayServeSettings, RaySettings
+from speq.stages.settings import StagesSettings, stage_count
+
+if TYPE_CHECKING:
+    from speq.generator import Generator
+    from speq.stages.rendezvous import Meeting
+    from speq.text.prompts import Prompt
+
+# Commands that run one model take no number of them.
+ONE_MODEL = But(without=("replicas", "replica_gpus"))
+# Of a client of Ray, which is no machine of the cluster.
+CLIENT = "ray://"
+
+
+def check_machines(machines: StagesSettings, cluster: RaySettings, replicas: bool = True) -> None:
+    """Raise SpeqError for options of stages and of a cluster that do not go together.
+
+    replicas  whether the command may run several of a whole model
+    """
+    if machines.stages is None:
+        if cluster.ray and not replicas:
+            raise SpeqError("ray is given and stages is not; this command takes both, or neither")
+        return
+    stage_count(machines.stages)
+    if not cluster.ray:
+        if machines.rendezvous is None:
+            raise SpeqError(
+                "stages is given and rendezvous is not; give where the stages meet, or --ray"
+            )
+        return
+    if machines.rendezvous is not None:
+        raise SpeqError(
+            "rendezvous and ray are both given; stages that Ray places meet where it has put the "
+            "first one: leave rendezvous out"
+        )
+    for name in ("replicas", "replica_gpus", "max_replicas"):
+        if getattr(cluster, name, None) != getattr(RayServeSettings(), name):
+            raise SpeqError(f"{name} and stages are both given; a replica holds all layers")
+    if (cluster.ray_address or "").startswith(CLIENT):
+        raise SpeqError(
+            f"ray_address is {cluster.ray_address} and the model runs in stages, the first of them "
+            "here; run the command on a machine of the cluster, with --ray-address auto"
+        )
+
+
+@contextmanager
+def loaded(
+    model: str,
+    run: RunConfig,
+    machines: StagesSettings,
+    cluster: RaySettings,
+    first_request: "tuple[Prompt, int] | None" = None,
+    quiet: bool = False,
+) -> Iterator["Generator"]:
+    """A generator of the model, wherever its layers run; they are given back with the block."""
+    with ExitStack() as stack:
+        meeting = None
+        if machines.wanted and cluster.ray:
+            meeting = stack.enter_context(placed(model, run, machines, cluster))
+        made = opt.load_generator(model, run, first_request, quiet, machines, meeting)
+        yield stack.enter_context(closing(made))
+
+
+@contextmanager
+def placed(
+    model: str, run: RunConfig, machines: StagesSettings, cluster: RaySettings
+) -> Iterator["Meeting"]:
+    """Stages on a Ray cluster, and where they come to."""
+    from speq.server.ray_cluster import check_ray
+    from speq.server.ray_cluster import cluster as connected
+    from speq.stages.placement import placed_stages
+
+    check_ray()
+    stages = str(machines.stages)
+    settings = cluster.of_stages(stage_count(stages))
+    with (
+        connected(settings),
+        placed_stages(model, run, stages, settings.cpus, machines.stage_wait_s) as meeting,
+    ):
+        yield meeting
