@@ -298,7 +298,7 @@ class Runtime:
                 drafters = [DRAFTERS[self.holding.drafter](base) for base in bases]
             if side is not None:
                 sides = [DRAFTERS[side](base) for base in bases]
-        listeners = [drafter for drafter in drafters if isinstance(drafter, Listener)]
+        listeners: list[Listener] = [each for each in drafters if isinstance(each, Listener)]
         return Engine(
             model=self.model,
             caches=caches,
