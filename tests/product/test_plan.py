@@ -790,7 +790,7 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object, **__: object) -> str:
         raise OSError("the network is down\nand more")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(
         SpeqError, match=r"'some/model' .* the hub: the network is down; check the name, .*"
     ):
@@ -800,17 +800,21 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_a_config_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: list[tuple[str, str, str | None]] = []
+    asked: list[tuple[str, list[str], str | None]] = []
 
-    def download(name: str, file: str, revision: str | None) -> str:
-        asked.append((name, file, revision))
-        return str(QWEN / "config.json")
+    def download(
+        name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        asked.append((name, allow_patterns, revision))
+        return str(QWEN)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", *JSON))
     assert found["model"] == "Qwen/x"
     run("Qwen/x@main", "--memory-budget", "16GiB", "--preset", "rtx-4090")
-    assert asked == [("Qwen/x", "config.json", None), ("Qwen/x", "config.json", "main")]
+    # And what quantisers say beside it.
+    files = ["config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+    assert asked == [("Qwen/x", files, None), ("Qwen/x", files, "main")]
 
 
 def test_rates() -> None:
