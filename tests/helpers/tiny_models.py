@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from speq.config import SamplingParams
-from speq.decode.sampling import noise
 from tests.helpers.picture_files import put_beside_pictures
+from tests.reference.noise import noise
 
 VOCAB = 264
 EOS = 256
@@ -483,7 +483,7 @@ class Noised(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         position, size = input_ids.shape[1] - self.prompt, scores.shape[1]
-        return scores - noise(self.seed, position, size).to(scores.dtype).log()
+        return scores - torch.from_numpy(noise(self.seed, position, size)).to(scores.dtype).log()
 
 
 def drawn_tokens(

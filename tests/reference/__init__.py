@@ -1,0 +1,1 @@
+"""What the product must give, written from the definitions: no module here imports speq."""
