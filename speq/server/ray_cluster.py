@@ -13,7 +13,7 @@ from speq.server.ray_settings import RaySettings
 def check_ray() -> None:
     """Raise SpeqError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise SpeqError("Ray is not installed here; pip install 'speq[ray]'")
+        raise SpeqError("Ray is not installed here; pip install 'ray[serve]'")
 
 
 @contextmanager

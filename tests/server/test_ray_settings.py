@@ -44,7 +44,7 @@ def test_where_ray_is_absent_a_sentence_says_what_to_install(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "ray" else own(name, *a)
     )
-    with pytest.raises(SpeqError, match=r"Ray is not installed here; pip install 'speq\[ray\]'"):
+    with pytest.raises(SpeqError, match=r"Ray is not installed here; pip install 'ray\[serve\]'"):
         check_ray()
     (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}')
     files = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
