@@ -100,4 +100,4 @@ rehearse: $(READY)
 	$(BIN)/python -m tools.rehearse $(REHEARSE_ARGS)
 
 clean:
-	rm -rf build $(VENV) speq/*.so speq.egg-info
+	rm -rf build $(VENV) speq/*.so speq_moe.egg-info

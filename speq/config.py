@@ -1,10 +1,10 @@
 """Options of a run and of sampling: each is declared here, once, and checked where it enters."""
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options, build
 from speq.options.kinds import (
@@ -24,7 +24,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DENSE_DRAFTS = ("none", "shared", "attention", "all")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
-DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
+DEFAULT_READER_THREADS = max(2, min(4, processors()))
 MAX_READER_THREADS = 64
 MAX_DRAFT_LENGTH = 64
 # With the pending token as many rows as native kernels run alike.

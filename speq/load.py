@@ -178,7 +178,7 @@ def load(
         subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
         trial = trial_of(opened, device, subject, config)
         settled = settle(subject, budget, config, profile, trial.survey)
-        check_room(settled.memory, device)
+        check_room(settled.memory, config.memory_budget, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
@@ -440,22 +440,28 @@ def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
     return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
 
 
-def check_room(memory: MemoryPlan, device: Processor | Accelerator) -> None:
+def check_room(memory: MemoryPlan, budget_bytes: int, device: Processor | Accelerator) -> None:
     """The budget is a promise about memory that must exist."""
     planned = sum(memory.items.values())
     free = device.free_bytes()
-    if planned <= free:
-        return
-    if not isinstance(device, Processor):
-        raise SpeqError(
+    on_cpu = isinstance(device, Processor)
+    where = "here" if on_cpu else "on the GPU"
+    if planned > free:
+        sentence = (
             f"the run would take {format_bytes(planned)} of the memory budget and "
-            f"{format_bytes(free)} are free on the GPU; give a smaller budget"
+            f"{format_bytes(free)} are free {where}; give a smaller budget"
         )
-    logger.warning(
-        "the run would take %s and the machine has %s of memory left",
-        format_bytes(planned),
-        format_bytes(free),
-    )
+        if not on_cpu:
+            raise SpeqError(sentence)
+        logger.warning("%s, or the system may end the run", sentence)
+    elif budget_bytes > free:
+        logger.warning(
+            "the memory budget is %s and %s are free %s; a longer context may take what is not "
+            "there: give a smaller budget, or a context_length",
+            format_bytes(budget_bytes),
+            format_bytes(free),
+            where,
+        )
 
 
 def int4_copy(

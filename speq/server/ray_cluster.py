@@ -2,10 +2,10 @@
 
 import importlib.util
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.server.ray_settings import RaySettings
 
@@ -13,7 +13,7 @@ from speq.server.ray_settings import RaySettings
 def check_ray() -> None:
     """Raise SpeqError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise SpeqError("Ray is not installed here; pip install 'speq[ray]'")
+        raise SpeqError("Ray is not installed here; pip install 'ray[serve]'")
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def cluster(settings: RaySettings) -> Iterator[None]:
             # Not None, which would have Ray look for clusters by itself.
             ray.init(
                 "local",
-                num_cpus=max(os.cpu_count() or 1, settings.most * settings.cpus),
+                num_cpus=max(processors(), settings.most * settings.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import speq
 from speq.config import SamplingParams
+from speq.control_groups import processors
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
 from speq.measure import check as bench_check
@@ -510,7 +511,7 @@ def test_bench_tpot_writes_its_results(
     assert report["model"] == str(tiny("qwen2_moe"))
     assert report["settings"]["rounds"] == 2
     assert report["machine"]["torch"] == torch.__version__
-    assert report["machine"]["cores"] == os.cpu_count()
+    assert report["machine"]["cores"] == processors()
     settings = [(row["budget"], row["draft_length"]) for row in report["rows"]]
     assert settings == [("1000KiB", "0"), ("1000KiB", "2"), ("2MiB", "0"), ("2MiB", "2")]
     for row in report["rows"]:

@@ -25,6 +25,7 @@ class Layer:
 
 LEAVES = (
     "speq.config",
+    "speq.control_groups",
     "speq.errors",
     "speq.listening",
     "speq.machine",
