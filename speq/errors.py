@@ -1,6 +1,8 @@
 """The exceptions users see: a sentence with what was given, what was wanted, what to do."""
 
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class SpeqError(ValueError):
@@ -9,6 +11,19 @@ class SpeqError(ValueError):
 
 class EngineLost(SpeqError):
     """What generates is gone: whatever is asked of it from now on fails as well."""
+
+
+class Broken(RuntimeError):
+    """What never happens has happened: a fault of speq's own, which the message names. Whoever
+    raises it has computed, written and told nothing wrong yet.
+    """
+
+
+def present(value: T | None, missing: str) -> T:
+    """`value`, which is not None by now; else Broken says what is `missing`."""
+    if value is None:
+        raise Broken(missing)
+    return value
 
 
 def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:

@@ -7,6 +7,7 @@ are settled, what lies behind them moves to the front: a few rows.
 import torch
 from torch import Tensor
 
+from speq.errors import Broken
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.length import Length
 
@@ -45,7 +46,8 @@ class ConvInputs:
     def newly_settled(self) -> int:
         """Tokens behind `base_at` that will not be given up."""
         settled = self.length.settled - self.base_at
-        assert settled >= 0, "settled tokens stay"
+        if settled < 0:
+            raise Broken("tokens of a text that are settled were given up")
         return settled
 
     @property
@@ -67,7 +69,11 @@ class ConvInputs:
         """
         first = self.length.count - self.base_at
         places = range(first, first + len(inputs))
-        assert places.stop <= PENDING, "tokens must be settled before so many follow"
+        if places.stop > PENDING:
+            raise Broken(
+                f"{places.stop} tokens of a text may be given up, and its states go back over "
+                f"{PENDING}; tokens must be settled before so many follow"
+            )
         self.tensor[self._before + places.start : self._before + places.stop] = inputs
         return places
 
@@ -100,7 +106,8 @@ class ConvInputs:
         """The same of tokens [T, channels] behind the text, all of which stay: only those are kept
         that the next tokens look back at.
         """
-        assert self.base_at == self.length.count, "a prompt follows settled tokens"
+        if self.base_at != self.length.count:
+            raise Broken("a prompt follows tokens of its text that are not settled")
         taps = torch.cat([self.tensor[: self._before], inputs])
         self.tensor[: self._before] = taps[len(inputs) :]
         self.base_at = self.length.count + len(inputs)

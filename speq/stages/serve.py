@@ -111,7 +111,7 @@ def run_rows(engine: Engine, texts: list[TextTokens], rows: Tensor, reading: boo
             stack.enter_context(offload.stream.prompt(count, count, None))
         else:
             stack.callback(begin_verification(engine, texts))
-        out = engine.model.forward_rows(bank, texts, rows)
+        out = engine.model.forward_rows(bank, texts, rows, reading)
     offload.supply.report()
     engine.recorder.finish()
     return out
