@@ -147,8 +147,7 @@ def open_first(
 
     meeting  where they come to; None: to the rendezvous of the settings
     """
-    assert settings.stages is not None
-    if meeting is None and settings.rendezvous is None:
+    if settings.stages is None or (meeting is None and settings.rendezvous is None):
         raise SpeqError("stages is given and rendezvous is not; stages take both")
     check_gloo()
     config = staged(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 from speq.config import RunConfig
 from speq.decode.engine import Engine
 from speq.devices.failures import in_a_sentence
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.load import load
 from speq.models.kv_cache import Change, KVCache
 from speq.models.texts import TextTokens
@@ -192,8 +192,7 @@ def run_stage(
     opened, agreement = open_stage(model, settings.stages, number, config.verify_reads)
     with ExitStack() as stack:
         stack.callback(opened.close)
-        part = opened.part
-        assert part is not None
+        part = present(opened.part, "a stage opened a whole model")
         named = f"stage {number} of {len(agreement.counts)}: layers {part.first} to {part.last - 1}"
         say(f"{named}, coming to {settings.rendezvous}")
         ring, shared = join_ring(
