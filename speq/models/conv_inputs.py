@@ -46,8 +46,11 @@ class ConvInputs:
     def newly_settled(self) -> int:
         """Tokens behind `base_at` that will not be given up."""
         settled = self.length.settled - self.base_at
-        if settled < 0:
-            raise Broken("tokens of a text that are settled were given up")
+        if not 0 <= settled <= PENDING:
+            raise Broken(
+                f"a text has {self.length.settled} settled tokens behind {self.base_at} that were: "
+                "settled tokens are given up, or tokens settled that never were run"
+            )
         return settled
 
     @property
@@ -69,7 +72,7 @@ class ConvInputs:
         """
         first = self.length.count - self.base_at
         places = range(first, first + len(inputs))
-        if places.stop > PENDING:
+        if first < 0 or places.stop > PENDING:
             raise Broken(
                 f"{places.stop} tokens of a text may be given up, and its states go back over "
                 f"{PENDING}; tokens must be settled before so many follow"
@@ -79,6 +82,8 @@ class ConvInputs:
 
     def keep(self, start: int, nodes: Tensor) -> None:
         """Of tokens from `start` on keep those at `nodes`, which are places in the text."""
+        if start < self.base_at:
+            raise Broken("a path of tokens is kept that are settled already")
         first = self._before + start - self.base_at
         self.tensor[first : first + len(nodes)] = self.tensor[self._before + nodes - self.base_at]
 

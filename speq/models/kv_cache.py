@@ -124,6 +124,8 @@ class KVCache(Cache):
     states     layers that keep states in place of entries
     own        layers that are held here; None: all of them
     known      tokens that the first entries are of, where another text may begin with the same ones
+    written    entries that passes have written, kept or not, where caches follow others: no length
+               goes beyond them
     changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
                not
     """
@@ -141,6 +143,8 @@ class KVCache(Cache):
         by_layer: tuple[KVShapes, ...] = (),
     ) -> None:
         self.capacity, self.number = capacity, number
+        self.written = 0
+        self.keeps_entries = states.kind is None
         self.changes: list[Change] | None = None
         self.known: list[int] = []
         self._length = length = Length()
@@ -178,7 +182,7 @@ class KVCache(Cache):
             raise Broken(f"a KV cache of {self.capacity} tokens is to keep {count}")
         length = self._length
         if not count:
-            length.text, length.settled = length.text + 1, 0
+            length.text, length.settled, self.written = length.text + 1, 0, 0
         length.count, length.settled = count, min(length.settled, count)
         del self.known[count:]
 
@@ -225,6 +229,7 @@ class KVCache(Cache):
             for entries, found in zip(layer.row, theirs.row, strict=True):
                 entries[:, :count] = found[:, :count]
         self._cut(count)
+        self.written = count
         self.known = other.known[:count]
 
     def advance(self, count: int) -> None:
