@@ -26,9 +26,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
 DEFAULT_READER_THREADS = max(2, min(4, processors()))
 MAX_READER_THREADS = 64
-MAX_DRAFT_LENGTH = 64
-# With the pending token as many rows as native kernels run alike.
-MAX_DRAFT_NODES = 63
+# With the pending token as many rows as native kernels run alike: those of a chain, of a tree.
+MAX_DRAFT_LENGTH = MAX_DRAFT_NODES = 63
 # Share of the host's free memory that experts take where nothing is said: the rest is for programs
 # beside this one, and for what the process itself takes.
 HOST_SHARE = 0.8

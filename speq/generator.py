@@ -18,7 +18,7 @@ from speq.decode.generation_config import options_of
 from speq.decode.logprobs import Logprobs, TokenOdds
 from speq.decode.sequence import Sequence
 from speq.devices.failures import in_a_sentence
-from speq.errors import SpeqError, checked_int
+from speq.errors import Broken, SpeqError, checked_int
 from speq.load import check_context, load
 from speq.models.opened import Opened, open_model
 from speq.models.part import OtherStages
@@ -66,7 +66,8 @@ class Generation:
 
 def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
     """Tokens that a request has just emitted, with all that is known of them."""
-    assert isinstance(sequence.text, TextStream), "prepared"
+    if not isinstance(sequence.text, TextStream):
+        raise Broken("tokens are told of a text that nobody reads")
     odds: list[TokenOdds | None] = [None] * len(token_ids)
     if isinstance(sequence.odds, Logprobs):
         odds = [*sequence.odds.take(len(token_ids))]

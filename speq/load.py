@@ -19,7 +19,7 @@ from speq.devices.device import Accelerator, Processor
 from speq.devices.named import device_named
 from speq.drafts.dense_draft import DenseCodes, DenseDraft
 from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
@@ -505,8 +505,7 @@ def host_tier(
     progress: Progress | None,
 ) -> HostTier:
     """The host's memory with as many experts as it is given, encoded where that is settled."""
-    planned = host_plan(subject, settled.holding, budget)
-    assert planned is not None, "planned for an accelerator"
+    planned = present(host_plan(subject, settled.holding, budget), "a processor has no host tier")
     room = HostRoom(device, planned.limit_bytes, budget.readers)
     if isinstance(store, EncodingStore):
         return HostTier.encoded(store, base, room, labelled(progress, ENCODING))

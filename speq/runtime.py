@@ -30,7 +30,7 @@ from speq.decode.sampler import Sampler, sampler_on
 from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
 from speq.devices.device import Processor
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.files.alignment import aligned_bytes
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
@@ -347,9 +347,9 @@ class Runtime:
         if isinstance(device, Processor):
             fetch, moved = fetch_from(store), moved_from(store)
             return ReaderThreads(fetch, slots, moved, recorder, readers), recorder.timed
-        assert self._loaded.host is not None
+        host = present(self._loaded.host, "no experts were loaded into the host's memory")
         clock = DeviceClock(device, recorder)
-        return StreamTransfer(device, self._loaded.host, slots, clock, readers), clock.timed
+        return StreamTransfer(device, host, slots, clock, readers), clock.timed
 
     @property
     def _prefix_reuse(self) -> str:

@@ -399,10 +399,10 @@ class Recorder:
     def rejected(self, keys: Set[tuple[int, int]]) -> None:
         """Tell apart what the step moved for these (layer, expert), which proved not wanted."""
         for event in self.step.events:
-            if event.kind == "transfer" and (event.layer, event.expert) in keys:
-                assert event.layer is not None
+            layer, expert = event.layer, event.expert
+            if event.kind == "transfer" and layer is not None and (layer, expert) in keys:
                 self.step.rejected_bytes += event.moved_bytes
-                self.step.layer(event.layer).rejected_bytes += event.moved_bytes
+                self.step.layer(layer).rejected_bytes += event.moved_bytes
 
 
 # The figures of a run, in the order in which docs/statistics.md explains them.

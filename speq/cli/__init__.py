@@ -24,7 +24,7 @@ from speq.cli.serve import serve
 from speq.cli.stage import stage
 from speq.cli.train_head import train_head
 from speq.cli.tune import tune
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError
 
 app = typer.Typer(
     name="speq",
@@ -74,6 +74,8 @@ def main() -> None:
             sys.stdout.flush()
     except SpeqError as error:
         fail(str(error))
+    except Broken as error:
+        fail(f"{error}; this is a fault of speq: please report it, with the command")
     except BrokenPipeError as error:
         broken_pipe()
         fail(f"input or output failed: {error}")

@@ -17,6 +17,7 @@ from speq.cli.run_report import (
     print_summary,
 )
 from speq.config import Model, RunConfig, SamplingParams
+from speq.errors import present
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
@@ -92,8 +93,7 @@ def generate(
             if shown and not output.quiet:
                 print_summary(answer["stats"])
             print_approximation(answer["stats"])
-            done = generator.last_run
-            assert done is not None, "a run has ended"
+            done = present(generator.last_run, "a text has ended and left no run")
             if settings.stats:
                 print_layers(answer["stats"])
             if settings.explain:

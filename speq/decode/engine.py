@@ -34,7 +34,7 @@ from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.decode.turn import Turn, place, stakes_of
 from speq.decode.verification import EagerVerification, Verification
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.governor.batches import Governors, longest_draft
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
@@ -188,9 +188,9 @@ class Engine:
         self.prefixes.read(sequence.row, tokens)
 
     def _first_token(self, reading: Reading) -> list[int]:
-        assert reading.last is not None, "a prompt has tokens"
+        last = present(reading.last, "a prompt was read that has no tokens")
         with self.mending():
-            scored = self.model.score_last(reading.last)
+            scored = self.model.score_last(last)
         outcome = accept(Draft(), scored.logits, reading.sequence, self.sampler)
         return reading.sequence.extend(outcome.token_ids)
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.experts.codec import ExpertCodec
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot, read_matrices
@@ -132,8 +132,7 @@ def sound_record(
 
 def check_codes(entry: list[Any], packing: Packing, at: int, codes: RangeFile) -> None:
     """Raise ValueError or SpeqError unless the draft's codes of expert `at` are as journalled."""
-    assert packing.draft is not None
-    nbytes = packing.draft.layout.nbytes
+    nbytes = present(packing.draft, "codes are compared of a pack without a draft").layout.nbytes
     found = torch.empty(nbytes, dtype=torch.uint8)
     codes.read_into(at * nbytes, found)
     if len(entry) != 4 or crc32_of(found) != entry[3]:

@@ -6,12 +6,13 @@ uses. What it does not know how to run it leaves to the module's own forward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
+from speq.errors import present
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
 from speq.kernels.ops import MAX_LINEAR_ROWS, linear
@@ -49,9 +50,7 @@ def own_forward(module: nn.Module) -> Forward:
     method = WeakMethod(module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = method()
-        assert bound is not None, "its module runs"
-        return bound(*args, **kwargs)
+        return present(method(), "a module runs that is gone")(*args, **kwargs)
 
     return forward
 
@@ -178,9 +177,7 @@ def chain_router(module: nn.Module) -> bool:
     name = type(module).__name__
     if name not in ROUTERS and name != DIVIDING_ROUTER:
         return False
-    weight, top_k = module.weight, module.top_k
-    assert isinstance(weight, Tensor)
-    assert isinstance(top_k, int)
+    weight, top_k = cast(Tensor, module.weight), cast(int, module.top_k)
     dividing = name == DIVIDING_ROUTER
     normalised = dividing or bool(module.norm_topk_prob)
     dtype = torch.float32 if dividing else None
@@ -212,7 +209,4 @@ def sinks_of(module: nn.Module) -> Tensor | None:
 
 
 def rms_norm_of(module: nn.Module) -> RMSNorm:
-    weight, eps = module.weight, module.variance_epsilon
-    assert isinstance(weight, Tensor)
-    assert isinstance(eps, float)
-    return RMSNorm(weight, eps)
+    return RMSNorm(cast(Tensor, module.weight), cast(float, module.variance_epsilon))

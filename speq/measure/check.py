@@ -142,7 +142,8 @@ def run_on_pack(model: str, progress: Progress) -> tuple[Report, Verdict]:
     """
     opened = open_model(model)
     try:
-        assert isinstance(opened.store, PackedExpertStore)
+        if not isinstance(opened.store, PackedExpertStore):
+            raise SpeqError(f"{model} is no pack, whose records could be compared; give one")
         row = pack_check.compare(opened, opened.store, progress)
     finally:
         opened.close()

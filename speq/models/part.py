@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from speq.errors import present
 from speq.models.bounds import LAYER
 from speq.models.families import Family
 from speq.models.kv_cache import Change
@@ -96,8 +97,7 @@ class Onward(Elsewhere):
         self.others: OtherStages | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
-        assert self.others is not None, "stages are joined before a pass"
-        return self.others.run(hidden_states)
+        return present(self.others, "a pass came before the stages were joined").run(hidden_states)
 
 
 class Arriving(nn.Module):
@@ -111,8 +111,8 @@ class Arriving(nn.Module):
         self.hidden_states: Tensor | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        assert self.hidden_states is not None, "rows arrive before a pass"
-        return self.hidden_states.view(*token_ids.shape, -1)
+        rows = present(self.hidden_states, "a pass came before its rows")
+        return rows.view(*token_ids.shape, -1)
 
 
 def own_layers(body: Any) -> list[nn.Module]:

@@ -51,7 +51,7 @@ class ConvLayer:
         inputs, tree = self._inputs, self._length.tree
         inputs.forget_other_text()
         inputs.settle()
-        if len(rows) > MAX_LINEAR_ROWS:
+        if self._length.reading and len(rows) > MAX_LINEAR_ROWS:
             return convolved(inputs.read(rows), parts.weight, parts.bias)
         places = inputs.write(rows)
         if tree is None:

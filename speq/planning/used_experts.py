@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speq.drafts.draft_file import FOLDER
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError
 from speq.files.checkpoint import Checkpoint
 from speq.layers.expert_counts import ExpertCounts
 from speq.models.shape import ModelShape
@@ -75,7 +75,8 @@ class UsedExperts:
 
         Raises SpeqError for more experts than a layer has.
         """
-        assert asked is None or not isinstance(asked, str), "auto is for the planner"
+        if isinstance(asked, str):
+            raise Broken(f"the planner has not chosen how many experts {asked!r} are")
         if asked is None:
             return WHOLE
         count = math.ceil(asked * self.num_experts) if isinstance(asked, float) else asked

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from speq.errors import present
 from speq.generator import Token
 from speq.text.stream import REPLACEMENT
 
@@ -22,9 +23,9 @@ class TokenTexts:
 
 def chat_entry(texts: TokenTexts, token: Token) -> dict[str, Any]:
     """One of `logprobs.content`. bytes: null where the token is a part of a character."""
-    assert token.odds is not None, "odds were asked for"
-    top = [_named(texts, token_id, logprob) for token_id, logprob in token.odds.top]
-    return _named(texts, token.id, token.odds.logprob) | {"top_logprobs": top}
+    odds = present(token.odds, "a token of an answer with log-probabilities has none")
+    top = [_named(texts, token_id, logprob) for token_id, logprob in odds.top]
+    return _named(texts, token.id, odds.logprob) | {"top_logprobs": top}
 
 
 def _named(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:

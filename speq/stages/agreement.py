@@ -3,16 +3,17 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 import torch
 import transformers
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import SpeqError, checked_choice
+from speq.files.json_file import parse_json
 from speq.models.opened import Opened
 from speq.models.part import Part, parts_of
-from speq.stages.settings import counts_of
+from speq.options.declared import declared
+from speq.stages.settings import DRAFTERS_WITHOUT_PASSES, counts_of
 from speq.version import __version__
 
 # Of messages; rises when they change.
@@ -61,9 +62,11 @@ class Agreement:
     def of_json(cls, text: bytes, who: str) -> "Agreement":
         """Raises SpeqError for what another program, or version, has put there."""
         try:
-            entries = json.loads(text)
+            entries = parse_json(text)
             model, numbers, counts = (entries[field.name] for field in fields(cls))
-            known = isinstance(model, str) and isinstance(numbers, dict)
+            known = (
+                isinstance(model, str) and isinstance(numbers, dict) and isinstance(counts, list)
+            )
             if not known or not all(type(count) is int for count in counts):
                 raise ValueError("other types")
         except (KeyError, TypeError, ValueError) as error:
@@ -93,8 +96,20 @@ class Shared:
 
     @classmethod
     def of_json(cls, text: bytes) -> "Shared":
-        entries: dict[str, Any] = json.loads(text)
-        return cls(**entries)
+        """Raises SpeqError for what another program, or version, has put there."""
+        names = [field.name for field in fields(cls)]
+        taken = {each.name: each for each in declared(RunConfig)}
+        try:
+            entries = parse_json(text)
+            if not isinstance(entries, dict) or set(entries) != set(names):
+                raise ValueError("other options")
+            checked_choice("drafter", entries["drafter"], DRAFTERS_WITHOUT_PASSES)
+            return cls(**{name: taken[name].check(entries[name]) for name in names})
+        except ValueError as error:  # a SpeqError is one
+            raise SpeqError(
+                f"the first stage says nothing that this version understands ({error}); run the "
+                "same version of speq on all machines"
+            ) from error
 
 
 def versions() -> dict[str, str]:

@@ -648,7 +648,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         ({"context_length": 0}, "context_length is 0; it must be at least 1"),
         ({"context_length": -5}, "context_length is -5; it must be at least 1"),
         ({"context_length": 513}, "context_length is 513; the model's limit is 512"),
-        ({"draft_length": -1}, "draft_length is -1; it must be from 0 to 64"),
+        ({"draft_length": -1}, "draft_length is -1; it must be from 0 to 63"),
         ({"draft_length": "many"}, "draft_length is 'many'; it must be auto or a whole number"),
     ):
         with pytest.raises(SpeqError, match=re.escape(message)):
@@ -676,7 +676,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         (["--stop", ""], "stop is empty; give non-empty strings"),
         (["--device", "tpu"], "device is 'tpu'; it must be one of"),
         (["--dtype", "int8"], "dtype is 'int8'; it must be one of"),
-        (["--draft-length", "99"], "draft_length is 99; it must be from 0 to 64"),
+        (["--draft-length", "99"], "draft_length is 99; it must be from 0 to 63"),
         (["--draft", ""], "draft is empty; give auto, none, a folder or a hub id"),
         (["--cache-policy", "x"], "cache_policy is 'x'; it must be one of lru"),
     ],

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import speq
 from speq.config import SamplingParams
 from speq.control_groups import processors
+from speq.errors import Broken
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
 from speq.measure import check as bench_check
@@ -336,6 +337,21 @@ def test_generate_ends_at_an_interrupt(bundled: Path) -> None:
     assert process.returncode == 130
     assert out.startswith(b"ello")
     assert b"Traceback" not in err
+
+
+def test_a_fault_of_our_own_is_a_sentence(
+    command: Command, tiny: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise Broken("settled tokens were given up")
+
+    monkeypatch.setattr(MoEModel, "read", broken)
+    ended = command("generate", tiny("olmoe"), "--memory-budget", "32MiB", "--prompt", "a")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == (
+        "error: settled tokens were given up; this is a fault of speq: please report it, with the "
+        "command"
+    )
 
 
 def test_generate_writes_nothing_before_a_refusal(command: Command, tiny: Folder) -> None:

@@ -254,6 +254,9 @@ def _dangers(tree: ast.AST) -> Iterator[str]:
             refused = isinstance(node.value, ast.Constant) and node.value.value is False
             if not refused:
                 yield "does not set trust_remote_code to False"
+        # `python -O` leaves these out, and with them what they guard.
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "__debug__"):
+            yield "guards something under python without -O alone"
 
 
 def test_all_folders_are_read() -> None:
@@ -311,6 +314,8 @@ def test_library_keeps_to_the_table() -> None:
         ("speq.runtime", "import torch\ntorch.load('x')", "uses torch.load"),
         ("speq.runtime", "load(trust_remote_code=True)", "trust_remote_code"),
         ("speq.runtime", "load(trust_remote_code=wanted)", "trust_remote_code"),
+        ("speq.models.kv_cache", "def f(a):\n    assert a", "without -O alone"),
+        ("speq.scheduler.transfer", "if __debug__:\n    check()", "without -O alone"),
     ],
 )
 def test_checker_catches(module: str, source: str, sentence: str) -> None:
