@@ -42,12 +42,15 @@ Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
 class Token:
     """A generated token and the text that is certain with it (see TextStream).
 
-    odds  how likely the exact model found it, where that was asked for
+    odds     how likely the exact model found it, where that was asked for
+    special  special tokens, which are not in `text`: each one's own text, behind how many characters
+             of `text` it stands
     """
 
     id: int
     text: str
     odds: TokenOdds | None = None
+    special: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
     odds: list[TokenOdds | None] = [None] * len(token_ids)
     if isinstance(sequence.odds, Logprobs):
         odds = [*sequence.odds.take(len(token_ids))]
-    return [Token(*each) for each in zip(token_ids, sequence.text.take(), odds, strict=True)]
+    told = zip(token_ids, sequence.text.take(), odds, strict=True)
+    return [Token(token_id, piece.text, each, piece.special) for token_id, piece, each in told]
 
 
 class Generator:
@@ -279,7 +283,7 @@ class Generator:
     def _text_of(self, prompt: Prompt, request: Sequence) -> TextStream:
         # Text goes on from text; an answer in a chat begins one.
         context = request.prompt_ids if isinstance(prompt, str) else []
-        return TextStream(self.tokenizer, request.sampling.stop, context)
+        return TextStream(self._encoder.vocabulary, request.sampling.stop, context)
 
     def stream(
         self,

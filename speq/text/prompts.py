@@ -6,6 +6,7 @@ from typing import Any
 
 from speq.errors import SpeqError
 from speq.text.tokenizer import tokens_of
+from speq.text.vocabulary import Vocabulary
 
 Message = Mapping[str, Any]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
@@ -19,6 +20,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
         self._vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
 

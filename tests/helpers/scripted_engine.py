@@ -16,7 +16,7 @@ from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.prompts import Prompt, PromptEncoder, Tools
-from speq.text.stream import TextStream
+from speq.text.stream import Piece, TextStream
 from tests.helpers.paths import BUNDLED
 
 # What `Request.figures` has for a text of so little.
@@ -72,9 +72,10 @@ class ScriptedText(TextStream):
         self._fresh += 1
         return False
 
-    def take(self) -> list[str]:
+    def take(self) -> list[Piece]:
         fresh, self._fresh = self._fresh, 0
-        return [self._tokens.popleft().text for _ in range(fresh)]
+        tokens = [self._tokens.popleft() for _ in range(fresh)]
+        return [Piece(token.text, token.special) for token in tokens]
 
 
 class ScriptedOdds(Logprobs):
