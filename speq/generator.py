@@ -32,6 +32,7 @@ from speq.stats import RunStats
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
 from speq.text.tokenizer import load_tokenizer
+from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
 
 # Tokens as they come; at the end, the request and what was measured.
@@ -43,8 +44,8 @@ class Token:
     """A generated token and the text that is certain with it (see TextStream).
 
     odds     how likely the exact model found it, where that was asked for
-    special  special tokens, which are not in `text`: each one's own text, behind how many characters
-             of `text` it stands
+    special  special tokens, which are not in `text`: behind how many characters of it each stands,
+             and its own text
     """
 
     id: int
@@ -179,6 +180,11 @@ class Generator:
         """The loaded model, for benchmarks and checks."""
         return self._runtime
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What is known of single tokens."""
+        return self._encoder.vocabulary
+
     def generate(
         self,
         prompt: Prompt,
@@ -283,7 +289,7 @@ class Generator:
     def _text_of(self, prompt: Prompt, request: Sequence) -> TextStream:
         # Text goes on from text; an answer in a chat begins one.
         context = request.prompt_ids if isinstance(prompt, str) else []
-        return TextStream(self._encoder.vocabulary, request.sampling.stop, context)
+        return TextStream(self.vocabulary, request.sampling.stop, context)
 
     def stream(
         self,
@@ -311,7 +317,7 @@ class Generator:
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
 
-        tools  that chat messages may call, as JSON schemas, where the model's template has any
+        tools  that chat messages may call, as JSON schemas
         """
         return self._encoder.encode(prompt, tools)
 

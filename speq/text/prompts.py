@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speq.errors import SpeqError
+from speq.text.chat_template import ChatTemplate
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
 
@@ -23,11 +24,12 @@ class PromptEncoder:
         self.vocabulary = Vocabulary(tokenizer)
         self._vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
+        self._templates: dict[str, ChatTemplate] = {}
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
 
-        tools  that chat messages may call; a template without a place for them ignores them
+        tools  that chat messages may call; refused where the template has no place for them
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
@@ -61,18 +63,20 @@ class PromptEncoder:
             raise SpeqError("the model has no chat template; give the prompt as text")
         for message in messages:
             check_message(message)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except Exception as error:  # templates are programs: they fail in their own ways
-            raise SpeqError(
-                f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
-            ) from error
+        described = [dict(tool) for tool in tools]
+        text = self._template(described).render(messages, described)
         return tokens_of(self.tokenizer, text, add_special_tokens=False)
+
+    def _template(self, tools: list[dict[str, Any]]) -> ChatTemplate:
+        """The model's, or of several the one for chats with tools, or without."""
+        try:
+            text = self.tokenizer.get_chat_template(tools=tools or None)
+        except ValueError as error:
+            raise SpeqError(f"the model has no chat template for this: {error}") from error
+        if text not in self._templates:
+            variables = dict(self.tokenizer.special_tokens_map)
+            self._templates[text] = ChatTemplate(text, variables)
+        return self._templates[text]
 
 
 def check_message(message: Message) -> None:
