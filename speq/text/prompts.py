@@ -1,5 +1,6 @@
 """What a prompt may be, and its token ids, which are known before a model is loaded."""
 
+import logging
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from speq.errors import SpeqError
 from speq.text.chat_template import ChatTemplate
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
+
+logger = logging.getLogger("speq")
 
 Message = Mapping[str, Any]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
@@ -25,6 +28,7 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
         self._templates: dict[str, ChatTemplate] = {}
+        self._warned = False
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
@@ -37,7 +41,7 @@ class PromptEncoder:
             raise SpeqError(
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
             )
-        elif prompt and all(isinstance(part, Mapping) for part in prompt):
+        elif is_written(prompt):
             ids = self._encode_chat(prompt, tools)  # type: ignore[arg-type]
         else:
             ids = list(prompt)  # type: ignore[arg-type]
@@ -45,10 +49,7 @@ class PromptEncoder:
             raise SpeqError("the prompt is empty; give at least one token")
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise SpeqError(
-                    f"the prompt holds {shown(token_id)}; token ids are whole numbers from "
-                    f"0 to {self._vocab_size - 1}"
-                )
+                raise SpeqError(self._why_unknown(token_id, given=not is_written(prompt)))
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
@@ -56,7 +57,33 @@ class PromptEncoder:
         if text != last:
             ids = tokens_of(self.tokenizer, text)
             self._last = (text, ids)
+            self._warn_of_two_beginnings(ids)
         return list(ids)
+
+    def _warn_of_two_beginnings(self, ids: list[int]) -> None:
+        """Once, where a text holds what the tokenizer puts before it as well."""
+        bos_id = self.tokenizer.bos_token_id
+        if not self._warned and bos_id is not None and ids[:2] == [bos_id] * 2:
+            self._warned = True
+            logger.warning(
+                "the prompt begins with %r, which the tokenizer puts before texts by itself; leave "
+                "it out, or the model reads it twice",
+                self.tokenizer.bos_token,
+            )
+
+    def _why_unknown(self, token_id: Any, given: bool) -> str:
+        """given: ids were, and not a text."""
+        if given or type(token_id) is not int:
+            return (
+                f"the prompt holds {shown(token_id)}; token ids are whole numbers from 0 to "
+                f"{self._vocab_size - 1}"
+            )
+        name = shown(self.vocabulary.name(token_id))
+        return (
+            f"the prompt holds the token {name} with the id {token_id}, and the model has "
+            f"embeddings of {self._vocab_size} tokens: they were not enlarged when the tokenizer "
+            "was; leave that token out, or take a checkpoint whose embeddings have it"
+        )
 
     def _encode_chat(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -77,6 +104,13 @@ class PromptEncoder:
             variables = dict(self.tokenizer.special_tokens_map)
             self._templates[text] = ChatTemplate(text, variables)
         return self._templates[text]
+
+
+def is_written(prompt: Prompt) -> bool:
+    """Whether a prompt is a text or messages, and not token ids."""
+    return isinstance(prompt, str) or (
+        bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+    )
 
 
 def check_message(message: Message) -> None:

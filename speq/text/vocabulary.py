@@ -126,7 +126,7 @@ def single_bytes(tokenizer: Any) -> dict[int, bytes]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     id_of = tokenizer.get_vocab().get if backend is None else backend.token_to_id
     letter = id_of("<0x41>")
-    if letter is None or tokenizer.decode([letter]) != "A":
+    if letter is None or tokenizer.decode([letter], clean_up_tokenization_spaces=False) != "A":
         return {}
     ids = {id_of(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
     return {token_id: data for token_id, data in ids.items() if token_id is not None}
