@@ -21,14 +21,16 @@ class TokenDecoder:
 
     def __init__(self, vocabulary: Vocabulary, context_ids: list[int]) -> None:
         self._vocabulary = vocabulary
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(vocabulary.errors)
+        self._errors = vocabulary.errors
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(self._errors)
         self._context = vocabulary.context(context_ids)  # tokens that have been told
         self._fresh: list[int] = []  # tokens behind them that have not
 
     @property
-    def pending(self) -> bool:
-        """Whether the last tokens have text that is not certain."""
-        return bool(self._fresh) or bool(self._utf8.getstate()[0])
+    def pending(self) -> str:
+        """The text of the last tokens that is not certain, as it would be if no more came."""
+        data = self._utf8.getstate()[0]
+        return (self._added() if self._fresh else "") + data.decode("utf-8", self._errors)
 
     def feed(self, token_id: int) -> str:
         """Text that is certain now that `token_id` has come."""

@@ -69,10 +69,8 @@ class TextStream:
         name = self._special.get(token_id)
         if name is None:
             self._hold(self._decoder.feed(token_id))
-        elif self._decoder.pending:
-            self._late.append(Part(name, special=True))
         else:
-            self._held.append(Part(name, special=True))
+            self._hold_special(Part(name, special=True))
         return self._release(final=False)
 
     def finish(self) -> Piece:
@@ -86,29 +84,53 @@ class TextStream:
 
     def _hold(self, text: str) -> None:
         if text:
-            first, *others = (Part(character, special=False) for character in text)
+            first, *others = characters(text)
             self._held += [first, *self._late, *others]
             self._late = []
 
+    def _hold_special(self, token: Part) -> None:
+        """It stands behind a character that it comes within, unless it ends the text there."""
+        if not (pending := self._decoder.pending):
+            self._held.append(token)
+            return
+        self._late.append(token)
+        ending = [*self._held, *characters(pending), *self._late]
+        if self._ends(ending):
+            self._held, self._late = ending, []
+
     def _release(self, final: bool) -> Piece:
-        texts = [(stop, *self._text(marked)) for stop, marked in self._stops]
-        found = [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
+        ends = self._ends(self._held)
         end = len(self._held)
-        if found:
-            self.stopped, end = True, min(found)
+        if ends:
+            self.stopped, end = True, min(ends)
         elif not final:
-            begun = [(text, places, begun_of(stop, text)) for stop, text, places in texts]
-            end = min((places[-n] for text, places, n in begun if n), default=end)
+            end = min(self._begun(), default=end)
         told, self._held = self._held[:end], [] if self.stopped else self._held[end:]
         return piece_of(told)
 
-    def _text(self, marked: bool) -> tuple[str, list[int]]:
-        """What is held, with special tokens or without, and which part each character is of."""
-        parts = [(at, p.text) for at, p in enumerate(self._held) if marked or not p.special]
-        return "".join(text for _, text in parts), [at for at, text in parts for _ in text]
+    def _ends(self, parts: list[Part]) -> list[int]:
+        """Where stop strings begin that are whole."""
+        texts = [(stop, *text_of(parts, marked)) for stop, marked in self._stops]
+        return [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
+
+    def _begun(self) -> list[int]:
+        """Where stop strings begin that may go on."""
+        texts = [(stop, *text_of(self._held, marked)) for stop, marked in self._stops]
+        begun = [(places, length_begun(stop, text)) for stop, text, places in texts]
+        return [places[-length] for places, length in begun if length]
 
 
-def begun_of(stop: str, text: str) -> int:
+def characters(text: str) -> list[Part]:
+    return [Part(character, special=False) for character in text]
+
+
+def text_of(parts: list[Part], marked: bool) -> tuple[str, list[int]]:
+    """Their text, with special tokens or without, and which of them each character is of."""
+    shown = [(at, part.text) for at, part in enumerate(parts) if marked or not part.special]
+    return "".join(text for _, text in shown), [at for at, text in shown for _ in text]
+
+
+def length_begun(stop: str, text: str) -> int:
     """Length of the longest end of `text` that begins a stop string."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

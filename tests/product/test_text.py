@@ -339,3 +339,56 @@ def test_a_written_token_tells_of_the_stop_string_it_completes() -> None:
     stream = TextStream(Vocabulary(Words("x #", "#", "# y")), ("###",))
     assert [stream.write(token, last=token == 2) for token in range(3)] == [False, False, True]
     assert "".join(texts_of(stream.take())) == "x "
+
+
+MARKED_STOPS = (
+    ("<|end|>",),
+    ("b<|end|>",),
+    ("<|end|>c", "zz"),
+    ("a<|end|><|end|>b", "<|end|>c"),
+    ("<|end|>\nb", "ab"),
+)
+
+
+@pytest.mark.parametrize("stops", MARKED_STOPS, ids=str)
+def test_stops_that_hold_special_tokens(byte_tokenizer: Any, stops: tuple[str, ...]) -> None:
+    """Beside the same search in the text with special tokens, from the start at each token."""
+    rng = random.Random(24)
+    end = byte_tokenizer.eos_token_id
+    outcomes = {True: 0, False: 0}
+    for _ in range(200):
+        ids = rng.choices([end, *byte_tokenizer("abc\n")["input_ids"]], k=rng.randint(1, 12))
+        stream = TextStream(Vocabulary(byte_tokenizer), stops)
+        told = ""
+        for count, token_id in enumerate(ids, start=1):
+            told += stream.feed(token_id).text
+            seen = byte_tokenizer.decode(ids[:count])
+            plain = decode(byte_tokenizer, ids[:count])
+            at = [seen.find(stop) for stop in stops if "<" in stop and stop in seen]
+            before = [len(seen[:cut].replace("<|end|>", "")) for cut in at]
+            before += [plain.find(stop) for stop in stops if "<" not in stop and stop in plain]
+            assert stream.stopped is bool(before)
+            if before:
+                assert told == plain[: min(before)]
+                break
+            assert plain.startswith(told)
+        outcomes[stream.stopped] += 1
+        if not stream.stopped:
+            assert told + stream.finish().text == decode(byte_tokenizer, ids)
+    assert min(outcomes.values()) > 20
+
+
+def test_a_stop_that_is_spelled_stops_as_well(byte_tokenizer: Any) -> None:
+    """As text of many tokens, where the tokenizer has a special one of the same text."""
+    letters = [byte_tokenizer.convert_tokens_to_ids(letter) for letter in "ab<|end|>c"]
+    stream = TextStream(Vocabulary(byte_tokenizer), ("<|end|>",))
+    assert "".join(pieces_of(stream, letters)) == "ab"
+    assert stream.stopped
+
+
+def test_special_tokens_in_held_text_come_with_it(byte_tokenizer: Any) -> None:
+    end = byte_tokenizer.eos_token_id
+    stream = TextStream(Vocabulary(byte_tokenizer), ("xyz",))
+    ids = byte_tokenizer("axy")["input_ids"]
+    fed = [stream.feed(token_id) for token_id in [*ids, end, *byte_tokenizer("b")["input_ids"]]]
+    assert fed == [("a", ()), ("", ()), ("", ()), ("", ()), ("xyb", ((2, "<|end|>"),))]
