@@ -164,14 +164,19 @@ def limit_memory(more_bytes: int) -> None:
     sizes = Path("/proc/self/statm")
     if sizes.exists():
         taken = int(sizes.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + more_bytes, resource.RLIM_INFINITY))
+        limit(resource.RLIMIT_AS, taken + more_bytes)
 
 
 def limit_cpu(seconds: int) -> None:
     """Of this process, beside what it has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
+
+
+def limit(kind: int, most: int) -> None:
+    """A limit that is there already and that nobody may raise stays."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 # One of all models: it keeps nothing but templates that it has compiled.
