@@ -32,6 +32,7 @@ from speq.stats import RunStats
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
 from speq.text.tokenizer import load_tokenizer
+from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
 
 # Tokens as they come; at the end, the request and what was measured.
@@ -42,12 +43,15 @@ Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
 class Token:
     """A generated token and the text that is certain with it (see TextStream).
 
-    odds  how likely the exact model found it, where that was asked for
+    odds     how likely the exact model found it, where that was asked for
+    special  special tokens, which are not in `text`: behind how many characters of it each stands,
+             and its own text
     """
 
     id: int
     text: str
     odds: TokenOdds | None = None
+    special: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
     odds: list[TokenOdds | None] = [None] * len(token_ids)
     if isinstance(sequence.odds, Logprobs):
         odds = [*sequence.odds.take(len(token_ids))]
-    return [Token(*each) for each in zip(token_ids, sequence.text.take(), odds, strict=True)]
+    told = zip(token_ids, sequence.text.take(), odds, strict=True)
+    return [Token(token_id, piece.text, each, piece.special) for token_id, piece, each in told]
 
 
 class Generator:
@@ -175,6 +180,11 @@ class Generator:
     def runtime(self) -> Runtime:
         """The loaded model, for benchmarks and checks."""
         return self._runtime
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What is known of single tokens."""
+        return self._encoder.vocabulary
 
     def generate(
         self,
@@ -280,7 +290,7 @@ class Generator:
     def _text_of(self, prompt: Prompt, request: Sequence) -> TextStream:
         # Text goes on from text; an answer in a chat begins one.
         context = request.prompt_ids if isinstance(prompt, str) else []
-        return TextStream(self.tokenizer, request.sampling.stop, context)
+        return TextStream(self.vocabulary, request.sampling.stop, context)
 
     def stream(
         self,
@@ -308,7 +318,7 @@ class Generator:
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
 
-        tools  that chat messages may call, as JSON schemas, where the model's template has any
+        tools  that chat messages may call, as JSON schemas
         """
         return self._encoder.encode(prompt, tools)
 
