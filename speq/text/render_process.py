@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
+
+from speq.errors import present
 
 # A long chat takes some milliseconds.
 MAX_CPU_S = 10
@@ -90,14 +92,13 @@ class RenderProcess:
             self._end()
 
     def _ask(self, line: bytes) -> bytes:
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None, "it has pipes"
+        asked, answers = pipes(self._running())
         try:
-            process.stdin.write(line)
-            process.stdin.flush()
+            asked.write(line)
+            asked.flush()
         except BrokenPipeError:
             return b""
-        return process.stdout.readline()
+        return answers.readline()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._starter != os.getpid():  # a forked process has one of its own
@@ -118,17 +119,22 @@ class RenderProcess:
         process, self._process = self._process, None
         if process is None or self._starter != os.getpid():
             return None
-        assert process.stdin is not None and process.stdout is not None, "it has pipes"
         if process.poll() is None:
             process.kill()
-        process.stdin.close()
-        process.stdout.close()
+        for pipe in pipes(process):
+            pipe.close()
         return process.wait()
 
     def _why_it_ended(self, status: int | None) -> str:
         if status == -signal.SIGXCPU:
             return f"it takes more than {self._limits[0]} s of processor time"
         return f"the process that runs it ended with status {status}"
+
+
+def pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
+    """What a process is asked by, and what it answers by."""
+    missing = "a process that renders has no pipes"
+    return present(process.stdin, missing), present(process.stdout, missing)
 
 
 def answer_all(asked: BinaryIO, answers: BinaryIO, *limits: int) -> None:

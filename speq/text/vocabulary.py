@@ -16,7 +16,8 @@ MORE_BYTES = 3
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeDecodeError), "only decoding comes here"
+    if not isinstance(error, UnicodeDecodeError):  # one of encoding
+        raise error
     return REPLACEMENT * (error.end - error.start), error.end
 
 
