@@ -27,17 +27,18 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
-from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, dtype_name
+from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, crc32_of, dtype_name
 from speq.experts.record_writer import Packing, Words, write_records
 from speq.files import kept
-from speq.files.alignment import ALIGNMENT, aligned
+from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
 from speq.files.alone import Taken, alone_in
 from speq.files.atomic_file import replacing
 from speq.files.cache_folder import cache_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
 from speq.files.contents import check_unchanged, stamp
 from speq.files.journal import Journal
-from speq.units import format_bytes
+from speq.files.range_file import RangeFile
+from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")
 
@@ -309,3 +310,26 @@ class PackedCopy:
         if done < total and self._stopping:
             raise Stopped
         self._begun_s = time.perf_counter()
+
+
+def damaged_records(folder: Path, progress: Done | None = None) -> list[int]:
+    """Numbers of a copy's records that are not what was written: all are read. Raises SpeqError
+    where the copy is not whole.
+
+    progress  told (records, of all)
+    """
+    manifest = Manifest.of(folder / EXPERTS_MANIFEST)
+    most = max(record.nbytes for record in manifest.records)
+    slot, found = aligned_bytes(1, aligned(most))[0], []
+    with RangeFile(folder / RECORDS_FILE) as file:
+        for at, record in enumerate(manifest.records):
+            try:
+                file.read_aligned(record.offset, record.nbytes, slot)
+                sound = crc32_of(slot[: record.nbytes]) == record.crc32
+            except SpeqError:
+                sound = False
+            if not sound:
+                found.append(at)
+            if progress is not None:
+                progress(at + 1, len(manifest.records))
+    return found

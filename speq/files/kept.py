@@ -60,6 +60,13 @@ class Kept:
     def files(self) -> list[Path]:
         return files_in(self.path)
 
+    def is_of(self, model: str) -> bool:
+        """Whether it is of this model: a folder, which may be gone, or a hub id."""
+        if self.model is None:
+            return False
+        repository = "models--" + model.partition("@")[0].replace("/", "--")
+        return self.model == os.path.realpath(model) or repository in Path(self.model).parts
+
 
 def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
     """All that is kept in the cache folder, beside the models that it names, and beside others.
@@ -122,7 +129,7 @@ def thing_at(kind: str, path: Path, model: str | None, beside: bool = False) -> 
 
 def files_in(path: Path) -> list[Path]:
     """A file itself, or the files of a folder: what makes a whole of it first, to go first."""
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():
         return [path]
     return sorted(path.iterdir(), key=lambda each: (each.name != EXPERTS_MANIFEST, each.name))
 
@@ -131,7 +138,7 @@ def remove(thing: Kept) -> None:
     """Whoever reads it goes on with what is open. Raises Taken where a run writes it, OSError where
     it cannot be removed.
     """
-    if not thing.path.is_dir():
+    if thing.files == [thing.path]:
         thing.path.unlink(missing_ok=True)
         return
     with alone_in(thing.path, f"a run writes to {thing.path}; end it, and try again"):
