@@ -359,6 +359,8 @@ def test_summary_of_a_run() -> None:
         "prefill_read_bytes": 9800,
         "prefill_stall_s": 100.0,
         "prefill_s": 3.5,
+        "verified_bytes": 700,
+        "verified_s": 0.25,
         "prefill_moved_bytes": 9000,
         "prefill_hit_rate": 12 / 30,
         "cached_tokens": 0,
