@@ -17,13 +17,14 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
-from speq.experts.packed_store import PackedExpertStore, crc32_of
+from speq.experts.packed_store import PackedExpertStore
 from speq.experts.record_writer import read_words, words_slot
 from speq.files.alignment import aligned_bytes
 from speq.files.atomic_file import replacing
 from speq.files.checksums import sealed
 from speq.files.json_file import read_json
 from speq.files.range_file import bytes_of
+from speq.kernels.checksum import crc32_of
 
 logger = logging.getLogger("speq")
 

@@ -27,7 +27,7 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
-from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, crc32_of, dtype_name
+from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, dtype_name
 from speq.experts.record_writer import Packing, Words, write_records
 from speq.files import kept
 from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
@@ -38,6 +38,7 @@ from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
 from speq.files.contents import check_unchanged, stamp
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile
+from speq.kernels.checksum import crc32_of
 from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")

@@ -9,7 +9,6 @@ dense.bin     of compact codecs, records of matrices outside the experts (`packe
 import json
 import threading
 import time
-import zlib
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
 from itertools import product
@@ -28,8 +27,9 @@ from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import Checksums, check_seal, sealed
 from speq.files.json_file import read_json
 from speq.files.published_format import FORMATS, WORDS
-from speq.files.range_file import RangeFile, bytes_of
+from speq.files.range_file import RangeFile
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
+from speq.kernels.checksum import crc32_of
 from speq.registries import CODECS
 
 RECORDS_FILE = "experts.bin"
@@ -313,11 +313,6 @@ def end_of(records: Iterable[Record]) -> int:
 def dtype_name(dtype: torch.dtype) -> str:
     """What a manifest calls a dtype."""
     return DTYPE_NAMES[dtype]
-
-
-def crc32_of(record: Tensor) -> int:
-    """Checksum of a contiguous uint8 tensor on the CPU."""
-    return zlib.crc32(bytes_of(record))
 
 
 def _sizes(values: Any, count: int) -> list[int]:

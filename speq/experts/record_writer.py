@@ -24,11 +24,12 @@ from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
-from speq.experts.packed_store import RECORDS_FILE, Record, crc32_of
+from speq.experts.packed_store import RECORDS_FILE, Record
 from speq.experts.passes import in_turn, made_at_once
 from speq.files.alignment import aligned, aligned_bytes
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile, bytes_of
+from speq.kernels.checksum import crc32_of
 from speq.units import Done
 
 logger = logging.getLogger("speq")

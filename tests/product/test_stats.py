@@ -323,7 +323,9 @@ def test_every_figure_has_a_meaning() -> None:
 
 
 def test_summary_of_a_run() -> None:
-    figures = run_of([PREFILL, *DECODE]).summary()
+    run = run_of([PREFILL, *DECODE])
+    run.verified_bytes, run.verified_s = 700, 0.25
+    figures = run.summary()
     decode_tokens = 3 + 3 + 1
     expected: dict[str, Any] = {
         "new_tokens": 1 + decode_tokens,
