@@ -242,7 +242,8 @@ PackedCopy = Annotated[
     Option(
         "A packed copy of published experts in ~/.cache/speq/experts, for later runs, written "
         "while a run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are "
-        "not all in slots) or none; a run with codec auto reads a copy that is whole.",
+        "not all in slots) or none; a run with codec auto reads a copy that is whole. `speq cache` "
+        "lists and removes copies.",
         Choice(("auto", "none")),
     ),
 ]
@@ -306,7 +307,12 @@ class RunConfig(Options):
     packed_copy: PackedCopy = "auto"
     profile: Profile = "auto"
     verify_reads: Annotated[
-        bool, Option("Compare experts with the checksums of a pack at every read.", Switch())
+        bool,
+        Option(
+            "Compare experts with the checksums of a pack or a packed copy at every read, not only "
+            "when they are first read.",
+            Switch(),
+        ),
     ] = False
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
     host_budget: HostBudget = None

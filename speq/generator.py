@@ -138,7 +138,7 @@ class Generator:
         meeting  where it does; None: at the rendezvous of `stages`
         """
         if stages is not None and stages.wanted:
-            opened, config, others = open_first(str(model), config, stages, meeting)
+            opened, config, others = open_first(str(model), config, stages, meeting, progress)
             return cls.of_opened(
                 opened, config, progress=progress, first_request=first_request, others=others
             )

@@ -149,6 +149,7 @@ def load(
         # still be there. On the CPU nothing does, and looking through all objects takes long.
         gc.collect()
     opened = with_kept_copy(opened, config, device)
+    check_verifiable(opened, config)
     copied = copy_to_make(opened, config, device)
     if copied is not None:
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
@@ -238,10 +239,22 @@ def with_kept_copy(opened: Opened, config: RunConfig, device: Processor | Accele
     """A model whose experts are read from their packed copy, where there is one that is whole."""
     if not config.reads_copies or not isinstance(device, Processor):
         return opened
-    if not opened.store.published:
+    if not isinstance(opened.store, SafetensorsExpertStore):
         return opened
-    kept = kept_copy(opened.checkpoint, opened.shape.experts)
-    return opened if kept is None else replace(opened, store=kept)
+    kept = kept_copy(opened.checkpoint, opened.shape.experts, opened.store)
+    if kept is None:
+        return opened
+    kept.verify_reads = config.verify_reads
+    return replace(opened, store=kept)
+
+
+def check_verifiable(opened: Opened, config: RunConfig) -> None:
+    """Raise SpeqError where reads are to be compared with checksums, and there are none."""
+    if config.verify_reads and opened.store.published:
+        raise SpeqError(
+            f"{opened.checkpoint.path} has no checksums to verify reads by, nor a packed copy in "
+            "the cache folder, which has some; `speq pack` writes a model that has"
+        )
 
 
 def copy_to_make(

@@ -31,6 +31,7 @@ from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
 from speq.devices.device import Processor
 from speq.errors import SpeqError, present
+from speq.experts.packed_store import PackedExpertStore, Verified
 from speq.files.alignment import aligned_bytes
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
@@ -161,6 +162,9 @@ class Runtime:
         copy in the making gives way to it.
         """
         device, copy = self._loaded.device, self._loaded.copy
+        store = self._loaded.opened.store
+        verified = store.verified if isinstance(store, PackedExpertStore) else Verified()
+        before = verified.nbytes, verified.seconds
         with (
             contextlib.nullcontext() if copy is None else copy.giving_way(),
             watching(None if isinstance(device, Processor) else device.card()) as readings,
@@ -170,6 +174,8 @@ class Runtime:
                 yield
             finally:
                 stats.card = summary(readings)
+                stats.verified_bytes = verified.nbytes - before[0]
+                stats.verified_s = verified.seconds - before[1]
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.

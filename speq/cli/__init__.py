@@ -8,6 +8,7 @@ import typer
 
 from speq.cli.batch import batch
 from speq.cli.bench import bench_app
+from speq.cli.cache import cache_app
 from speq.cli.chat import chat
 from speq.cli.check import check
 from speq.cli.dashboard import dashboard
@@ -40,6 +41,7 @@ COMMANDS = (
 )
 for function in COMMANDS:
     app.command(function.__name__.replace("_", "-"))(command(function))
+app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 
 

@@ -208,6 +208,15 @@ class RangeFile:
             start = done if descriptor == self._fd else done - done % ALIGNMENT
         return done
 
+    def stamp(self) -> list[str | int]:
+        """What changes when the file is written, touched, replaced or moved: its real path, inode,
+        size and times (ns) of its last change. Of the file that is open, whatever its name leads to
+        by now.
+        """
+        at = os.fstat(self._fd)
+        real = os.path.realpath(self.path)
+        return [real, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns]
+
     def samples(self, count: int) -> Iterator[bytes]:
         """Up to `count` blocks of 4 KiB spread evenly over the file."""
         last = max(self.size - SAMPLE_BYTES, 0)

@@ -69,7 +69,7 @@ class Opened:
 def open_model(model: str | Path, verify_reads: bool = False, part: Part | None = None) -> Opened:
     """Check a model folder and read its sizes, without loading weights.
 
-    verify_reads  compare experts with their checksums whenever they are read; packed models only
+    verify_reads  compare a pack's experts with their checksums whenever they are read
     part          the layers that are to be held; None: all
     """
     path = locate(model)

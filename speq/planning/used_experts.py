@@ -4,7 +4,6 @@ What was counted of a model is kept beside it, or in the user's cache folder whe
 written.
 """
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from speq.drafts.draft_file import FOLDER
 from speq.errors import Broken, SpeqError
+from speq.files.cache_folder import COUNTS, cache_folder
 from speq.files.checkpoint import Checkpoint
 from speq.layers.expert_counts import ExpertCounts
 from speq.models.shape import ModelShape
@@ -141,9 +141,9 @@ def places(checkpoint: Checkpoint) -> list[Path]:
     """Where counts of a model may be kept, the preferred place first."""
     digest = hashlib.sha256(checkpoint.fingerprint().encode()).hexdigest()[:16]
     name = f"expert-counts-{digest}.json"
-    paths = [checkpoint.path / FOLDER / name]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        paths.append(Path.home() / ".cache" / "speq" / "counts" / name)
+    paths, cache = [checkpoint.path / FOLDER / name], cache_folder(COUNTS)
+    if cache is not None:
+        paths.append(cache / name)
     return paths
 
 

@@ -3,17 +3,20 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import torch
 import transformers
 
 from speq.config import RunConfig
 from speq.errors import SpeqError, checked_choice
+from speq.files.contents import content_digest
 from speq.files.json_file import parse_json
 from speq.models.opened import Opened
 from speq.models.part import Part, parts_of
 from speq.options.declared import declared
 from speq.stages.settings import DRAFTERS_WITHOUT_PASSES, counts_of
+from speq.units import Progress
 from speq.version import __version__
 
 # Of messages; rises when they change.
@@ -24,7 +27,7 @@ PROTOCOL = 2
 class Agreement:
     """What is the same on all machines.
 
-    model     digest of config.json, and of the names, sizes and samples of tensors
+    model     digest of config.json, and of all that the shards hold
     versions  of what computes
     counts    layers of each stage
     """
@@ -34,8 +37,9 @@ class Agreement:
     counts: list[int]
 
     @classmethod
-    def of(cls, opened: Opened, counts: list[int]) -> "Agreement":
-        return cls(digest_of(opened), versions(), counts)
+    def of(cls, opened: Opened, counts: list[int], progress: Progress | None = None) -> "Agreement":
+        """progress: told while a model is read whose digest is not known"""
+        return cls(digest_of(opened, progress), versions(), counts)
 
     def check(self, theirs: "Agreement", who: str) -> None:
         """Raise SpeqError, in one sentence, where a stage's differ. who: that stage"""
@@ -122,10 +126,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def digest_of(opened: Opened) -> str:
-    """Of a checkpoint: its config, and its shards' headers, sizes and samples."""
+def digest_of(opened: Opened, progress: Progress | None = None) -> str:
+    """Of a checkpoint: its config, and the bytes of its shards.
+
+    No stage can tell from its own layers alone that another has those of the same model, and
+    machines have nothing in common but bytes. So each reads the model once, and keeps the digest.
+    """
     config = json.dumps(opened.checkpoint.config, sort_keys=True)
-    return hashlib.sha256((config + opened.checkpoint.fingerprint()).encode()).hexdigest()
+    told = None if progress is None else partial(progress, "reading the model for its digest")
+    return hashlib.sha256((config + content_digest(opened.checkpoint, told)).encode()).hexdigest()
 
 
 def part_for(stages: str, layers: int, number: int) -> tuple[list[int], Part]:

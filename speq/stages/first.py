@@ -23,6 +23,7 @@ from speq.stages.asked import Reservation
 from speq.stages.rendezvous import Meeting, check_gloo, open_ring
 from speq.stages.settings import StagesSettings, staged
 from speq.stages.wire import OTHER_PROTOCOL, Kind, Message, Ring
+from speq.units import Progress
 
 logger = logging.getLogger("speq")
 
@@ -124,11 +125,16 @@ def most_row_bytes(opened: Opened) -> int:
 
 
 def open_stage(
-    model: str, stages: str, number: int, verify_reads: bool = False
+    model: str,
+    stages: str,
+    number: int,
+    verify_reads: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[Opened, Agreement]:
     """The layers of one stage, opened, and what has to be the same on all.
 
     verify_reads  as of `open_model`. Raises SpeqError for packs that are read over a draft
+    progress      told (what, done, total) while a model is read whose digest is not known
     """
     path = locate(model)
     config = read_json(path / "config.json")
@@ -145,11 +151,19 @@ def open_stage(
             "codes, and the model runs in stages, which hold none; give the folder that was "
             "packed, or pack it with --codec lossless"
         )
-    return opened, Agreement.of(opened, counts)
+    try:
+        return opened, Agreement.of(opened, counts, progress)
+    except BaseException:
+        opened.close()
+        raise
 
 
 def open_first(
-    model: str, config: RunConfig, settings: StagesSettings, meeting: Meeting | None = None
+    model: str,
+    config: RunConfig,
+    settings: StagesSettings,
+    meeting: Meeting | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Opened, RunConfig, RingStages]:
     """The first stage's layers, its options, and the stages behind it, which have come.
 
@@ -159,7 +173,7 @@ def open_first(
         raise SpeqError("stages is given and rendezvous is not; stages take both")
     check_gloo()
     config = staged(config)
-    opened, agreement = open_stage(model, settings.stages, 1, config.verify_reads)
+    opened, agreement = open_stage(model, settings.stages, 1, config.verify_reads, progress)
     try:
         ring = open_ring(
             meeting or Meeting.at(str(settings.rendezvous)),

@@ -149,7 +149,7 @@ def run_stage(
     """
     config = staged(config)
     number = settings.stage
-    opened, agreement = open_stage(model, settings.stages, number, config.verify_reads)
+    opened, agreement = open_stage(model, settings.stages, number, config.verify_reads, progress)
     with ExitStack() as stack:
         stack.callback(opened.close)
         part = present(opened.part, "a stage opened a whole model")

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Processor
 from speq.errors import EngineLost, SpeqError
 from speq.experts.passes import by_layer
+from speq.files import contents
 from speq.files.alignment import aligned_bytes
+from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
 from speq.heads.named import head_named
 from speq.models import moe_model
@@ -397,6 +401,52 @@ def test_stages_that_differ_are_refused() -> None:
     for text in (b"{}", b"7", b'{"model": 1, "versions": {}, "counts": []}', b"\x80"):
         with pytest.raises(SpeqError, match="nothing that this version understands"):
             Agreement.of_json(text, "it")
+
+
+def test_a_stage_with_other_weights_of_the_same_shapes_is_refused(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shards of gigabytes the fingerprint misses a changed expert."""
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "the same")
+    first = tiny("olmoe")
+    second, third = (Path(shutil.copytree(first, tmp_path / name)) for name in ("two", "three"))
+    with (third / "model.safetensors").open("r+b") as shard:
+        shard.seek(-1000, os.SEEK_END)
+        shard.write(bytes(64))
+    found = []
+    for model in (first, second, third):
+        opened, agreement = open_stage(str(model), "2", 1)
+        opened.close()
+        found.append(agreement)
+    found[0].check(found[1], "stage 2 of 2")
+    with pytest.raises(SpeqError, match="stage 2 of 2 has another checkpoint"):
+        found[0].check(found[2], "stage 2 of 2")
+
+
+def test_a_digest_is_kept_until_a_file_is_touched(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(tiny("olmoe"), tmp_path / "model"))
+    read: list[int] = []
+    of_files = contents._read
+    monkeypatch.setattr(
+        contents, "_read", lambda files, *more: (read.append(len(files)), of_files(files, *more))[1]
+    )
+
+    def digest() -> str:
+        with closing(Checkpoint(model)) as checkpoint:
+            return contents.content_digest(checkpoint)
+
+    before = digest()
+    assert digest() == before
+    assert read == [1]
+    os.utime(model / "model.safetensors")
+    assert digest() == before
+    assert read == [1, 1]
+    with (model / "model.safetensors").open("r+b") as shard:
+        shard.seek(-1, os.SEEK_END)
+        shard.write(b"\x01")
+    assert digest() != before
 
 
 SHARED = Shared("float32", "ngram", None, None, 1)
