@@ -127,9 +127,9 @@ class ChatTemplate:
             made = self.calls.message(made)
         content = made.get("content")
         if isinstance(content, list) and not self.takes_parts(str(made.get("role"))):
-            texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            if all(isinstance(text, str) for text in texts):
-                made["content"] = "\n".join(texts)
+            texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            if None not in texts:
+                made["content"] = "\n".join(map(str, texts))
         return made
 
     def _tried(

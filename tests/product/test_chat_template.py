@@ -1,5 +1,6 @@
 """What chat templates are given, and what they may take: against transformers' own rendering."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -158,6 +159,14 @@ def test_templates_that_take_too_much_are_ended() -> None:
             process.render(text, [USER], None, {})
         assert process.render("{{ messages[0].content }}", [USER], None, {}) == "Where?"
     process.close()
+
+
+def test_several_threads_have_what_they_asked_for() -> None:
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with ThreadPoolExecutor(4) as threads:
+        asked = [[USER | {"content": f"{number} " * 500}] for number in range(40)]
+        written = [*threads.map(lambda messages: template(text).render(messages, []), asked)]
+    assert written == [messages[0]["content"] for messages in asked]
 
 
 def test_messages_that_are_no_json() -> None:
