@@ -22,7 +22,9 @@ Native = Callable[[int, int, int], int]
 def crc32_of(data: Tensor) -> int:
     """CRC-32 of a contiguous uint8 tensor on the CPU. Lets other threads run meanwhile."""
     if data.dtype != torch.uint8 or not (data.is_contiguous() and data.is_cpu):
-        raise Broken(f"a checksum is asked of {data.dtype} on {data.device}; bytes in a row have one")
+        raise Broken(
+            f"a checksum is asked of {data.dtype} on {data.device}; bytes in a row have one"
+        )
     native = native_crc32()
     if native is not None:
         return native(data.data_ptr(), data.nbytes, 0)
