@@ -126,7 +126,7 @@ class CopiedExperts(PackedExpertStore):
                 "by a version of speq that encodes it otherwise; `speq cache clear` removes it"
             ) from reason
         slot[: record.nbytes].copy_(record)
-        done = "mended" if self._write(wanted.offset, record) else "not mended: it is read-only"
+        done = "mended" if self._write(wanted.offset, record) else "could not be mended"
         if not self.mended:  # the first of perhaps many
             logger.warning(
                 "%s: the record of %s was not what was written; it was read from the model, and "

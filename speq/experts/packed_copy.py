@@ -153,6 +153,8 @@ class PackedCopy:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / EXPERTS_MANIFEST).exists():
+                if CopySource.of(self.folder).holds(self._stamp):
+                    return  # another run has made it meanwhile
                 logger.warning(
                     "the files of %s were touched or replaced since their packed copy was made: "
                     "this run reads them, and compares them with it meanwhile; later runs read the "
@@ -296,6 +298,7 @@ class PackedCopy:
                 compared = at + 1
                 self._told(compared, self.total)
             check_unchanged(self._checkpoint, self._stamp)
+            source.model = self.model  # which may have moved
         except Stopped:
             source.note(self._stamp, compared)
             source.write(self.folder)

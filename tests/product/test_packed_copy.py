@@ -310,6 +310,7 @@ def test_touched_files_are_compared_and_the_copy_stays(
     own.rename(moved)
     assert made(moved) == first
     assert read_from_copy(moved) == first
+    assert [each.model for each in kept.in_cache()] == [str(moved)]
     assert records.stat().st_ino == inode
 
 
