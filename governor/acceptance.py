@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 HORIZON = 80.0
 # The acceptance assumed first, and the number of tokens it weighs as much as.
 PRIOR, PRIOR_TOKENS = 0.7, 2.0
-# It never weighs less than so many: weights that fade for days come to no number at all.
+# It never weighs less than so many: a weight that has faded for days says nothing any more.
 LEAST_TOKENS = 1e-9
 # All positions together weigh as much as so many tokens of one position.
 SHRINKAGE = 8.0
