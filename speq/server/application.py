@@ -3,7 +3,6 @@
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as Unanswered
 from starlette.requests import ClientDisconnect
@@ -11,7 +10,8 @@ from starlette.requests import ClientDisconnect
 from speq.dashboard.live.metrics import Metrics
 from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
-from speq.server.api_error import ApiError, error_of, error_of_fields
+from speq.server.api_error import ApiError, error_of
+from speq.server.body_route import BodyRoute
 from speq.server.engine_worker import EngineRequest, EngineWorker
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.server.forms import Form
@@ -38,6 +38,7 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     app = FastAPI(
         title="speq", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    app.router.route_class = BodyRoute
     model = {
         "id": service.name,
         "object": "model",
@@ -53,12 +54,12 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
         return WholeAnswer(worker, stream, form)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
-    async def chat_completions(body: ChatBody) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         check_stream(body)
         return answer(body, *await service.chat(body))
 
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
-    async def completions(body: CompletionBody) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         check_stream(body)
         return answer(body, *await service.completion(body))
 
@@ -72,7 +73,7 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
         return JSONResponse(model)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         ids = await service.tokenize(body)
         told = {"count": len(ids), "max_model_len": service.max_context, "tokens": ids}
         return JSONResponse(told)
@@ -95,10 +96,6 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     @app.exception_handler(SpeqError)
     async def bad(_: Request, error: SpeqError) -> Response:
         return refusal(error_of(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_fields(_: Request, error: RequestValidationError) -> Response:
-        return refusal(error_of_fields(error.errors()))
 
     @app.exception_handler(Unanswered)
     async def unanswered(_: Request, error: Unanswered) -> Response:
