@@ -121,6 +121,8 @@ class KVCache(Cache):
     states     layers that keep states in place of entries
     own        layers that are held here; None: all of them
     known      tokens that the first entries are of, where another text may begin with the same ones
+    ends       where the passes ended that made these entries
+    owner      whose text it is: other owners' texts have nothing of it
     changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
                not
     """
@@ -140,6 +142,8 @@ class KVCache(Cache):
         self.capacity, self.number = capacity, number
         self.changes: list[Change] | None = None
         self.known: list[int] = []
+        self.ends: list[int] = []
+        self.owner = ""
         self._length = length = Length()
 
         def storage(shape: tuple[int, int]) -> Tensor:
@@ -177,6 +181,7 @@ class KVCache(Cache):
             length.text, length.settled = length.text + 1, 0
         length.count, length.settled = count, min(length.settled, count)
         del self.known[count:]
+        self.ends = [end for end in self.ends if end <= count]
 
     def settle(self) -> None:
         """All entries that are kept will not be given up as long as the text lasts."""
@@ -220,6 +225,7 @@ class KVCache(Cache):
                 entries[:, :count] = found[:, :count]
         self._cut(count)
         self.known = other.known[:count]
+        self.ends = [end for end in other.ends if end <= count]
 
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written."""

@@ -156,7 +156,7 @@ def replicas_on_ray(
 
 @dataclass(frozen=True, slots=True)
 class RunningServe:
-    """What Ray Serve does on a cluster already. routes: of each application, where it is reached."""
+    """What Ray Serve does on a cluster already. routes: where each application is reached."""
 
     host: str | None
     port: int
