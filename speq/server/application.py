@@ -1,5 +1,6 @@
 """The server's routes."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +16,7 @@ from speq.server.body_route import BodyRoute
 from speq.server.engine_worker import EngineRequest, EngineWorker
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.server.forms import Form
+from speq.server.gate import OWNER_KEY
 from speq.server.service import Service
 from speq.version import __version__
 
@@ -47,8 +49,8 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
         "max_model_len": service.max_context,
     }
 
-    def answer(body: SampledBody, request: EngineRequest, form: Form) -> Answer:
-        stream = worker.submit(request)
+    def answer(body: SampledBody, asked: Request, request: EngineRequest, form: Form) -> Answer:
+        stream = worker.submit(replace(request, owner=asked.scope.get(OWNER_KEY, "")))
         if body.stream:
             return StreamedAnswer(worker, stream, form, body.includes_usage)
         return WholeAnswer(worker, stream, form)
@@ -56,12 +58,12 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         check_stream(body)
-        return answer(body, *await service.chat(body))
+        return answer(body, request, *await service.chat(body))
 
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
     async def completions(body: CompletionBody, request: Request) -> Response:
         check_stream(body)
-        return answer(body, *await service.completion(body))
+        return answer(body, request, *await service.completion(body))
 
     @app.get("/v1/models")
     async def models() -> Response:

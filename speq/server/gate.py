@@ -22,12 +22,14 @@ from speq.dashboard.live.guard import (
 from speq.server.answer import respond
 from speq.server.api_error import ApiError
 from speq.server.incoming import Incoming, given_again
-from speq.server.keys import Keys
+from speq.server.keys import Keys, digest
 
 # What load balancers ask, which have no key.
 OPEN_PATHS = frozenset({"/health"})
 # Of bodies on their way: so many of the longest, and some short ones.
 BODIES, BODIES_BYTES = 4, 16 << 20
+# Of a request's scope: who asks, where there are several keys.
+OWNER_KEY = "speq.owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,12 @@ class Access:
             )
         refused = refused_body(method, headers, self.max_body_bytes)
         return None if refused is None else ApiError(refused.status, refused.sentence)
+
+    def owner(self, headers: Headers) -> str:
+        """Who asks, of a request that is not refused: all are one where there is one key."""
+        if self.keys is None or len(self.keys.digests) == 1:
+            return ""
+        return "".join(digest(given).hex() for given in bearers(headers))
 
     def _stranger(self, headers: Headers) -> Refusal | None:
         return refused_host(headers, self.authorities) or refused_origin(headers, self.authorities)
@@ -116,6 +124,7 @@ class Gate:
         return ApiError(429, sentence, code="too_many_requests", headers={"retry-after": "1"})
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        scope[OWNER_KEY] = self._access.owner(scope["headers"])
         self._requests += 1
         try:
             await self._app(scope, receive, send)
