@@ -134,7 +134,8 @@ class Engine:
         """
         if reuse:
             with self.mending():
-                return Reading(sequence, self.prefixes.begin(sequence.row, sequence.prompt_ids))
+                prompt_ids, owner = sequence.prompt_ids, sequence.owner
+                return Reading(sequence, self.prefixes.begin(sequence.row, prompt_ids, owner))
         self.caches[sequence.row].clear()
         drafter = self.drafters[sequence.row]
         if isinstance(drafter, Listener):
@@ -166,7 +167,8 @@ class Engine:
                 progress(done + now, tokens)
 
         # What follows a chunk is read ahead where nobody else takes a step in between.
-        announced = reading.left if len(self.caches) == 1 else min(reading.left, self.chunk)
+        end = self.prefixes.end(reading.done, len(reading.sequence.prompt_ids))
+        announced = reading.left if len(self.caches) == 1 else end - reading.done
         stream = self.offload.stream.prompt(announced, self.chunk, told)
         with self.recorder.timed("prefill"):
             with self.mending(), stream:
@@ -180,7 +182,8 @@ class Engine:
 
     def _read_chunk(self, reading: Reading) -> None:
         sequence = reading.sequence
-        tokens = sequence.prompt_ids[reading.done : reading.done + self.chunk]
+        end = self.prefixes.end(reading.done, len(sequence.prompt_ids))
+        tokens = sequence.prompt_ids[reading.done : end]
         cache, drafter = self.caches[sequence.row], self.drafters[sequence.row]
         on_hidden = drafter.hear if isinstance(drafter, Listener) else None
         reading.last = self.model.read(self.offload.reader, cache, tokens, on_hidden)

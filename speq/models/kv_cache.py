@@ -126,6 +126,8 @@ class KVCache(Cache):
     known      tokens that the first entries are of, where another text may begin with the same ones
     written    entries that passes have written, kept or not, where caches follow others: no length
                goes beyond them
+    ends       where the passes ended that made these entries
+    owner      whose text it is: other owners' texts have nothing of it
     changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
                not
     """
@@ -147,6 +149,8 @@ class KVCache(Cache):
         self.keeps_entries = states.kind is None
         self.changes: list[Change] | None = None
         self.known: list[int] = []
+        self.ends: list[int] = []
+        self.owner = ""
         self._length = length = Length()
 
         def storage(shape: tuple[int, int]) -> Tensor:
@@ -185,6 +189,7 @@ class KVCache(Cache):
             length.text, length.settled, self.written = length.text + 1, 0, 0
         length.count, length.settled = count, min(length.settled, count)
         del self.known[count:]
+        self.ends = [end for end in self.ends if end <= count]
 
     def settle(self) -> None:
         """All entries that are kept will not be given up as long as the text lasts."""
@@ -231,6 +236,7 @@ class KVCache(Cache):
         self._cut(count)
         self.written = count
         self.known = other.known[:count]
+        self.ends = [end for end in other.ends if end <= count]
 
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written."""

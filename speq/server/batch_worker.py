@@ -282,6 +282,7 @@ class BatchWorker:
         try:
             options = cast(SamplingOptions, asdict(asked.sampling))
             sequence = self._engine.prepare(asked.prompt, None, options, asked.top_logprobs)
+            sequence.owner = asked.owner
             self._requests[batch.add(sequence, stream.asked_s)] = taken
         except SpeqError as error:
             self._end(taken, error)

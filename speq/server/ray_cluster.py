@@ -1,5 +1,6 @@
 """A Ray cluster: one that runs, or one on this machine that ends with us."""
 
+import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -9,11 +10,20 @@ from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.server.ray_settings import RaySettings
 
+# From 2.59 on a cluster of this machine's own asks whoever reaches its ports for a token.
+LEAST = (2, 60)
+
 
 def check_ray() -> None:
-    """Raise SpeqError where Ray is not installed."""
+    """Raise SpeqError where Ray is not installed, or an older one than we know."""
     if importlib.util.find_spec("ray") is None:
         raise SpeqError("Ray is not installed here; pip install 'ray[serve]'")
+    version = importlib.metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < LEAST:
+        wanted = ".".join(map(str, LEAST))
+        raise SpeqError(
+            f"Ray {version} is installed and {wanted} or newer is needed; pip install -U 'ray[serve]'"
+        )
 
 
 @contextmanager

@@ -59,7 +59,7 @@ DRAWN = SamplingParams(temperature=0.8, top_k=40, seed=3, ignore_eos=True)
 def logits_of(generator: Generator) -> list[torch.Tensor]:
     """A prompt in chunks, a chain, a tree of which a branch is kept, and what follows that."""
     engine = generator.runtime.reserve(100)
-    engine.chunk = 16
+    engine.chunk = engine.prefixes.chunk = 16
     text = Sequence(generator.encode(PROMPT * 2), SamplingParams(), frozenset())
     engine.start(text)
     found = [engine.verify(5, Draft.chain([6, 7])).logits]
