@@ -22,7 +22,8 @@ def check_ray() -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < LEAST:
         wanted = ".".join(map(str, LEAST))
         raise SpeqError(
-            f"Ray {version} is installed and {wanted} or newer is needed; pip install -U 'ray[serve]'"
+            f"Ray {version} is installed and {wanted} or newer is needed; "
+            "pip install -U 'ray[serve]'"
         )
 
 
