@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -82,6 +82,8 @@ def generate(
     output.check()
     check_machines(machines, cluster, replicas=False)
     live = check_live(settings.live, output.quiet)
+    # No later text of this process begins alike: no chunk of its prompt is cut for one.
+    run = replace(run, prefix_reuse="none")
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
