@@ -346,6 +346,18 @@ def write_model(
     transformers has no small whole of, as `put_beside_pictures` does.
     """
     config = config_of(model_type, **overrides)
+    return write_random(path, model_type, config, dtype, seed, max_shard_size)
+
+
+def write_random(
+    path: Path,
+    model_type: str,
+    config: Any,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """`write_model` of a configuration as `of_options` makes it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -369,7 +381,11 @@ def config_of(model_type: str, **overrides: Any) -> Any:
     """The configuration of a small model; of families in VISION with both parts, of others in
     BESIDE_PICTURES that of text.
     """
-    options = COMMON | FAMILY_OPTIONS[model_type] | overrides
+    return of_options(model_type, COMMON | FAMILY_OPTIONS[model_type] | overrides)
+
+
+def of_options(model_type: str, options: dict[str, Any]) -> Any:
+    """`config_of`, of all options that it is to have."""
     if model_type not in VISION:
         return AutoConfig.for_model(BESIDE_PICTURES.get(model_type, model_type), **options)
     return AutoConfig.for_model(
