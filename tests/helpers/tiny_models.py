@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,16 +14,13 @@ from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     PreTrainedTokenizerFast,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 from speq.config import SamplingParams
 from speq.decode.sampling import noise
 from tests.helpers.picture_files import put_beside_pictures
+from tests.reference import sampling_order
 
 VOCAB = 264
 EOS = 256
@@ -491,50 +489,42 @@ def load_plain(path: Path, dtype: torch.dtype | str = torch.float32) -> Any:
     ).eval()
 
 
-class Noised(LogitsProcessor):
-    """Makes the likeliest token one that is drawn, by the noise of a seed."""
+class Chosen(LogitsProcessor):
+    """Makes the likeliest token the one that is chosen as options say, drawn ones by noise of the
+    seed: any that is independent from token to token and position to position gives the exact
+    model's distribution, so it is taken from the library, and judged by tests of its own.
+    """
 
-    def __init__(self, prompt: int, seed: int) -> None:
-        self.prompt, self.seed = prompt, seed
+    def __init__(self, prompt: int, options: SamplingParams) -> None:
+        self.prompt, self.options = prompt, options
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        position, size = input_ids.shape[1] - self.prompt, scores.shape[1]
-        return scores - noise(self.seed, position, size).to(scores.dtype).log()
+        options, tokens = self.options, input_ids[0].tolist()
+        logits = sampling_order.penalised(
+            scores[0].double().numpy(),
+            tokens[: self.prompt],
+            tokens[self.prompt :],
+            options.repetition_penalty,
+            options.presence_penalty,
+            options.frequency_penalty,
+        )
+        chosen = int(logits.argmax())
+        if not options.greedy:
+            assert options.seed is not None
+            probs = sampling_order.distribution(
+                logits, options.temperature, options.top_k, options.top_p, options.min_p
+            )
+            times = noise(options.seed, len(tokens) - self.prompt, len(logits))
+            chosen = sampling_order.drawn(probs, np.asarray(times, dtype=np.float64))
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([chosen]), 0.0)
 
 
 def drawn_tokens(
     model: Any, prompt_ids: list[int], count: int, options: SamplingParams
 ) -> list[int]:
-    """As `greedy_tokens`, drawn as options say: temperature, top_k, min_p, penalties and seed."""
-    assert options.seed is not None
-    warpers = [
-        TemperatureLogitsWarper(options.temperature),
-        TopKLogitsWarper(options.top_k),
-        MinPLogitsWarper(options.min_p),
-        Noised(len(prompt_ids), options.seed),
-    ]
-    processors = [*penalties(len(prompt_ids), options), *warpers]
-    return greedy_tokens(model, prompt_ids, count, LogitsProcessorList(processors))
-
-
-class Counted(LogitsProcessor):
-    """Presence and frequency penalties as OpenAI defines them, over what was generated."""
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        times = torch.zeros_like(scores)
-        for token in input_ids[0, self.prompt :].tolist():
-            times[0, token] += 1
-        return scores - self.frequency * times - self.presence * (times > 0)
-
-
-def penalties(prompt: int, options: SamplingParams) -> LogitsProcessorList:
-    """What makes tokens of the text before less likely."""
-    repetition = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
-    counted = Counted(prompt, options.presence_penalty, options.frequency_penalty)
-    return LogitsProcessorList([repetition, counted])
+    """As `greedy_tokens`, chosen as options say: penalties, and what shapes a distribution."""
+    chosen = LogitsProcessorList([Chosen(len(prompt_ids), options)])
+    return greedy_tokens(model, prompt_ids, count, chosen)
 
 
 def greedy_tokens(

@@ -25,10 +25,18 @@ def unpacked(qweight: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def rounded(row: np.ndarray) -> np.ndarray:
-    """Inputs [K] rounded to INT8: of each block the largest magnitude is 127 steps."""
+    """Inputs [K] rounded to INT8: of each block the largest magnitude is 127 steps.
+
+    In float32, as the kernels are to do it: there it is decided on which side of the edge between
+    two codes a value lies.
+    """
     out = np.empty(len(row))
     for at in range(0, len(row), BLOCK):
-        block = row[at : at + BLOCK].astype(np.float64)
-        step = np.abs(block).max() / 127
-        out[at : at + BLOCK] = np.round(block / step) * step if step else 0
+        block = row[at : at + BLOCK].astype(np.float32)
+        largest = np.abs(block).max()
+        if largest == 0:
+            out[at : at + BLOCK] = 0
+            continue
+        codes = np.round(block * (np.float32(127) / largest))
+        out[at : at + BLOCK] = codes.astype(np.float64) * float(largest / np.float32(127))
     return out
