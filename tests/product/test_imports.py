@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.helpers.paths import FOLDERS
+from tests.helpers.paths import FOLDERS, ROOT
 
 BARE_NAMES = frozenset({"scheduler", "governor", "bench"})
 
@@ -373,3 +373,18 @@ def test_rooms_have_no_circle() -> None:
     graph = TopologicalSorter(below)
     graph.prepare()  # raises CycleError, with the circle
     assert len(below) > 20
+
+
+def test_references_share_no_code_with_what_they_judge() -> None:
+    """They import numpy, the standard library and one another: not even torch."""
+    files = sorted((ROOT / "tests" / "reference").glob("*.py"))
+    assert len(files) > 5
+    allowed = {"numpy", "tests.reference", *sys.stdlib_module_names}
+    for path in files:
+        found = set(
+            imported(f"tests.reference.{path.stem}", ast.parse(path.read_text()), frozenset())
+        )
+        strange = {
+            name for name in found if not any(f"{name}.".startswith(f"{each}.") for each in allowed)
+        }
+        assert strange == set(), path.name

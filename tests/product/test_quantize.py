@@ -49,7 +49,7 @@ from tests.helpers.tiny_models import (
     put_matrices,
     write_model,
 )
-from tests.helpers.window_words import told
+from tests.reference.windows import told
 
 Folder = Callable[[str], Path]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
