@@ -16,7 +16,8 @@ from speq.kernels import (
     reference_delta,
     reference_dense,
 )
-from tests.reference import compact_record, decoder, experts, int4
+from speq.kernels.scaled_words import fp8_words, mxfp4_words
+from tests.reference import compact_record, decoder, experts, int4, scaled
 from tests.reference.int4 import codes_of, spread, unpacked
 
 HIDDEN, WIDTH, EXPERTS, SLOTS, ROWS, TOP_K = 96, 40, 9, 11, 7, 3
@@ -282,3 +283,23 @@ def test_residual_records(hidden: int, width: int, own: bool, random: Random) ->
     found = compact_record.residual(record, shapes, [*halves, codes[1]])  # type: ignore[list-item]
     for words, matrix in zip(found, [*gate_up.chunk(2), down], strict=True):
         assert np.array_equal(words, words_of(matrix))
+
+
+def test_words_of_mxfp4() -> None:
+    """Every byte under every exponent that is a number, subnormal words among them."""
+    packed = torch.arange(256, dtype=torch.uint8).expand(255, -1).contiguous()
+    exponents = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 16).contiguous()
+    with np.errstate(over="ignore"):
+        wanted = scaled.mxfp4_values(packed.numpy(), exponents.numpy()).astype(np.float32)
+    assert np.array_equal(mxfp4_words(packed, exponents).float().numpy(), wanted)
+
+
+def test_words_of_fp8() -> None:
+    """Every code under scales of all sizes, in blocks of which the last ones are shorter."""
+    codes = torch.arange(256, dtype=torch.uint8).expand(200, -1).contiguous()
+    scales = torch.tensor([[1e-40, 3.3e-5], [0.7, 1e35]])
+    found = words_of(fp8_words(codes.view(torch.float8_e4m3fn), scales))
+    wanted = scaled.fp8_words(codes.numpy(), scales.numpy())
+    numbers_alone = (codes.numpy() & 0x7F) != 0x7F
+    assert np.array_equal(found[numbers_alone], wanted[numbers_alone])
+    assert ((found[~numbers_alone] & 0x7FFF) > 0x7F80).all()

@@ -523,7 +523,7 @@ def test_variants_within_a_family(variant: str, tmp_path: Path) -> None:
     run_cell(branching, model, "auto", "float32", PROMPTS[1], expected)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.bfloat16, *wide(torch.float16)])
 def test_sixteen_bit_checkpoints_computed_in_float32(stored: torch.dtype, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "olmoe", dtype=stored)
     expected = greedy_tokens(load_plain(model), PROMPTS[0], NEW_TOKENS)
@@ -617,7 +617,7 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
         Cell(8, "half", "gptq", "packed", codec="residual", drafter="ngram"),
         Cell(3, "half", "own", "plain", 2, "entropy", codec="residual", drafter="ngram"),
     ]
-    check_family(family, cells, folders, "float32")
+    check_family(family, cells, folders, "float32", FEWER_TOKENS)
 
 
 @pytest.mark.parametrize("family", BY_FAMILY)
