@@ -59,7 +59,7 @@ def test_layers_compute_what_those_of_transformers_do(
     state = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, "speq"):
         check_transformers(FAMILIES[family], text_config(family))
-    assert not [record for record in caplog.records if record.name == "speq"]
+    assert "cannot compare" not in caplog.text
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -136,9 +136,8 @@ def test_models_that_transformers_cannot_run_small_are_told_of(
     monkeypatch.setattr(self_test, "fill", lambda model, seed: 1 / 0)
     with caplog.at_level(logging.WARNING, "speq"):
         check_transformers(FAMILIES["mixtral"], text_config("mixtral"))
-    (record,) = caplog.records
-    assert "cannot compare its layers" in record.getMessage()
-    assert "ZeroDivisionError" in record.getMessage()
+    assert "cannot compare its layers" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 class Mixer(torch.nn.Module):
