@@ -36,6 +36,8 @@ SIZES = {
     "num_global_key_value_heads": 1,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
     "sliding_window": 8,
@@ -253,10 +255,12 @@ def fill(model: nn.Module, seed: int) -> None:
     """Random weights, and numbers in (0, 1) in buffers, which no generator of others makes."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and "norm" in name:
-            parameter.data.uniform_(0.5, 1.5, generator=generator)
-        else:
+        if parameter.dim() > 1 or "norm" not in name:
             parameter.data.normal_(std=0.2, generator=generator)
+        elif "self_attn" in name:  # sharp attention would multiply rounding
+            parameter.data.uniform_(0.1, 0.4, generator=generator)
+        else:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.uniform_(generator=generator)
