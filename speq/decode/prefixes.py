@@ -99,10 +99,14 @@ class Prefixes:
 
     def read(self, row: int, token_ids: list[int]) -> None:
         """The next tokens of a row's prompt were run in one pass."""
-        if self.kind != "none":
-            cache = self.caches[row]
+        cache = self.caches[row]
+        start = len(cache.known)
+        end = start + len(token_ids)
+        # Where the prompt alone ended, no longer one has a chunk that ends there.
+        whole = self.kind == "chunks" and self.end(start, end + 1) == end
+        if whole or self.kind == "tokens":
             cache.known += token_ids
-            cache.ends.append(len(cache.known))
+            cache.ends.append(end)
 
     def ended(self, row: int, token_ids: list[int]) -> None:
         """A row's text, prompt and answer, has come to its end or is given up."""

@@ -16,6 +16,7 @@ from speq.errors import present
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
 from speq.kernels.ops import MAX_LINEAR_ROWS, linear
+from speq.layers.arguments import refuse_unknown
 
 # Classes of transformers whose forward is the usual one, and is written anew here.
 ATTENTIONS = frozenset(
@@ -132,20 +133,15 @@ class ChainAttention:
     def __call__(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         if not isinstance(attention_mask, Chain):
             attended: tuple[Tensor, None] = self.forward(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **others,
+                hidden_states, attention_mask=attention_mask, **others
             )
             return attended
+        refuse_unknown(type(self).__name__, others, ())
         queries, keys, values = (project(hidden_states) for project in self.projections)
         texts, window = attention_mask.texts, attention_mask.window
         mixed = torch.empty_like(queries)

@@ -64,7 +64,7 @@ class OffloadedExperts(nn.Module):
     # Of its experts; None: they have none.
     biases: ExpertBiases | None = None
 
-    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self._is_hf_initialized = True  # keeps the family's weight initialisation away
         self.layer = -1
@@ -125,7 +125,7 @@ class BiasedExperts(OffloadedExperts):
     are. Those of gate and up take turns there.
     """
 
-    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         count, width = config.num_local_experts, config.intermediate_size
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))

@@ -51,9 +51,12 @@ class KVLayer(CacheLayerMixin):
         pass
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write T entries behind the length; return all entries up to the last of them."""
+        """Write T entries behind the length; return all entries up to the last of them.
+
+        kwargs  what attention is given besides, of which transformers 5.24 tells caches of its own
+        """
         start = self.length.count
         end = start + key_states.shape[2]
         if end > self.keys.shape[2]:
@@ -65,7 +68,7 @@ class KVLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length.count + query_length, 0
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self) -> int:
         return self.length.count
 
     def get_max_length(self) -> int:
@@ -91,7 +94,7 @@ class PlacedKVLayer(KVLayer):
         self._places, self._seen = places, seen
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Write T entries; return the first `seen`."""
         self.keys.index_copy_(2, self._places, key_states)

@@ -18,6 +18,7 @@ from speq.errors import Broken, SpeqError, checked_token_ids, present
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
@@ -93,6 +94,7 @@ class MoEModel:
         ]
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
+        self._cache_name = cache_name(type(hf_model.model).forward)
         self._taps: Taps | None = None
         layers = own_layers(hf_model.model)
         self._states = family.states(self._config)
@@ -330,12 +332,16 @@ class MoEModel:
         """masks: as the model takes them, or `Windows`, without positions."""
         self._switch.turn(bank)
         try:
+            if isinstance(masks, Windows):
+                return self._hf_model.model(
+                    input_ids=token_ids, attention_mask=masks
+                ).last_hidden_state
             output = self._hf_model.model(
                 input_ids=token_ids,
                 attention_mask=masks,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
+                **{self._cache_name: cache},
             )
         finally:
             self._switch.turn(None)

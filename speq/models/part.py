@@ -14,10 +14,14 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from speq.errors import present
+from speq.layers.arguments import CACHE_NAMES, LAYER_ARGUMENTS, refuse_unknown
 from speq.models.bounds import LAYER
 from speq.models.families import Family
 from speq.models.kv_cache import Change
 from speq.models.texts import Span
+
+# What layers of gemma4 are given besides: keys and values that layers share, which ours do not.
+GEMMA4 = ("shared_kv_states",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,13 @@ class OtherStages(Protocol):
 
 
 class Elsewhere(nn.Module):
-    """A decoder layer of another machine, which does nothing here."""
+    """A decoder layer of another machine, which does nothing here.
 
-    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
+    per_layer_input, others  as transformers gives them to layers
+    """
+
+    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
+        refuse_unknown(type(self).__name__, others, (*CACHE_NAMES, *LAYER_ARGUMENTS, *GEMMA4))
         return hidden_states
 
 
@@ -96,8 +104,9 @@ class Onward(Elsewhere):
         super().__init__()
         self.others: OtherStages | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
-        return present(self.others, "a pass came before the stages were joined").run(hidden_states)
+    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
+        stages = present(self.others, "a pass came before the stages were joined")
+        return stages.run(super().forward(hidden_states, per_layer_input, **others))
 
 
 class Arriving(nn.Module):

@@ -85,7 +85,7 @@ class TextsLayer(CacheLayerMixin):
         pass
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Write [1, heads, T, width] behind each text; return all entries, text behind text."""
         pieces = zip(
@@ -100,7 +100,7 @@ class TextsLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self) -> int:
         return sum(layer.get_seq_length() for layer in self._layers)
 
     def get_max_length(self) -> int:

@@ -82,12 +82,11 @@ class Service:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         prompt = one_prompt(body.prompt)
-        # Ids are counted before they are looked at: there may be millions of them.
-        least = len(prompt) if isinstance(prompt, list) else 0
-        sampling = self._sampling(body, least, body.max_tokens, COMPLETION_TOKENS)
+        if isinstance(prompt, list):
+            # Ids are counted before they are looked at: there may be millions of them.
+            self._sampling(body, len(prompt), body.max_tokens, COMPLETION_TOKENS)
         ids = await self._encode(prompt)
-        if len(ids) > least:
-            sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
+        sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
         request = EngineRequest(prompt, ids, sampling, body.logprobs)
         return request, CompletionForm(Heading(self.name, "cmpl"), self.model.vocabulary)
 

@@ -317,12 +317,12 @@ def test_rows_by_hand() -> None:
     assert prefixes.begin(1, prompt) == 6
     assert (caches[1].length, caches[1].known) == (6, prompt[:6])
     assert caches[1].layers[0].row[0][0, :, 0].tolist()[:7] == [0, 1, 2, 3, 4, 5, 106]
-    caches[1].advance(1)
     prefixes.read(1, [7])
-    assert (caches[1].known, caches[1].ends) == (prompt, [2, 4, 6, 7])
-    # A longer prompt has no chunk that ends there.
-    assert prefixes.common(1, [*prompt, 8, 9, 10]) == 6
-    caches[1].rewind(2)
+    assert (caches[1].known, caches[1].ends) == (prompt[:6], [2, 4, 6])  # no whole chunk
+    caches[1].advance(2)
+    prefixes.read(1, [7, 8])
+    assert (caches[1].known, caches[1].ends) == ([*prompt, 8], [2, 4, 6, 8])
+    caches[1].rewind(3)
     assert (caches[1].known, caches[1].ends) == (prompt[:5], [2, 4])
     assert prefixes.common(1, prompt) == 4
     caches[1].erase()

@@ -148,7 +148,8 @@ def test_millions_of_faults(faults: list[int], monkeypatch: pytest.MonkeyPatch) 
         assert refused["code"] == "context_length_exceeded"
         assert "the prompt has 100000 tokens" in refused["message"]
         assert rig.complete(prompt=[-1]).status == 400
-        assert [each is rig.thread for each in threads] == [False, False, True]
+        assert "the prompt has 4 tokens" in rig.complete(max_tokens=9999).error["message"]
+        assert [each is rig.thread for each in threads] == [False, False, True, True]
     assert faults == [4, 4]
 
 

@@ -38,7 +38,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self.idle:
-            self._ending = cancelled(self._ending)
+            self._ending = self._off(self._ending)
         elif self._ending is None:
             self._await_headers()
 
@@ -47,11 +47,11 @@ class Connection(H11Protocol):
         self._untaken = self.loop.call_later(TAKEN_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._untaken = cancelled(self._untaken)
+        self._untaken = self._off(self._untaken)
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ending, self._untaken = cancelled(self._ending), cancelled(self._untaken)
+        self._ending, self._untaken = self._off(self._ending), self._off(self._untaken)
         super().connection_lost(exc)
 
     @property
@@ -66,7 +66,9 @@ class Connection(H11Protocol):
     def _await_headers(self) -> None:
         self._ending = self.loop.call_later(HEADERS_S, self.end)
 
-
-def cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+    @staticmethod
+    def _off(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+        """No timer any more."""
+        if timer is not None:
+            timer.cancel()
+        return None
