@@ -20,6 +20,7 @@ from speq.bench.rivals.packages import rival_package
 from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.files.checkpoint import Checkpoint
+from speq.layers.arguments import cache_name
 from speq.machine import available_bytes
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
@@ -63,9 +64,9 @@ class TransformersOffload:
         with torch.no_grad():
             output = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
-                past_key_values=cache,
                 use_cache=cache is not None,
                 logits_to_keep=count,
+                **{cache_name(type(self._model).forward): cache},
             )
         chosen: list[int] = output.logits[0].argmax(dim=-1).tolist()
         return chosen

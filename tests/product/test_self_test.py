@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speq import SpeqError
+from speq.heads.draft_head import Seen
 from speq.kernels.decoder_ops import Heads
 from speq.layers import arguments
 from speq.layers.arguments import cache_name
@@ -26,6 +27,7 @@ from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.part import Elsewhere, Part
 from speq.models.self_test import check_transformers, fill
+from speq.models.texts import Span, cache_of
 from speq.version import TESTED_TRANSFORMERS, is_tested, transformers_version
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import WITH_STATES, config_of
@@ -181,6 +183,36 @@ def test_other_modules_refuse_what_they_do_not_know() -> None:
     layer = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu")).layers[0]
     with pytest.raises(TypeError):
         layer.update(heads, heads, more=1)
+
+
+def test_caches_are_told_what_attention_is_given() -> None:
+    """As transformers 5.24 tells them: what else attention was given, in a dictionary."""
+    entries = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
+    cache = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu"))
+    for held in (Seen(cache.layers[0]), cache, cache_of([Span(cache, 0, 1, None)])):
+        for got, given in zip(
+            held.update(*entries, 0, kwargs={"use_cache": True}), entries, strict=True
+        ):
+            assert torch.equal(got, given)
+        with pytest.raises(TypeError):
+            held.update(*entries, 0, state_of_text=1)
+
+
+def test_prompts_give_the_rule_as_many_keys_as_values(tiny: Folder) -> None:
+    """transformers 5.17 has keys that value heads share repeated in front of its rule."""
+    family = FAMILIES["qwen3_next"]
+    model, _, _ = self_test.own_pass(family, text_config("qwen3_next"), 2, 1)
+    net = delta_net.DeltaNet(model.model.layers[1].linear_attn)
+    given: list[torch.Size] = []
+    own = net._chunked
+
+    def chunked(*inputs: Tensor, **others: Any) -> Any:
+        given.extend(each.shape[:3] for each in inputs)
+        return own(*inputs, **others)
+
+    net._chunked = chunked
+    net(torch.randn(1, 5, self_test.HIDDEN_SIZE), cache=None)
+    assert given == [(1, 5, 4)] * 3
 
 
 def test_names_of_caches() -> None:
