@@ -390,6 +390,8 @@ def choose(
             return holding.cost_s
         if holding.cycle.moved_bytes > 0:
             return holding.cost_s / (1 - margin)
+        if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
+            return holding.cost_s
         plain = replace(holding, expected=outlook.cycle(holding, 0))
         return min(holding.cost_s, plain.cost_s)
 

@@ -160,8 +160,10 @@ def automatic(
     backend = library.backend_of("linear_lossless", room.device)
     if backend.name == "reference":
         return "raw", f"records of them have no fast kernel here ({backend.reason})"
-    if not room.holds_all(subject) and room.fits(room.with_dense(subject, "lossless")):
-        return "lossless", "experts get the memory that is saved"
+    if not room.holds_all(subject):
+        if room.fits(room.with_dense(subject, "lossless")):
+            return "lossless", "experts get the memory that is saved"
+        return "raw", "to encode them while they are loaded takes more memory than the budget has"
     if trial is None:
         return "raw", "there is memory for all experts beside words"
     made = trial()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import speq
@@ -600,6 +602,44 @@ def test_check_fails_where_the_two_disagree(
     assert ended.code == 1
     assert "FAILED: the exact path and transformers choose the same token at " in ended.out
     assert "(100% wanted)" in ended.out
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "phimoe", "gemma4"])
+def test_check_knows_what_rounding_does(command: Command, tmp_path: Path, family: str) -> None:
+    """In 16 bits near-ties turn, of tokens and of experts, in transformers as well."""
+    model = write_model(tmp_path / family, family, torch.bfloat16, vocab_size=2000)
+    arguments = check_arguments(model)
+    arguments[arguments.index("float32")] = "bfloat16"
+    arguments[arguments.index("2MiB")] = "64MiB"
+    ended = command(*arguments)
+    assert ended.code == 0, ended.out
+    assert "so rounding explains what differs" in ended.out
+
+
+def test_check_finds_a_lost_expert_in_sixteen_bits(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with plain transformers on the checkpoint before an expert was lost."""
+    sound = write_model(tmp_path / "sound", "qwen3_moe", torch.bfloat16)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(sound, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.6.down_proj.weight"].zero_()  # which all tokens use
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(
+        bench_check,
+        "from_checkpoint",
+        lambda checkpoint, wanted, **options: AutoModelForCausalLM.from_pretrained(
+            sound, **options
+        ),
+    )
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "".join(chr(32 + i * i % 90) for i in range(300))}))
+    arguments = check_arguments(damaged, "--prompts", prompts)
+    arguments[arguments.index("float32")] = "bfloat16"
+    ended = command(*arguments)
+    assert ended.code == 1, ended.out
+    assert "FAILED: " in ended.out and "rounding does not explain what differs" in ended.out
 
 
 def test_check_of_a_model_with_a_short_context(command: Command, tmp_path: Path) -> None:

@@ -564,6 +564,17 @@ def test_a_draft_must_save_its_margin() -> None:
     assert chosen.codec == "raw" and not chosen.drafts
 
 
+def test_a_length_that_was_asked_for_is_drafted() -> None:
+    """What plain decoding would take beside a draft is no reason to hold that one."""
+    speeds = replace(outlook().speeds, head_token_s=1e-2, expert_s={"raw": 0.0, "residual": 1e-4})
+    of = replace(outlook(speeds=speeds, head_stand=(0.05,)), lengths=(3,))
+    head, draft = (replace(way, slots=8 * 32) for way in (HEAD, DRAFT))
+    plain_s = [replace(way, expected=of.cycle(way, 0)).cost_s for way in (head, draft)]
+    assert plain_s[0] < plain_s[1]
+    assert of.weighed(head).cost_s > of.weighed(draft).cost_s
+    assert choose(of, [head, draft])[0].drafter == "int4"
+
+
 @pytest.mark.parametrize("link", [1e5, 3e5, 1e6, 3e6])
 def test_below_the_break_even_acceptance_speculation_loses(link: float) -> None:
     of, holdings = outlook(link), [PLAIN, DRAFT]
