@@ -72,5 +72,5 @@ def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
         if size > min(limits):
             raise SpeqError(
                 f"{path} has {format_bytes(size)} and files of its kind at most "
-                f"{format_bytes(min(limits))}; download the model again"
+                f"{format_bytes(min(limits))}; download the model again, or give another one"
             )

@@ -533,7 +533,7 @@ def load(
     if missing:
         raise SpeqError(
             f"{checkpoint.path} lacks {len(missing)} tensors that config.json asks for, "
-            f"{missing[0]} among them; download it again"
+            f"{missing[0]} among them; download it again, or choose another checkpoint"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
     unexpected = [name for name in unexpected if is_held(name)]

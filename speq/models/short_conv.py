@@ -132,10 +132,10 @@ def check_short_conv(config: Any, num_experts: int, where: object) -> None:
     if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {CONV, ATTENTION}:
         raise SpeqError(
             f"{where} has layer_types {kinds!r:.80}; it must name each of {layers} layers "
-            f"{CONV!r} or {ATTENTION!r}: download config.json again"
+            f"{CONV!r} or {ATTENTION!r}: download config.json again, or correct that value"
         )
     if not isinstance(config.conv_L_cache, int) or config.conv_L_cache < 1:
         raise SpeqError(
             f"{where} has conv_L_cache {config.conv_L_cache!r}; it must be at least 1: download "
-            "config.json again"
+            "config.json again, or correct that value"
         )

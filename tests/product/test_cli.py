@@ -725,3 +725,22 @@ def test_an_unknown_option_is_a_usage_error(command: Command) -> None:
         assert (ended.code, ended.out) == (2, "")
         assert "nope" in ended.err
         assert "Traceback" not in ended.err
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "speq.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from speq.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_the_command_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
