@@ -1,6 +1,7 @@
 """What users call: a model under a memory budget that turns prompts into text."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,11 +30,14 @@ from speq.stages.first import open_first
 from speq.stages.rendezvous import Meeting
 from speq.stages.settings import StagesSettings
 from speq.stats import RunStats
+from speq.text.endings import end_ids
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
-from speq.text.tokenizer import load_tokenizer
+from speq.text.tokenizer import NoTokenizer, TokenIdsOnly, load_tokenizer
 from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
+
+logger = logging.getLogger("speq")
 
 # Tokens as they come; at the end, the request and what was measured.
 Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
@@ -79,6 +83,19 @@ def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
     return [Token(token_id, piece.text, each, piece.special) for token_id, piece, each in told]
 
 
+def tokenizer_in(folder: Path, say: bool) -> Any:
+    """A model's tokenizer; or what stands for one, where prompts must be ids.
+
+    say  log the reason: nobody has given a prompt yet that is refused with it
+    """
+    try:
+        return load_tokenizer(folder)
+    except NoTokenizer as reason:
+        if say:
+            logger.warning("%s", reason)
+        return TokenIdsOnly(str(reason))
+
+
 class Generator:
     """Generates text with exactly the output of the full model.
 
@@ -86,9 +103,11 @@ class Generator:
     interrupted leaves it ready for the next call.
     """
 
-    def __init__(self, runtime: Runtime, encoder: PromptEncoder) -> None:
+    def __init__(self, runtime: Runtime, encoder: PromptEncoder, eos_ids: frozenset[int]) -> None:
+        """eos_ids: tokens that end a text, where a request does not name others"""
         self._runtime = runtime
         self._encoder = encoder
+        self._eos_ids = eos_ids
         self.tokenizer = encoder.tokenizer
         self._turn = threading.Lock()
         self._streaming_thread: int | None = None
@@ -163,8 +182,10 @@ class Generator:
             undo.callback(opened.close)
             if others is not None:
                 undo.callback(others.close)
-            tokenizer = load_tokenizer(opened.checkpoint.path)
+            checkpoint = opened.checkpoint
+            tokenizer = tokenizer_in(checkpoint.path, first_request is None)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
+            eos_ids = end_ids(checkpoint.path, checkpoint.config, tokenizer)
             context = 0
             if first_request is not None:
                 prompt, max_new_tokens = first_request
@@ -172,7 +193,7 @@ class Generator:
                 check_context(context, config.context_length, opened.shape.max_context)
             loaded = load(opened, config, progress, context, others)
             undo.callback(loaded.close)
-            generator = cls(Runtime(loaded, progress), encoder)
+            generator = cls(Runtime(loaded, progress), encoder, eos_ids)
             undo.pop_all()
         return generator
 
@@ -290,6 +311,10 @@ class Generator:
     def _text_of(self, prompt: Prompt, request: Sequence) -> TextStream:
         # Text goes on from text; an answer in a chat begins one.
         context = request.prompt_ids if isinstance(prompt, str) else []
+        if request.sampling.stop and isinstance(self.tokenizer, TokenIdsOnly):
+            raise SpeqError(
+                "stop is given, and the model has no tokenizer to find it by; leave it out"
+            )
         return TextStream(self.vocabulary, request.sampling.stop, context)
 
     def stream(
@@ -330,7 +355,7 @@ class Generator:
         top_logprobs: int | None = None,
     ) -> Sequence:
         ids = self.encode(prompt)
-        eos_ids = self._runtime.model.eos_ids
+        eos_ids = self._eos_ids
         given: dict[str, Any] = dict(options)
         if config is not None:
             if not isinstance(config, GenerationConfig):

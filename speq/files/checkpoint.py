@@ -12,6 +12,7 @@ import torch
 from speq.errors import SpeqError
 from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
 from speq.files.json_file import read_json
+from speq.files.model_folder import found_instead
 from speq.files.published_format import (
     BLOCK_SCALES,
     BLOCKS,
@@ -21,13 +22,14 @@ from speq.files.published_format import (
     MXFP4,
     MXFP4_BLOCK_BYTES,
     MXFP4_DTYPE,
+    QUANTISERS_FILES,
     SCALE_DTYPES,
     format_of,
     scales_name,
     words_name,
 )
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.files.shards import INDEX, SINGLE, Shards
+from speq.files.shards import INDEX, SINGLE, Shards, named_by
 from speq.files.text_part import TextPart
 
 # Of a packed model: what its experts' records are, and what is written until there is a model.
@@ -43,6 +45,10 @@ FROM_THE_HUB = (
 WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What a run needs of a hub repository: no pickles, no code.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# The same weights in other layouts. A `*` matches folders too, of which a run reads templates only.
+NOT_FROM_THE_HUB = [*(f"*/{pattern}" for pattern in HUB_PATTERNS[:-1]), "consolidated*"]
+# What `speq plan` needs of one.
+PLAN_PATTERNS = ["config.json", *QUANTISERS_FILES]
 
 
 def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
@@ -71,6 +77,8 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
                 f"model {name!r} was not quantised to the end; run the same `speq quantize` again, "
                 "which goes on from there"
             )
+        if not os.path.lexists(path / "config.json"):
+            _say_instead(path, f"{what} {name!r}")
         return path
     if os.path.exists(path):
         raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
@@ -79,34 +87,46 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
             f"{what} folder {name!r} does not exist; give {instead}a folder, or a hub id such as "
             "Qwen/Qwen1.5-MoE-A2.7B"
         )
-    from huggingface_hub import snapshot_download
-
-    repository, revision = _of_hub(name)
     with _hub(f"{what} {name!r} is neither a folder here nor to be had from the hub"):
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_PATTERNS))
+        return _download(name, HUB_PATTERNS)
+
+
+def _say_instead(path: Path, model: str) -> None:
+    """Raise SpeqError where a folder without config.json is known to be something else."""
+    if not os.listdir(path):
+        raise SpeqError(f"{model} is an empty folder; download the model into it")
+    found = found_instead(path)
+    if found is not None:
+        raise SpeqError(f"{model} holds no config.json, but {found[0]}; {found[1]}")
 
 
 def locate_config(model: str | Path) -> Path:
-    """The folder that holds a model's config.json, and perhaps nothing else: a local one, or where
-    the hub's was downloaded to.
+    """The folder that holds a model's config.json and what quantisers say beside it, and perhaps
+    nothing else: a local one, or where the hub's were downloaded to.
     """
     name = str(model)
     path = Path(os.path.expanduser(name))
     if os.path.exists(path) or name.startswith(("/", ".", "~")) or name.count("/") != 1:
         return locate(model)
-    from huggingface_hub import hf_hub_download
-
-    repository, revision = _of_hub(name)
     with _hub(
         f"model {name!r} is neither a folder here nor is its config.json to be had from the hub"
     ):
-        return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
+        return _download(name, PLAN_PATTERNS)
 
 
-def _of_hub(name: str) -> tuple[str, str | None]:
-    """A hub id, and the branch, tag or commit that may stand behind an `@`."""
+def _download(name: str, patterns: list[str]) -> Path:
+    """The folder of a hub id, behind which a branch, tag or commit may stand after an `@`."""
+    from huggingface_hub import snapshot_download
+
     repository, _, revision = name.partition("@")
-    return repository, revision or None
+    return Path(
+        snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=patterns,
+            ignore_patterns=NOT_FROM_THE_HUB,
+        )
+    )
 
 
 @contextmanager
@@ -122,13 +142,18 @@ def _hub(failed: str) -> Iterator[None]:
 def is_gguf(path: Path) -> bool:
     """Whether a local path is a GGUF file, or a folder of such without weights that are read."""
     if os.path.isdir(path):
-        return not has_weights(path) and any(path.glob("*.gguf"))
+        return any(path.glob("*.gguf")) and not has_weights(path)
     return path.suffix.lower() == ".gguf" and os.path.exists(path)
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a folder holds more of a model than its config.json."""
-    return any(os.path.exists(path / name) for name in (SINGLE, INDEX, EXPERTS_MANIFEST))
+    """Whether a folder holds a model's weights, all of them, beside its config.json."""
+    if any(os.path.exists(path / name) for name in (SINGLE, EXPERTS_MANIFEST)):
+        return True
+    if not os.path.exists(path / INDEX):
+        return False
+    shards = set(named_by(path / INDEX).values())
+    return all(os.path.isfile(path / shard) for shard in shards)
 
 
 class Checkpoint:
@@ -143,7 +168,7 @@ class Checkpoint:
     def __init__(self, path: Path, part: TextPart | None = None) -> None:
         self.path, self.part = path, part
         self.config = read_json(path / "config.json")
-        if os.path.exists(path / "generation_config.json"):
+        if os.path.lexists(path / "generation_config.json"):
             read_json(path / "generation_config.json")  # transformers passes over a damaged one
         self.format = format_of(self.config, path)
         if "transformers_weights" in self.config:
@@ -178,6 +203,11 @@ class Checkpoint:
         """Whether the model's names for some tensors are not those on disk."""
         files = self.files.values()
         return any(name != stored for file in files for name, stored in file.stored.items())
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether the shards' index, where one is read, has the metadata that most have."""
+        return self._shards.has_metadata
 
     def _read_checksums(self) -> Checksums | None:
         """Of a pack, once its files were compared with them; None of anything else."""

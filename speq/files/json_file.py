@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.files.regular_file import read_bytes
+from speq.files.regular_file import check_link, check_own, read_bytes
 
 # Deeper than any config; far from what Python's own recursion bears.
 MAX_DEPTH = 64
@@ -36,7 +36,9 @@ def read_json(
     remedy   what to do about a damaged file
     instead  what to do about one that cannot be read
     """
+    check_link(path)
     content = read_bytes(path, instead, MAX_BYTES)
+    check_own(path, content)
     try:
         value = parse_json(content)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights are published as, by its config.json: words, or codes with scales."""
+"""What a checkpoint's weights are published as, by its files: words, or codes with scales."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
+from speq.files.json_file import read_json
 
 WORDS = "words"
 FP8 = "fp8"
@@ -33,21 +34,72 @@ E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
 ORIGINAL = "give the original 16- or 32-bit checkpoint, whose output is the one to reproduce"
 
 
-def format_of(config: dict[str, Any], where: Path) -> str:
-    """WORDS, or one of FORMATS. Raises SpeqError, naming it, for what is not read.
+# Where quantisers say what they did, some of them there alone: ModelOpt, AutoGPTQ, AutoAWQ.
+QUANTISERS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Fields of a config.json that say so: transformers', and those of compressed-tensors and MLX.
+QUANTISED_FIELDS = ("quantization_config", "compression_config", "quantization")
+# Fields of these that name a format, or how many bits a code has; the first that is there counts.
+NAMING_FIELDS = ("quant_method", "quant_algo", "quant_type", "bits", "w_bit")
 
-    config  a config.json; where: the folder it lies in
+
+def format_of(config: dict[str, Any], where: Path) -> str:
+    """WORDS, or one of FORMATS. Raises SpeqError, naming it, for what is not read, and where two
+    places name two.
+
+    config  a config.json; where: the folder it lies in, whose other files may name a format too
     """
-    settings = config.get("quantization_config")
-    if settings is None:
-        return WORDS
+    named = {
+        field if part is config else f"text_config.{field}": _format_of(part[field], field, where)
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict)
+        for field in QUANTISED_FIELDS
+        if part.get(field) is not None
+    }
+    if len(set(named.values())) > 1:
+        said = " and ".join(f"{field} ({name})" for field, name in named.items())
+        raise SpeqError(f"{where / 'config.json'} names two formats, in {said}; {ORIGINAL}")
+    found = next(iter(named.values()), WORDS)
+    for file_name in QUANTISERS_FILES:
+        method = _quantiser(where / file_name)
+        if method is not None and method.lower() != found:
+            raise SpeqError(
+                f"{where} is quantised ({method}), as {file_name} says and config.json does not; "
+                f"{ORIGINAL}"
+            )
+    return found
+
+
+def _quantiser(path: Path) -> str | None:
+    """The format that a quantiser's file names; None without the file, or where it quantised no
+    weights.
+    """
+    if not path.exists():
+        return None
+    settings = read_json(path)
+    inner = settings.get("quantization")
+    settings = inner if isinstance(inner, dict) else settings
+    if "quant_algo" in settings and settings["quant_algo"] is None:
+        return None  # of the KV cache alone
+    return _method(settings) or path.stem
+
+
+def _method(settings: dict[str, Any]) -> str | None:
+    for name in NAMING_FIELDS:
+        value = settings.get(name)
+        if value is not None:
+            return f"{value} bits" if isinstance(value, int) else str(value)
+    return None
+
+
+def _format_of(settings: Any, field: str, where: Path) -> str:
+    """As `format_of`, of what one field says."""
     if not isinstance(settings, dict):
         raise SpeqError(f"{where} is quantised ({settings}); {ORIGINAL}")
-    method = settings.get("quant_method")
+    method = _method(settings)
+    if field != QUANTISED_FIELDS[0] or method not in FORMATS:
+        raise SpeqError(f"{where} is quantised ({method or field}); {ORIGINAL}")
     if method == MXFP4:
         return MXFP4
-    if method != FP8:
-        raise SpeqError(f"{where} is quantised ({method}); {ORIGINAL}")
     wanted = {
         "weight_block_size": (settings.get("weight_block_size") == FP8_BLOCK, FP8_BLOCK),
         "fmt": (settings.get("fmt") in E4M3_NAMES, "e4m3"),

@@ -16,6 +16,22 @@ KINDS = (
 )
 
 
+# What stands in the place of a file that is not there, by what it begins with; and what to do.
+PAGE = (
+    "a page of HTML, such as a site shows in its place",
+    "download it by the address of the file itself, logged in where the model asks for that",
+)
+STAND_INS = (
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer to it, as a clone without Git LFS leaves",
+        "run `git lfs pull` in its folder, or download it",
+    ),
+    (b"<!doctype html", *PAGE),
+    (b"<html", *PAGE),
+)
+
+
 def check_regular(path: Path, remedy: str = "put the file itself there") -> None:
     """Raise SpeqError for a pipe, a socket or a device, whose opening or reading might never end.
 
@@ -25,6 +41,22 @@ def check_regular(path: Path, remedy: str = "put the file itself there") -> None
     for is_kind, name in KINDS:
         if is_kind(mode):
             raise SpeqError(f"{path} is {name} and must be a regular file; {remedy}")
+
+
+def check_own(path: Path, beginning: bytes) -> None:
+    """Raise SpeqError where a file begins as something that stands in its place."""
+    text = beginning[:80].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    for known, what, remedy in STAND_INS:
+        if text.startswith(known):
+            raise SpeqError(f"{path} is not the file itself but {what}; {remedy}")
+
+
+def check_link(path: Path) -> None:
+    """Raise SpeqError for a link whose target is gone, as one into a hub cache that was emptied."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise SpeqError(
+            f"{path} is a link to {os.readlink(path)}, which is gone; download the model again"
+        )
 
 
 def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
@@ -65,8 +97,9 @@ def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
     for name in sorted(os.listdir(folder)):
         limits = [limit for pattern, limit in max_bytes.items() if fnmatch(name, pattern)]
         path = folder / name
-        if not limits or not os.path.exists(path):
+        if not limits:
             continue
+        check_link(path)
         check_regular(path, "download the model again")
         size = os.path.getsize(path)
         if size > min(limits):

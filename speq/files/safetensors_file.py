@@ -20,6 +20,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.files.json_file import parse_json
 from speq.files.range_file import RangeFile
+from speq.files.regular_file import check_own
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -85,6 +86,7 @@ class SafetensorsFile(RangeFile):
         prefix = os.pread(self._fd, 8, 0)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
+            check_own(self.path, os.pread(self._fd, 80, 0))
             raise SpeqError(
                 f"{self.path} is no complete safetensors file: its header should take {length} "
                 f"bytes and the file has {self.size}; download it again"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
+from speq.files.model_folder import found_instead
+from speq.files.regular_file import check_link
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 
 INDEX = "model.safetensors.index.json"
@@ -33,6 +35,7 @@ class Shards:
         self.path, self._called = path, called
         self.files: dict[str, SafetensorsFile] = {}
         self.tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
+        self.has_metadata = True
         try:
             self._open(index, single)
         except BaseException:
@@ -60,29 +63,26 @@ class Shards:
         return SafetensorsFile(self.path / name, self._called)
 
     def _weight_map(self, index: str, single: str) -> dict[str, str]:
+        for name in (index, single):
+            check_link(self.path / name)
         if (self.path / index).exists() and not (self.path / single).is_file():
-            return self._named_by(index)
+            return self._present(index)
         if not (self.path / single).exists():
+            found = found_instead(self.path)
+            what, remedy = found or ("", "download or convert the model to those")
             raise SpeqError(
-                f"{self.path} holds neither {single} nor {index}; only safetensors checkpoints are "
-                "read: download or convert the model to those"
+                f"{self.path} holds neither {single} nor {index}{', but ' if what else ''}{what}; "
+                f"only safetensors checkpoints are read: {remedy}"
             )
         self.files[single] = self._file(single)
         return dict.fromkeys(self.files[single].stored.values(), single)
 
-    def _named_by(self, index: str) -> dict[str, str]:
-        """What an index says, once it is known to name files of the folder only, all present."""
-        names = read_json(self.path / index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise SpeqError(f"{self.path / index} has no weight_map; download it again")
-        for file_name in names.values():
-            named = isinstance(file_name, str) and file_name not in ("", "..")
-            if not named or Path(file_name).name != file_name:
-                raise SpeqError(
-                    f"{self.path / index} names {file_name!r}, which is no file of that folder; "
-                    "download the index again"
-                )
+    def _present(self, index: str) -> dict[str, str]:
+        """What an index says, once all files that it names are known to be present."""
+        names = named_by(self.path / index)
+        self.has_metadata = isinstance(read_json(self.path / index).get("metadata"), dict)
         for file_name in sorted(set(names.values())):
+            check_link(self.path / file_name)
             if not os.path.isfile(self.path / file_name):
                 raise SpeqError(
                     f"{self.path / index} names shard {file_name}, which is absent; download it"
@@ -108,3 +108,20 @@ class Shards:
     def close(self) -> None:
         for file in self.files.values():
             file.close()
+
+
+def named_by(index: Path) -> dict[str, str]:
+    """Which file holds each tensor, as an index says. Raises SpeqError unless it names files of its
+    folder only.
+    """
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise SpeqError(f"{index} has no weight_map; download it again")
+    for file_name in names.values():
+        named = isinstance(file_name, str) and file_name not in ("", "..")
+        if not named or Path(file_name).name != file_name:
+            raise SpeqError(
+                f"{index} names {file_name!r}, which is no file of that folder; download the index "
+                "again"
+            )
+    return names

@@ -1,11 +1,11 @@
-"""Weights of a checkpoint that was published as codes with scales, as the words they stand for."""
+"""Weights of a checkpoint as words, of which codes with scales stand for some, for transformers."""
 
 from collections.abc import Callable
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from speq.files.checkpoint import Checkpoint
 from speq.files.published_format import FP8, WORDS, scales_name, words_name
@@ -58,14 +58,13 @@ def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **opt
     options  of `from_pretrained`
     """
     path, config = checkpoint.path, hf_config(checkpoint)
-    if checkpoint.format == WORDS:
+    # Whose loader stumbles over an index that has a weight_map alone.
+    if checkpoint.format == WORDS and checkpoint.has_metadata:
         if checkpoint.part is not None:
             options["key_mapping"] = checkpoint.part.renaming
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, trust_remote_code=False, **options
         )
-    if (path / "generation_config.json").exists():
-        options["generation_config"] = GenerationConfig.from_pretrained(path)
     state = state_of(checkpoint, wanted)
     # The class itself: the automatic one wants a folder.
     made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

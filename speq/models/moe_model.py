@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
-from speq.errors import Broken, SpeqError, checked_token_ids, present
+from speq.errors import Broken, SpeqError, present
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS
@@ -109,12 +109,6 @@ class MoEModel:
                 kinds = [kind for layer, kind in types if layer in layers]
             walk_chains(hf_model, family, kinds, ahead=host_rope(family, hf_model.model) is None)
         self._walks = isinstance(hf_model.model.forward, ChainDecoder)
-        # End-of-text tokens, from generation_config.json or else config.json.
-        eos = hf_model.generation_config.eos_token_id
-        eos = self._config.eos_token_id if eos is None else eos
-        self.eos_ids = (
-            frozenset() if eos is None else checked_token_ids("the model's eos_token_id", eos)
-        )
 
     @property
     def nbytes(self) -> int:

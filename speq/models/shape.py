@@ -17,7 +17,7 @@ from speq.kernels import library, many_rows
 from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape, KVShapes, elements
-from speq.models.bounds import check_sizes
+from speq.models.bounds import MOST, check_sizes
 from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family, family_of
@@ -220,6 +220,8 @@ def config_in(path: Path) -> Any:
         ) from error
     config = whole.get_text_config()
     config.tie_word_embeddings = whole.tie_word_embeddings  # that of the whole is what counts
+    if config.dtype is None:
+        config.dtype = whole.dtype
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # models are made of words, whatever those are published as
     return config
@@ -235,9 +237,23 @@ def skeleton(family: Family, config: Any, where: object, part: Part | None = Non
             )
     except Exception as error:  # an impossible config can fail anywhere in the model's code
         raise SpeqError(
-            f"no {family.model_type} model can be built from {where}: {type(error).__name__}: "
+            f"no {family.model_type} model can be built from {where}{_nulls(config, error)}: "
+            f"{type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}; {CONFIG_AGAIN}"
         ) from error
+
+
+def _nulls(config: Any, error: Exception) -> str:
+    """Fields that are null where the model's code stumbled over one and does not say which."""
+    if "NoneType" not in str(error):
+        return ""
+    usual = type(config)()
+    nulls = [
+        name
+        for name, value in sorted(vars(config).items())
+        if value is None and (name in MOST or getattr(usual, name, None) is not None)
+    ]
+    return f", where {' and '.join(nulls)} is null" if nulls else ""
 
 
 def shape_of(family: Family, config: Any, where: object, part: Part | None = None) -> ModelShape:
@@ -362,12 +378,16 @@ def max_context(config: Any, where: object) -> int:
     """Tokens a model can attend over here.
 
     Rotary embeddings of type longrope switch factors for a whole pass once it reaches past the
-    original context, so beyond it the pass's shape would change the output: it ends there.
+    original context, so beyond it the pass's shape would change the output: it ends there. YaRN
+    says itself how far it reaches: its publishers have users add it and leave the rest as it is.
     """
     limit = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings", limit)
     if rope.get("rope_type") == "longrope":
-        limit = min(limit, int(rope.get("original_max_position_embeddings", limit)))
+        limit = min(limit, int(original))
+    if rope.get("rope_type") == "yarn" and rope.get("factor"):
+        limit = max(limit, int(original * rope["factor"]))
     if limit < 1:
         raise SpeqError(f"{where} allows a context of {limit} tokens; it must be at least 1")
     return limit

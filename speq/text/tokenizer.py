@@ -1,14 +1,18 @@
 """A model's tokenizer, loaded from its checked files; and the token ids of a text."""
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
-from speq.files.regular_file import check_folder
+from speq.files.regular_file import check_folder, check_own, read_text
+
+logger = logging.getLogger("speq")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -25,15 +29,56 @@ MAX_BYTES = {
     "added_tokens.json": 16 << 20,
 }
 TOKENIZER_AGAIN = "download its tokenizer files again, all of them"
+# Vocabularies that only code knows how to read.
+CODE_FILES = ("tokenization_*.py", "*.tiktoken", "tiktoken.model")
+# Vocabularies of sentencepiece, the first byte of all of them, and what transformers reads them by.
+SENTENCEPIECE_FILES, SENTENCEPIECE = ("tokenizer.model", "spiece.model"), b"\n"
+SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+INSTALL_TOKENIZERS = "install them with `.venv/bin/pip install -e '.[tokenizers]'`"
+OR_IDS = "or give prompts as token ids"
+TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
+
+
+class NoTokenizer(SpeqError):
+    """A folder holds no tokenizer that can be used here; the message says why."""
+
+
+class TokenIdsOnly:
+    """Stands for the tokenizer of a model that has none: token ids have no text.
+
+    What asks for text to be read raises SpeqError, with the reason.
+    """
+
+    eos_token_id = bos_token_id = None
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+        self.added_tokens_decoder: dict[int, Any] = {}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return ""
+
+    def __call__(self, text: str, **options: Any) -> NoReturn:
+        raise SpeqError(self._reason)
+
+    @property
+    def chat_template(self) -> NoReturn:
+        raise SpeqError(self._reason)
+
+    def get_chat_template(self, **options: Any) -> NoReturn:
+        raise SpeqError(self._reason)
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in a model folder. Raises SpeqError where it is absent or of no use."""
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise SpeqError(
-            f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); {TOKENIZER_AGAIN}"
-        )
+    """The tokenizer in a model folder. Raises NoTokenizer where none can be used, and SpeqError
+    where it is damaged.
+    """
     check_folder(path, MAX_BYTES)
+    check_readable(path)
     config: dict[str, Any] = {}
     if (path / TOKENIZER_CONFIG).exists():
         config = check_tokenizer_config(path / TOKENIZER_CONFIG)
@@ -53,6 +98,8 @@ def load_tokenizer(path: Path) -> Any:
             f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}; "
             f"{TOKENIZER_AGAIN}"
         ) from error
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = old_template(path)
     return tokenizer
 
 
@@ -83,6 +130,58 @@ def put_ends(tokenizer: Any, bos: bool | None, eos: bool | None) -> None:
     )
 
 
+def check_readable(path: Path) -> None:
+    """Raise NoTokenizer for a folder without a tokenizer, or with one that cannot be read here."""
+    found = {}
+    for name in TOKENIZER_FILES:
+        if (path / name).exists():
+            with (path / name).open("rb") as file:
+                found[name] = file.read(80)
+            check_own(path / name, found[name])
+    if TOKENIZER_FILES[0] in found:
+        return
+    code = sorted(file.name for pattern in CODE_FILES for file in path.glob(pattern))
+    if (path / TOKENIZER_CONFIG).exists():
+        named = read_json(path / TOKENIZER_CONFIG).get("auto_map")
+        if isinstance(named, dict) and "AutoTokenizer" in named:
+            code.append(f"auto_map of {TOKENIZER_CONFIG}")
+    if code:
+        raise NoTokenizer(
+            f"the tokenizer in {path} is code ({', '.join(code)}), which speq does not run; put a "
+            f"tokenizer.json that was made from it into the folder, {OR_IDS}"
+        )
+    if not found:
+        raise NoTokenizer(
+            f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); {TOKENIZER_AGAIN}, "
+            f"{OR_IDS}"
+        )
+    name, beginning = next(iter(found.items()))
+    missing = [each for module, each in SENTENCEPIECE_PACKAGES.items() if not _has(module)]
+    if missing and name in SENTENCEPIECE_FILES and beginning.startswith(SENTENCEPIECE):
+        raise NoTokenizer(
+            f"the tokenizer in {path} is {name}, which is read with {' and '.join(missing)}, not "
+            f"installed here; {INSTALL_TOKENIZERS}, {OR_IDS}"
+        )
+
+
+def _has(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def old_template(path: Path) -> str | None:
+    """The chat template in a file of its own that transformers reads for processors only."""
+    file = path / OLD_TEMPLATE_FILE
+    if not file.exists():
+        return None
+    template = read_json(file).get("chat_template")
+    if not isinstance(template, str):
+        raise SpeqError(f"{file} has a chat_template of no text; it must be a text: download it")
+    return template
+
+
 def check_tokenizer_config(path: Path) -> dict[str, Any]:
     """What a file says. Raises SpeqError for values that a tokenizer takes and stumbles over later,
     or that say nothing.
@@ -94,6 +193,15 @@ def check_tokenizer_config(path: Path) -> dict[str, Any]:
             f"{path} has model_max_length {length!r:.40}; it must be a number: download it again"
         )
     templates = config.get("chat_template") or []
+    beside = path.with_name(TEMPLATE_FILE)
+    if isinstance(templates, str) and beside.exists():
+        own = read_text(beside, "download it again")
+        if own.rstrip() != templates.rstrip():
+            logger.warning(
+                "%s and %s have different chat templates; the former counts, as for transformers",
+                beside,
+                path,
+            )
     for named in templates if isinstance(templates, list) else [templates]:
         template = named.get("template") if isinstance(named, dict) else named
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARACTERS:

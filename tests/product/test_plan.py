@@ -801,7 +801,7 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object, **__: object) -> str:
         raise OSError("the network is down\nand more")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(
         SpeqError, match=r"'some/model' .* the hub: the network is down; check the name, .*"
     ):
@@ -810,18 +810,21 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_only_a_config_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
-    asked: list[tuple[str, str, str | None]] = []
+    asked: list[tuple[str, str | None]] = []
 
-    def download(name: str, file: str, revision: str | None) -> str:
-        asked.append((name, file, revision))
-        return str(QWEN / "config.json")
+    def download(name: str, revision: str | None, **patterns: list[str]) -> str:
+        asked.append((name, revision))
+        files = ["config.json", "model.safetensors", "tokenizer.json", "original/config.json"]
+        assert [*filter_repo_objects(files, **patterns)] == ["config.json"]
+        return str(QWEN)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", *JSON))
     assert found["model"] == "Qwen/x"
     run("Qwen/x@main", "--memory-budget", "16GiB", "--preset", "rtx-4090")
-    assert asked == [("Qwen/x", "config.json", None), ("Qwen/x", "config.json", "main")]
+    assert asked == [("Qwen/x", None), ("Qwen/x", "main")]
 
 
 def test_rates() -> None:

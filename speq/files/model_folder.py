@@ -1,0 +1,40 @@
+"""What folders hold that people point at and that are no model which is read here."""
+
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+
+CONVERT = "download the model's safetensors, or convert it to those (transformers: save_pretrained)"
+# Where huggingface_hub keeps what it has not finished of a download to a folder.
+HUB_DOWNLOADS = Path(".cache", "huggingface", "download")
+# Patterns of names, what files of such names are, and what to do; the first that is there counts.
+KINDS = (
+    (
+        ("*.incomplete", "*.part", "*.partial", "*.crdownload", "*.aria2"),
+        "a download that has not ended",
+        "let it go on to its end",
+    ),
+    (
+        ("adapter_config.json", "adapter_model.*"),
+        "a LoRA adapter, which is no model by itself",
+        "merge it into its model (peft: merge_and_unload), save that and give its folder",
+    ),
+    (("snapshots",), "a hub cache's folder", "give the folder below its snapshots"),
+    (("consolidated*", "params.json"), "weights in their publisher's own layout", CONVERT),
+    (("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"), "pickles, which speq does not open", CONVERT),
+    (("*.onnx", "onnx"), "ONNX", CONVERT),
+    (("*.h5", "*.msgpack"), "weights of TensorFlow or JAX", CONVERT),
+    (("*.gguf",), "GGUF", CONVERT),
+)
+
+
+def found_instead(folder: Path) -> tuple[str, str] | None:
+    """What a folder holds in the place of a model, and what to do about it; None: nothing known."""
+    names = sorted(os.listdir(folder))
+    if os.path.isdir(folder / HUB_DOWNLOADS):
+        names += [str(HUB_DOWNLOADS / name) for name in sorted(os.listdir(folder / HUB_DOWNLOADS))]
+    for patterns, what, remedy in KINDS:
+        for name in names:
+            if any(fnmatch(name.lower(), pattern) for pattern in patterns):
+                return f"{name} ({what})", remedy
+    return None
