@@ -30,6 +30,7 @@ from speq.models.bounds import LAYER
 from speq.models.dequantised import from_checkpoint
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
+from speq.options.declared import build
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.units import Progress, format_bytes, no_progress, tracked
 
@@ -120,7 +121,7 @@ def run(
         return report, found
     # The draft is compared too, whether or not it would pay.
     drafter = {} if options.get("draft") == "none" else {"drafter": "int4"}
-    config = RunConfig(memory_budget, **(drafter | options))
+    config = build(RunConfig, {"memory_budget": memory_budget, **drafter, **options})
     opened = open_model(model, config.verify_reads)
     if config.context_length is None:  # a draft is planned beside all of it
         context = min(MAX_TOKENS + VERIFY_ROWS, opened.shape.max_context)
