@@ -431,8 +431,11 @@ def test_a_draft_from_the_hub(
     write_gptq(tmp_path / "snapshot", tiny("olmoe"), Packing())
     asked = []
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(
+        name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
         asked.append((name, revision))
+        assert "*/*.safetensors" in ignore_patterns
         assert {"*.json", "*.safetensors"} <= set(allow_patterns)
         return str(tmp_path / "snapshot")
 
