@@ -3,6 +3,8 @@
 # make host       the CUDA kernels for the processor, which `make test` needs
 # make wide       what CI runs besides: the kernels under sanitizers, and wider products
 # make test-full  all of that, and the long products as well
+# make newest     a short keystone on the newest transformers of the package index
+# make releases   the whole keystone on the oldest supported transformers, and on the newest
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
 # make gpu        on a machine with a GPU: test and measure there, JSON to $OUT; GPU_ARGS has more
 # make rehearse   `make gpu` without a GPU, up to its first calls of one
@@ -24,7 +26,7 @@ READY := $(VENV)/.ready
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo host test wide test-full sanitize lint format gpu rehearse clean
+.PHONY: setup demo host test wide test-full newest releases sanitize lint format gpu rehearse clean
 
 setup: $(READY)
 
@@ -74,6 +76,14 @@ wide: sanitize host rehearse
 
 test-full: lint sanitize host
 	$(PYTEST) -m "not gpu"
+	$(MAKE) releases
+
+# Environments of their own beside $(VENV), such as $(VENV)-newest, which share its large packages.
+newest: host
+	$(BIN)/python -m tools.releases newest
+
+releases: host
+	$(BIN)/python -m tools.releases --whole oldest newest
 
 # The kernels written for a GPU run here on the processor, which is slow and finds every stray access.
 sanitize: $(READY)
@@ -100,4 +110,4 @@ rehearse: $(READY)
 	$(BIN)/python -m tools.rehearse $(REHEARSE_ARGS)
 
 clean:
-	rm -rf build $(VENV) speq/*.so speq.egg-info
+	rm -rf build $(VENV) $(VENV)-oldest $(VENV)-pinned $(VENV)-newest speq/*.so speq_moe.egg-info

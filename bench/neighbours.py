@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from speq.errors import present
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -15,6 +17,8 @@ R = TypeVar("R")
 # killed: none outlives a bench that was killed itself.
 LOOP = """
 import os, select, sys
+
+from speq.errors import present
 print("busy", flush=True)
 while True:
     for _ in range(1_000_000):
@@ -33,8 +37,7 @@ def neighbours(count: int) -> Iterator[None]:
                 [sys.executable, "-c", LOOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
             loops.callback(ended, loop)
-            assert loop.stdout is not None
-            loop.stdout.readline()  # it is busy from here on
+            present(loop.stdout, "a pipe was asked for").readline()  # it is busy from here on
         yield
 
 

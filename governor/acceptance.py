@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 HORIZON = 80.0
 # The acceptance assumed first, and the number of tokens it weighs as much as.
 PRIOR, PRIOR_TOKENS = 0.7, 2.0
+# It never weighs less than so many: a weight that has faded for days says nothing any more.
+LEAST_TOKENS = 1e-9
 # All positions together weigh as much as so many tokens of one position.
 SHRINKAGE = 8.0
 # Each cycle takes away this share of the weight: texts change.
@@ -29,6 +31,11 @@ class _Share:
     def fade(self) -> None:
         self.tokens *= 1 - FADING
         self.stood *= 1 - FADING
+
+    @property
+    def value(self) -> float:
+        """Above 0, whatever was seen: what is forgotten is as it was assumed first."""
+        return (self.stood + LEAST_TOKENS * PRIOR) / (self.tokens + LEAST_TOKENS)
 
 
 @dataclass(slots=True)
@@ -76,12 +83,12 @@ class Acceptance:
     @property
     def accepted(self) -> float:
         """The share of drafted tokens that stand, given that those before them did."""
-        return self._drafted.stood / self._drafted.tokens
+        return self._drafted.value
 
     @property
     def overall(self) -> float:
         """p_i of all positions together."""
-        return self._all.stood / self._all.tokens
+        return self._all.value
 
     @property
     def deviation(self) -> float:

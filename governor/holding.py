@@ -4,6 +4,7 @@ weighed and settled on.
 
 from dataclasses import dataclass, replace
 
+from speq.errors import present
 from speq.governor.roofline import Cycle
 
 # What a load takes is spread over so many tokens: a few answers.
@@ -81,8 +82,7 @@ class Holding:
     @property
     def cycle(self) -> Cycle:
         """The expected round, of a holding that was weighed."""
-        assert self.expected is not None, "weighed first"
-        return self.expected
+        return present(self.expected, "a holding is asked for its cycle that was not weighed")
 
     @property
     def tpot_s(self) -> float:

@@ -184,7 +184,7 @@ def fit_speedup(
         from scipy.optimize import least_squares
     except ImportError as error:
         raise SpeqError(
-            "speed-ups are fitted by scipy, which is not installed; pip install 'speq[fit]'"
+            "speed-ups are fitted by scipy, which is not installed; pip install scipy"
         ) from error
 
     start = start or SpeedupParameters()

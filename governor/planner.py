@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.governor.averages import Line
 from speq.governor.draft_length import LENGTHS
 from speq.governor.holding import Holding
@@ -236,6 +236,9 @@ class Outlook:
             return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
         return None
 
+    def _known_drafts(self, holding: Holding) -> Drafts:
+        return present(self.drafts(holding), "a drafter is weighed of which nothing is known")
+
     def asked(self, rows: float) -> float:
         """Distinct experts of all layers that a pass of so many rows asks for."""
         return self.num_layers * self.locality.distinct(rows)
@@ -261,8 +264,7 @@ class Outlook:
         moved_bytes = moved * holding.moved_bytes
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
-            drafts = self.drafts(holding)
-            assert drafts is not None, "known beforehand"
+            drafts = self._known_drafts(holding)
             tokens += accepted_tokens(drafts.stands(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
             exposed = EXPOSED_AHEAD if drafts.ahead else exposed
@@ -281,8 +283,7 @@ class Outlook:
         """What a run begins with, of a holding that was weighed. What a miss takes of the processor
         counts as a part of its transfer.
         """
-        speeds, drafts = self.speeds, self.drafts(holding)
-        assert drafts is not None, "known beforehand"
+        speeds, drafts = self.speeds, self._known_drafts(holding)
         rows = [length + 1 for length in LENGTHS]
         best = holding.cycle.draft_length + 1
         return Prior(
@@ -389,6 +390,8 @@ def choose(
             return holding.cost_s
         if holding.cycle.moved_bytes > 0:
             return holding.cost_s / (1 - margin)
+        if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
+            return holding.cost_s
         plain = replace(holding, expected=outlook.cycle(holding, 0))
         return min(holding.cost_s, plain.cost_s)
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from speq.errors import Broken
 from speq.scheduler.expert_key import ExpertKey
 
 # Of an expert's frequency, of its weight, and of the probability that a visit wants it, so much is
@@ -76,7 +77,8 @@ class KeepAllPolicy:
     keeps_all: ClassVar[bool] = True
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        assert num_slots >= num_layers * num_experts
+        if num_slots < num_layers * num_experts:
+            raise Broken(f"{num_slots} slots are to keep {num_layers * num_experts} experts")
         self._num_experts = num_experts
 
     def divide(self, num_slots: int) -> None:

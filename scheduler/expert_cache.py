@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from speq.errors import Broken
 from speq.scheduler.eviction import EvictionPolicy
 from speq.scheduler.expert_key import ExpertKey
 
@@ -15,7 +16,8 @@ class ExpertCache:
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        assert num_slots > 0
+        if num_slots < 1:
+            raise Broken("experts are to be held in no slot")
         self.num_slots = num_slots
         self.policy = policy
         self._spare = 0
@@ -104,7 +106,8 @@ class ExpertCache:
 
     def publish(self, key: ExpertKey, slot: int, ahead: bool = False) -> None:
         """`slot`, claimed for its layer before, now holds `key`, perhaps ahead of its need."""
-        assert key not in self._slots
+        if key in self._slots:
+            raise Broken(f"{key} lies in slot {self._slots[key]} and is published in slot {slot}")
         self._slots[key] = slot
         self.policy.touch(key)
         if ahead:

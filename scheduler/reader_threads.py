@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from speq.errors import Broken
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, MovedBytes, Priority, State, Ticket, record
 from speq.stats import Event, Recorder
@@ -166,7 +167,8 @@ class ReaderThreads:
         recorder: Recorder,
         readers: int,
     ) -> None:
-        assert readers > 0
+        if readers < 1:
+            raise Broken("experts are to be read by no thread")
         self._moved_bytes = moved_bytes
         self._recorder = recorder
         self._line = Line(
@@ -179,7 +181,8 @@ class ReaderThreads:
             reader.start()
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
-        assert not self._line.closed, "the engine was closed"
+        if self._line.closed:
+            raise Broken(f"{key} is asked for, and its readers were closed")
         ticket = Ticket(key, slot, priority)
         self._line.put(ticket, priority)
         self._report()
@@ -190,7 +193,8 @@ class ReaderThreads:
             self._line.put(ticket, Priority.DEMAND)
 
     def wait(self, ticket: Ticket) -> None:
-        assert ticket.state is not State.CANCELLED, f"nobody will carry out {ticket}"
+        if ticket.state is State.CANCELLED:
+            raise Broken(f"nobody will carry out {ticket}")
         if not ticket.ended:
             self.hasten(ticket)
             start_s = self._recorder.clock()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Event, Stream
+from speq.errors import Broken, present
 from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.host_records import HostRecords, Tier
@@ -41,6 +42,12 @@ class StreamTicket(Ticket):
         self.read: Ticket | None = None
         self.began: Event | None = None
         self.copied: Event | None = None
+
+
+def own(ticket: Ticket) -> StreamTicket:
+    if not isinstance(ticket, StreamTicket):
+        raise Broken(f"{ticket} is of another transfer engine")
+    return ticket
 
 
 @dataclass(slots=True)
@@ -112,7 +119,7 @@ class StreamTransfer:
         return ticket
 
     def hasten(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, StreamTicket)
+        ticket = own(ticket)
         if ticket.priority is not Priority.DEMAND:
             ticket.priority = Priority.DEMAND
             if ticket.read is not None:
@@ -121,8 +128,9 @@ class StreamTransfer:
                 self._put(ticket)
 
     def wait(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, StreamTicket)
-        assert ticket.state is not State.CANCELLED, f"nobody will carry out {ticket}"
+        ticket = own(ticket)
+        if ticket.state is State.CANCELLED:
+            raise Broken(f"nobody will carry out {ticket}")
         if not ticket.ended:
             # Without work in the meantime the device is idle until the copy has ended.
             with self._clock.timed("stall", *ticket.key, ahead=ticket.ahead):
@@ -136,7 +144,7 @@ class StreamTransfer:
             raise ticket.error
 
     def cancel(self, ticket: Ticket) -> bool:
-        assert isinstance(ticket, StreamTicket)
+        ticket = own(ticket)
         if ticket.read is not None and self._line.withdraw(ticket.read):
             del self._reads[ticket.read]
             ticket.read, ticket.state = None, State.QUEUED
@@ -211,9 +219,7 @@ class StreamTransfer:
         elif ticket.read is not None:
             until_finished(ticket.read)
         elif self._copies:  # all records are in use, this one until its copy has ended
-            last = self._copies[0].copied
-            assert last is not None
-            last.wait()
+            present(self._copies[0].copied, "a copy is under way that never began").wait()
         else:
             until_finished(next(iter(self._reads)))
 
@@ -224,14 +230,14 @@ class StreamTransfer:
         self._line.put(ticket.read, ticket.priority)
 
     def _copy(self, ticket: StreamTicket) -> None:
-        assert ticket.at is not None
+        at = present(ticket.at, "an expert is copied that lies in no record")
         ticket.state = State.RUNNING
         # Kernels may still read what the slot held before.
         if (last := self._readers.pop(ticket.slot, None)) is not None:
             self._stream.after(last)
         nbytes = self._tier.record_bytes(*ticket.key)
         ticket.began = self._stream.record()
-        self._stream.copy(self._slots[ticket.slot, :nbytes], self._tier.record(ticket.at)[:nbytes])
+        self._stream.copy(self._slots[ticket.slot, :nbytes], self._tier.record(at)[:nbytes])
         ticket.copied = self._stream.record()
         self._copies.append(ticket)
 
@@ -247,7 +253,7 @@ class StreamTransfer:
 
     def _landed(self, ticket: StreamTicket, read: Ticket) -> None:
         """An expert was read from the disk, or could not be."""
-        assert ticket.at is not None
+        at = present(ticket.at, "an expert was read into no record")
         ticket.read = None
         if read.error is not None:
             ticket.error = read.error
@@ -258,16 +264,17 @@ class StreamTransfer:
             read.reader,
             read.read_bytes,
         )
-        self._records.publish(ticket.at, ticket.key)
+        self._records.publish(at, ticket.key)
         ticket.state = State.QUEUED
         self._put(ticket)
 
     def _complete(self, ticket: StreamTicket) -> None:
         """A copy has ended."""
-        assert ticket.began is not None and ticket.copied is not None
+        never = "a copy has ended that never began"
+        began, copied = present(ticket.began, never), present(ticket.copied, never)
         if not ticket.start_s:
-            ticket.start_s = self._clock.seconds(ticket.began)
-        ticket.end_s = self._clock.seconds(ticket.copied)
+            ticket.start_s = self._clock.seconds(began)
+        ticket.end_s = self._clock.seconds(copied)
         record(self._recorder, ticket, self._tier.record_bytes(*ticket.key))
         self._end(ticket, State.DONE)
         self._done.append(ticket)

@@ -1,5 +1,16 @@
-"""`python -m speq` is the `speq` command."""
+"""`python -m speq` and the command `speq`."""
 
-from speq.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line. An interrupt while it is imported ends it as one later on does."""
+    try:
+        from speq.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -236,8 +236,9 @@ class Batch:
         except SpeqError as error:
             return [Emitted(request, [], error=error)]
         free = self._free_rows(engine)
-        request.sequence.row = engine.prefixes.row_for(request.sequence.prompt_ids, free)
-        reading = engine.begin(request.sequence, reuse=True)
+        sequence = request.sequence
+        sequence.row = engine.prefixes.row_for(sequence.prompt_ids, free, sequence.owner)
+        reading = engine.begin(sequence, reuse=True)
         request.cached = reading.cached
         self.reading = request, reading
         return []

@@ -1,10 +1,10 @@
 """Options of a run and of sampling: each is declared here, once, and checked where it enters."""
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options, build
 from speq.options.kinds import (
@@ -24,11 +24,10 @@ DEVICES = ("auto", "cpu", "cuda")
 DENSE_DRAFTS = ("none", "shared", "attention", "all")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 # Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
-DEFAULT_READER_THREADS = max(2, min(4, os.cpu_count() or 1))
+DEFAULT_READER_THREADS = max(2, min(4, processors()))
 MAX_READER_THREADS = 64
-MAX_DRAFT_LENGTH = 64
-# With the pending token as many rows as native kernels run alike.
-MAX_DRAFT_NODES = 63
+# With the pending token as many rows as native kernels run alike: those of a chain, of a tree.
+MAX_DRAFT_LENGTH = MAX_DRAFT_NODES = 63
 # Share of the host's free memory that experts take where nothing is said: the rest is for programs
 # beside this one, and for what the process itself takes.
 HOST_SHARE = 0.8
@@ -243,7 +242,8 @@ PackedCopy = Annotated[
     Option(
         "A packed copy of published experts in ~/.cache/speq/experts, for later runs, written "
         "while a run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are "
-        "not all in slots) or none; a run with codec auto reads a copy that is whole.",
+        "not all in slots) or none; a run with codec auto reads a copy that is whole. `speq cache` "
+        "lists and removes copies.",
         Choice(("auto", "none")),
     ),
 ]
@@ -307,7 +307,12 @@ class RunConfig(Options):
     packed_copy: PackedCopy = "auto"
     profile: Profile = "auto"
     verify_reads: Annotated[
-        bool, Option("Compare experts with the checksums of a pack at every read.", Switch())
+        bool,
+        Option(
+            "Compare experts with the checksums of a pack or a packed copy at every read, not only "
+            "when they are first read.",
+            Switch(),
+        ),
     ] = False
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
     host_budget: HostBudget = None

@@ -1,6 +1,8 @@
 """The exceptions users see: a sentence with what was given, what was wanted, what to do."""
 
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class SpeqError(ValueError):
@@ -11,13 +13,34 @@ class EngineLost(SpeqError):
     """What generates is gone: whatever is asked of it from now on fails as well."""
 
 
+class Broken(RuntimeError):
+    """What never happens has happened: a fault of speq's own, which the message names. Whoever
+    raises it has computed, written and told nothing wrong yet.
+    """
+
+
+def present(value: T | None, missing: str) -> T:
+    """`value`, which is not None by now; else Broken says what is `missing`."""
+    if value is None:
+        raise Broken(missing)
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence has it, whoever gave it: of some length at most."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a number of thousands of digits"
+
+
 def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
     """`value` if it is a whole number within bounds, else a SpeqError that names it."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise SpeqError(f"{name} is {value!r}; it must be a whole number")
+        raise SpeqError(f"{name} is {shown(value)}; it must be a whole number")
     if value < minimum or (maximum is not None and value > maximum):
         bounds = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise SpeqError(f"{name} is {value}; it must be {bounds}")
+        raise SpeqError(f"{name} is {shown(value)}; it must be {bounds}")
     return value
 
 
@@ -26,7 +49,7 @@ def checked_number(name: str, value: Any, minimum: float, maximum: float) -> flo
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpeqError(f"{name} is {value!r:.80}; it must be a number")
     if not minimum <= value <= maximum:
-        raise SpeqError(f"{name} is {value!r:.40}; it must be from {minimum:g} to {maximum:g}")
+        raise SpeqError(f"{name} is {shown(value)}; it must be from {minimum:g} to {maximum:g}")
     return value
 
 
@@ -41,11 +64,11 @@ def checked_token_ids(name: str, value: Any) -> frozenset[int]:
     """The token ids in a field that holds one or a list, else a SpeqError that names it."""
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise SpeqError(f"{name} is {value!r}; it must be a token id or a list of them")
+        raise SpeqError(f"{name} is {shown(value)}; it must be a token id or a list of them")
     return frozenset(ids)
 
 
 def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise SpeqError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        raise SpeqError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
     return str(value)

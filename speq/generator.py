@@ -19,7 +19,7 @@ from speq.decode.generation_config import options_of
 from speq.decode.logprobs import Logprobs, TokenOdds
 from speq.decode.sequence import Sequence
 from speq.devices.failures import in_a_sentence
-from speq.errors import SpeqError, checked_int
+from speq.errors import Broken, SpeqError, checked_int
 from speq.load import check_context, load
 from speq.models.opened import Opened, open_model
 from speq.models.part import OtherStages
@@ -34,6 +34,7 @@ from speq.text.endings import end_ids
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
 from speq.text.tokenizer import NoTokenizer, TokenIdsOnly, load_tokenizer
+from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
 
 logger = logging.getLogger("speq")
@@ -46,12 +47,15 @@ Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
 class Token:
     """A generated token and the text that is certain with it (see TextStream).
 
-    odds  how likely the exact model found it, where that was asked for
+    odds     how likely the exact model found it, where that was asked for
+    special  special tokens, which are not in `text`: behind how many characters of it each stands,
+             and its own text
     """
 
     id: int
     text: str
     odds: TokenOdds | None = None
+    special: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +74,13 @@ class Generation:
 
 def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
     """Tokens that a request has just emitted, with all that is known of them."""
-    assert isinstance(sequence.text, TextStream), "prepared"
+    if not isinstance(sequence.text, TextStream):
+        raise Broken("tokens are told of a text that nobody reads")
     odds: list[TokenOdds | None] = [None] * len(token_ids)
     if isinstance(sequence.odds, Logprobs):
         odds = [*sequence.odds.take(len(token_ids))]
-    return [Token(*each) for each in zip(token_ids, sequence.text.take(), odds, strict=True)]
+    told = zip(token_ids, sequence.text.take(), odds, strict=True)
+    return [Token(token_id, piece.text, each, piece.special) for token_id, piece, each in told]
 
 
 def tokenizer_in(folder: Path, say: bool) -> Any:
@@ -151,7 +157,7 @@ class Generator:
         meeting  where it does; None: at the rendezvous of `stages`
         """
         if stages is not None and stages.wanted:
-            opened, config, others = open_first(str(model), config, stages, meeting)
+            opened, config, others = open_first(str(model), config, stages, meeting, progress)
             return cls.of_opened(
                 opened, config, progress=progress, first_request=first_request, others=others
             )
@@ -195,6 +201,11 @@ class Generator:
     def runtime(self) -> Runtime:
         """The loaded model, for benchmarks and checks."""
         return self._runtime
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What is known of single tokens."""
+        return self._encoder.vocabulary
 
     def generate(
         self,
@@ -304,7 +315,7 @@ class Generator:
             raise SpeqError(
                 "stop is given, and the model has no tokenizer to find it by; leave it out"
             )
-        return TextStream(self.tokenizer, request.sampling.stop, context)
+        return TextStream(self.vocabulary, request.sampling.stop, context)
 
     def stream(
         self,
@@ -332,7 +343,7 @@ class Generator:
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
 
-        tools  that chat messages may call, as JSON schemas, where the model's template has any
+        tools  that chat messages may call, as JSON schemas
         """
         return self._encoder.encode(prompt, tools)
 

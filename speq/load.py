@@ -19,7 +19,7 @@ from speq.devices.device import Accelerator, Processor
 from speq.devices.named import device_named
 from speq.drafts.dense_draft import DenseCodes, DenseDraft
 from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
@@ -149,6 +149,7 @@ def load(
         # still be there. On the CPU nothing does, and looking through all objects takes long.
         gc.collect()
     opened = with_kept_copy(opened, config, device)
+    check_verifiable(opened, config)
     copied = copy_to_make(opened, config, device)
     if copied is not None:
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
@@ -178,7 +179,7 @@ def load(
         subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
         trial = trial_of(opened, device, subject, config)
         settled = settle(subject, budget, config, profile, trial.survey)
-        check_room(settled.memory, device)
+        check_room(settled.memory, config.memory_budget, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
@@ -238,10 +239,22 @@ def with_kept_copy(opened: Opened, config: RunConfig, device: Processor | Accele
     """A model whose experts are read from their packed copy, where there is one that is whole."""
     if not config.reads_copies or not isinstance(device, Processor):
         return opened
-    if not opened.store.published:
+    if not isinstance(opened.store, SafetensorsExpertStore):
         return opened
-    kept = kept_copy(opened.checkpoint, opened.shape.experts)
-    return opened if kept is None else replace(opened, store=kept)
+    kept = kept_copy(opened.checkpoint, opened.shape.experts, opened.store)
+    if kept is None:
+        return opened
+    kept.verify_reads = config.verify_reads
+    return replace(opened, store=kept)
+
+
+def check_verifiable(opened: Opened, config: RunConfig) -> None:
+    """Raise SpeqError where reads are to be compared with checksums, and there are none."""
+    if config.verify_reads and opened.store.published:
+        raise SpeqError(
+            f"{opened.checkpoint.path} has no checksums to verify reads by, nor a packed copy in "
+            "the cache folder, which has some; `speq pack` writes a model that has"
+        )
 
 
 def copy_to_make(
@@ -440,22 +453,28 @@ def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
     return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
 
 
-def check_room(memory: MemoryPlan, device: Processor | Accelerator) -> None:
+def check_room(memory: MemoryPlan, budget_bytes: int, device: Processor | Accelerator) -> None:
     """The budget is a promise about memory that must exist."""
     planned = sum(memory.items.values())
     free = device.free_bytes()
-    if planned <= free:
-        return
-    if not isinstance(device, Processor):
-        raise SpeqError(
+    on_cpu = isinstance(device, Processor)
+    where = "here" if on_cpu else "on the GPU"
+    if planned > free:
+        sentence = (
             f"the run would take {format_bytes(planned)} of the memory budget and "
-            f"{format_bytes(free)} are free on the GPU; give a smaller budget"
+            f"{format_bytes(free)} are free {where}; give a smaller budget"
         )
-    logger.warning(
-        "the run would take %s and the machine has %s of memory left",
-        format_bytes(planned),
-        format_bytes(free),
-    )
+        if not on_cpu:
+            raise SpeqError(sentence)
+        logger.warning("%s, or the system may end the run", sentence)
+    elif budget_bytes > free:
+        logger.warning(
+            "the memory budget is %s and %s are free %s; a longer context may take what is not "
+            "there: give a smaller budget, or a context_length",
+            format_bytes(budget_bytes),
+            format_bytes(free),
+            where,
+        )
 
 
 def int4_copy(
@@ -499,8 +518,7 @@ def host_tier(
     progress: Progress | None,
 ) -> HostTier:
     """The host's memory with as many experts as it is given, encoded where that is settled."""
-    planned = host_plan(subject, settled.holding, budget)
-    assert planned is not None, "planned for an accelerator"
+    planned = present(host_plan(subject, settled.holding, budget), "a processor has no host tier")
     room = HostRoom(device, planned.limit_bytes, budget.readers)
     if isinstance(store, EncodingStore):
         return HostTier.encoded(store, base, room, labelled(progress, ENCODING))

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from speq.config import HOST_SHARE
+from speq.control_groups import PROC, granted_bytes, processors
 
 
 def device_name(device: str) -> str:
     """Of the device "cpu" or "cuda": its kind, and the processor or card that it is."""
     if device == "cuda":
         return f"cuda: {torch.cuda.get_device_name()}"
-    return f"{device}: {_processor()}, {os.cpu_count()} cores"
+    return f"{device}: {_processor()}, {processors()} cores"
 
 
 def describe_machine() -> dict[str, Any]:
@@ -22,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": processors(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
@@ -55,23 +56,19 @@ def process_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_bytes() -> int:
-    """Host memory that can be had without swapping, within the limit of a container if any."""
+def available_bytes(proc: Path = PROC) -> int:
+    """Host memory that can be had without swapping, within the limits of the process's control
+    groups. proc: where the kernel tells of the machine.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-            free = min(free, max(int(limit) - used, 0))
     except (OSError, ValueError):
-        pass  # not Linux, or no such limit
-    return free
+        pass  # not Linux
+    granted = granted_bytes(proc)
+    return free if granted is None else min(free, granted)
 
 
 def default_host_bytes() -> int:

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from speq.errors import present
+
 # Logits [rows, E] of the next MoE layer's router for some of the rows.
 Following = Callable[[list[int]], Tensor]
 
@@ -55,6 +57,11 @@ class Route:
     def trusted(self) -> bool:
         """Whether a router chose it, of the exact model or of a draft that is nearly the same."""
         return self.margins is None
+
+    @property
+    def logits(self) -> Tensor:
+        """router_logits of a pass in which they were seen."""
+        return present(self.router_logits, "a route is chosen again without its router's logits")
 
     @property
     def host_ids(self) -> Tensor:

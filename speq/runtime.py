@@ -30,7 +30,8 @@ from speq.decode.sampler import Sampler, sampler_on
 from speq.decode.verification import verification_over
 from speq.devices.card import summary, watching
 from speq.devices.device import Processor
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
+from speq.experts.packed_store import PackedExpertStore, Verified
 from speq.files.alignment import aligned_bytes
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
@@ -161,6 +162,9 @@ class Runtime:
         copy in the making gives way to it.
         """
         device, copy = self._loaded.device, self._loaded.copy
+        store = self._loaded.opened.store
+        verified = store.verified if isinstance(store, PackedExpertStore) else Verified()
+        before = verified.nbytes, verified.seconds
         with (
             contextlib.nullcontext() if copy is None else copy.giving_way(),
             watching(None if isinstance(device, Processor) else device.card()) as readings,
@@ -170,6 +174,8 @@ class Runtime:
                 yield
             finally:
                 stats.card = summary(readings)
+                stats.verified_bytes = verified.nbytes - before[0]
+                stats.verified_s = verified.seconds - before[1]
 
     def reserve(self, context: int) -> Engine:
         """An engine whose KV cache holds `context` tokens; the present one if it does.
@@ -347,9 +353,9 @@ class Runtime:
         if isinstance(device, Processor):
             fetch, moved = fetch_from(store), moved_from(store)
             return ReaderThreads(fetch, slots, moved, recorder, readers), recorder.timed
-        assert self._loaded.host is not None
+        host = present(self._loaded.host, "no experts were loaded into the host's memory")
         clock = DeviceClock(device, recorder)
-        return StreamTransfer(device, self._loaded.host, slots, clock, readers), clock.timed
+        return StreamTransfer(device, host, slots, clock, readers), clock.timed
 
     @property
     def _prefix_reuse(self) -> str:

@@ -399,10 +399,10 @@ class Recorder:
     def rejected(self, keys: Set[tuple[int, int]]) -> None:
         """Tell apart what the step moved for these (layer, expert), which proved not wanted."""
         for event in self.step.events:
-            if event.kind == "transfer" and (event.layer, event.expert) in keys:
-                assert event.layer is not None
+            layer, expert = event.layer, event.expert
+            if event.kind == "transfer" and layer is not None and (layer, expert) in keys:
                 self.step.rejected_bytes += event.moved_bytes
-                self.step.layer(event.layer).rejected_bytes += event.moved_bytes
+                self.step.layer(layer).rejected_bytes += event.moved_bytes
 
 
 # The figures of a run, in the order in which docs/statistics.md explains them.
@@ -444,6 +444,10 @@ FIGURES = {
     "transfer_s": "time in moving experts while decoding, summed over reader threads",
     "link_s": "time in which at least one expert was being moved",
     "hidden_share": "share of `link_s` in which the computation did not wait",
+    "verified_bytes": "bytes of experts that were compared with their checksums, the prompt's "
+    "included: each record of a pack or a packed copy when it is first read in a process, and with "
+    "`verify_reads` at every read",
+    "verified_s": "time in that, summed over reader threads, which others read meanwhile",
     "prefill_s": "time in the prompt",
     "prefill_moved_bytes": "`moved_bytes` of the prompt",
     "prefill_read_bytes": "`read_bytes` of the prompt",
@@ -511,6 +515,7 @@ class RunStats:
     planned  why, where the planner had that and the draft to weigh
     card     figures of the GPU during the run, where its driver gave any
     readings what the driver says while the run goes on: `speq.devices.card.CardReading`
+    verified_bytes  of records that were compared with their checksums; verified_s: time in that
     """
 
     start_s: float
@@ -520,6 +525,8 @@ class RunStats:
     planned: str | None = None
     card: dict[str, Any] | None = None
     readings: list[Any] = field(default_factory=list)
+    verified_bytes: int = 0
+    verified_s: float = 0.0
     steps: list[StepStats] = field(default_factory=list)
     layers: dict[int, LayerStats] = field(default_factory=dict)
     _details: int = 0
@@ -597,6 +604,8 @@ class RunStats:
             "transfer_s": float(total("transfer_s")),
             "link_s": float(total("link_s")),
             "hidden_share": ratio(total("link_s") - total("exposed_s"), total("link_s")),
+            "verified_bytes": self.verified_bytes,
+            "verified_s": self.verified_s,
             "prefill_s": float(total("duration_s", "prefill")),
             "prefill_moved_bytes": total("moved_bytes", "prefill"),
             "prefill_read_bytes": total("read_bytes", "prefill"),

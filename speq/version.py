@@ -1,5 +1,30 @@
-"""The version of this code, which is in a file that the build reads too."""
+"""The version of this code, which is in a file that the build reads too, and those of transformers
+that it was tested on.
+"""
 
-from importlib import resources
+import re
+from importlib import metadata, resources
 
 __version__ = resources.files("speq").joinpath("VERSION").read_text().strip()
+
+# The oldest that is supported, the one that developers have, and the newest, on which all families
+# were tested. pyproject.toml and the Makefile name them as well.
+TESTED_TRANSFORMERS = ("5.17.0", "5.23.0", "5.24.0")
+# What to install, for errors.
+TESTED = f"transformers {TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}"
+
+
+def transformers_version() -> str:
+    """Of the transformers that is installed."""
+    return metadata.version("transformers")
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version of transformers lies between those that were tested; no prerelease does."""
+    given = re.fullmatch(r"\d+\.\d+(\.\d+)?", version)
+    oldest, newest = _numbers(TESTED_TRANSFORMERS[0]), _numbers(TESTED_TRANSFORMERS[-1])
+    return given is not None and oldest <= _numbers(version) <= newest
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

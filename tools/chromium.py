@@ -24,7 +24,7 @@ def reason_absent() -> str | None:
     try:
         import playwright  # noqa: F401
     except ImportError:
-        return 'playwright is not installed; pip install -e ".[dev]"'
+        return "playwright is not installed; pip install playwright"
     return None
 
 

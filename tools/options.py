@@ -13,6 +13,7 @@ from typing import Any
 
 from speq.cli import app
 from speq.cli.bench import bench_app
+from speq.cli.cache import cache_app
 from speq.cli.from_dataclass import Part
 from speq.cli.options import Output
 from speq.config import RunConfig, SamplingParams
@@ -122,7 +123,11 @@ def options_page() -> str:
 
 
 def _commands() -> Iterator[str]:
-    for prefix, typer_app in (("speq", app), ("speq bench", bench_app)):
+    for prefix, typer_app in (
+        ("speq", app),
+        ("speq cache", cache_app),
+        ("speq bench", bench_app),
+    ):
         for each in typer_app.registered_commands:
             callback: Any = each.callback
             name = each.name or callback.__name__

@@ -152,11 +152,10 @@ def _program(name: str) -> str | None:
 
 
 def _output(library: Path, options: list[str]) -> str:
-    if (reason := missing()) is not None:
-        raise SpeqError(f"machine code of {library.name} is wanted, but {reason}")
     program, other = _program("cuobjdump"), _program("nvdisasm")
-    assert program is not None
-    assert other is not None
+    reason = missing()
+    if reason is not None or program is None or other is None:
+        raise SpeqError(f"machine code of {library.name} is wanted, but {reason}")
     # cuobjdump runs nvdisasm from the path.
     ended = subprocess.run(
         [program, *options, str(library)],

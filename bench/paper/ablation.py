@@ -36,7 +36,7 @@ from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import AblationSettings as Settings
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError, present
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.kernels.ops import ExpertBiases
@@ -81,7 +81,8 @@ def unfused(runtime: Runtime) -> None:
 def token_by_token(runtime: Runtime) -> None:
     """Have verifications run one row after the other, each with all of its experts."""
     target = runtime.engine.offload.target
-    assert isinstance(target, ExactExperts)
+    if not isinstance(target, ExactExperts):
+        raise Broken("rows are to be verified one by one by experts that are not exact")
     target.experts = replace(target.experts, op=row_by_row(target.experts.op))
 
 
@@ -245,8 +246,7 @@ def measure(model: str, settings: Settings, part: Part, prompts: list[str]) -> S
         part.change(generator.runtime)
         runs, tokens = [], []
         for text in texts_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS):
-            assert generator.last_run is not None, "a run has ended"
-            runs.append(generator.last_run)
+            runs.append(present(generator.last_run, "a text has ended and left no run"))
             tokens.append(text.token_ids)
         return Sample.of(runs, tokens)
     finally:

@@ -26,7 +26,7 @@ from speq.decode.engine import Engine
 from speq.decode.sampler import HostSampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.decode.verification import EagerVerification
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError, present
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.layers.exact_experts import ExactExperts
@@ -259,8 +259,8 @@ class Bench:
     def within(self, budget: Compared | str) -> Iterator[None]:
         """Verifications in the block are exact, or within a budget."""
         engine = self.engine
-        approximation, verification = engine.approximation, engine.verification
-        assert approximation is not None
+        approximation = present(engine.approximation, "a run without an expert budget is given one")
+        verification = engine.verification
         if isinstance(budget, str):
             engine.approximation = None
         elif budget.ranking == "oracle":
@@ -276,15 +276,15 @@ class Bench:
 
     def set_rules(self, rules: BudgetRules) -> None:
         engine = self.engine
-        assert engine.offload.budget is not None
-        engine.offload.budget.rules = rules
+        present(engine.offload.budget, "a run without an expert budget is given one").rules = rules
         engine.offload.prefetcher.allowance = PredictedBudget(
             rules, engine.model.gates, self.num_experts
         )
 
     def study(self) -> Study:
         target = self.engine.offload.target
-        assert isinstance(target, ExactExperts)
+        if not isinstance(target, ExactExperts):
+            raise Broken("outputs of experts are studied that are not exact")
         return Study(target, self.engine.model.gates, self.num_experts, counts=self.counts)
 
     def read(self, token_ids: list[int], found: Forced) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.bench.paper.budget_settings import Compared
+from speq.errors import SpeqError
 from speq.layers.exact_experts import ExactExperts
 from speq.layers.gates import Gate
 from speq.routing import Route
@@ -41,7 +42,8 @@ def order_of(
     if ranking == "oracle":
         return oracle_order(outputs, shares, exact)
     scores = shares.sum(0) if ranking == "router" else counts
-    assert scores is not None, "a static ranking goes by counts"
+    if scores is None:
+        raise SpeqError("a static ranking goes by counts, and there are none; give expert_counts")
     return np.argsort(-scores.float().numpy(), kind="stable").tolist()
 
 
@@ -100,8 +102,7 @@ class Study:
         every = torch.arange(self.num_experts).repeat(rows, 1)
         whole = Route(every, torch.ones_like(every, dtype=route.topk_weights.dtype))
         outputs = self.bank.outputs(layer, hidden_states, whole).float()
-        gate, logits = self.gates[layer], route.router_logits
-        assert logits is not None
+        gate, logits = self.gates[layer], route.logits
         at = torch.arange(rows)[:, None]
         exact = (outputs[at, route.topk_ids] * route.topk_weights.float()[..., None]).sum(1)
         shares = gate.shares(logits)

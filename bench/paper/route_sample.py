@@ -182,7 +182,6 @@ def routes_of(engine: Engine) -> list[Route]:
 
 def marks_of(routes: Sequence[Route]) -> Flags:
     """Which experts all rows of a pass chose."""
-    logits = routes[0].router_logits
-    assert logits is not None, "the text's own routes have them"
+    logits = routes[0].logits
     ids: NDArray[np.int64] = np.stack([route.host_ids.numpy() for route in routes])
     return chosen(ids, logits.shape[-1])

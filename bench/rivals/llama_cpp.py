@@ -5,13 +5,13 @@ is left out of the process, unless the file has yet to be written: it would take
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from speq.bench.rivals.job import Job
 from speq.bench.rivals.packages import rival_package
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
 from speq.units import Progress
@@ -86,7 +86,7 @@ def load(job: Job) -> LlamaCpp:
     gpu_layers = 0
     if job.device == "cuda":
         gpu_layers = layers_that_fit(*gpu_bytes(file, job), job.memory_bytes)
-    threads = job.threads or os.cpu_count()
+    threads = job.threads or processors()
     try:
         model = library.Llama(
             str(file),

@@ -5,6 +5,9 @@ from typing import Any
 
 from speq.errors import SpeqError
 
+# Packages that are not called as their modules are.
+CALLED = {"llama_cpp": "llama-cpp-python"}
+
 
 def rival_package(name: str) -> Any:
     """The module of that name. Raises SpeqError where it is not installed."""
@@ -12,5 +15,6 @@ def rival_package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise SpeqError(
-            f"{name} is not installed or cannot be loaded ({error}); pip install 'speq[rivals]'"
+            f"{name} is not installed or cannot be loaded ({error}); pip install "
+            f"{CALLED.get(name, name)}"
         ) from error

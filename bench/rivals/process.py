@@ -13,6 +13,7 @@ from typing import IO, Any
 from speq.bench.rivals.job import Job
 from speq.bench.rivals.memory_cap import MemoryCap
 from speq.bench.rivals.worker import TextRun
+from speq.errors import present
 
 COMMAND = (sys.executable, "-m", "speq.bench.rivals.worker")
 # Of what a process wrote to standard error, the end that is shown when it fails.
@@ -46,7 +47,8 @@ class Heard:
 def heard(job: Job, cap: MemoryCap | None, limit_s: float) -> Heard:
     """Run a job in a process of its own. What goes wrong there is told, and raised nowhere."""
     with TemporaryFile() as errors, started(errors) as process:
-        assert process.stdin is not None and process.stdout is not None
+        asked = present(process.stdin, "a pipe was asked for and there is none")
+        told = present(process.stdout, "a pipe was asked for and there is none")
         found = Heard()
         late = threading.Event()
 
@@ -60,11 +62,11 @@ def heard(job: Job, cap: MemoryCap | None, limit_s: float) -> Heard:
             if cap is not None:
                 cap.join(process.pid)
             try:
-                process.stdin.write(json.dumps(asdict(job)) + "\n")
-                process.stdin.flush()
+                asked.write(json.dumps(asdict(job)) + "\n")
+                asked.flush()
             except BrokenPipeError:  # it ended already, and says so below
                 pass
-            for line in process.stdout:
+            for line in told:
                 found.take(json.loads(line))
             process.wait()
         finally:

@@ -5,7 +5,6 @@ that is offloaded is brought whole before it computes, all experts of a layer to
 has them in one tensor, which it writes into the offload folder when it loads the model.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from math import prod
@@ -18,8 +17,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from speq.bench.rivals.job import Job
 from speq.bench.rivals.packages import rival_package
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.files.checkpoint import Checkpoint
+from speq.layers.arguments import cache_name
 from speq.machine import available_bytes
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
@@ -63,9 +64,9 @@ class TransformersOffload:
         with torch.no_grad():
             output = self._model(
                 input_ids=torch.tensor([tokens], device=self._device),
-                past_key_values=cache,
                 use_cache=cache is not None,
                 logits_to_keep=count,
+                **{cache_name(type(self._model).forward): cache},
             )
         chosen: list[int] = output.logits[0].argmax(dim=-1).tolist()
         return chosen
@@ -78,7 +79,7 @@ def load(job: Job) -> TransformersOffload:
     beside the weights, or Transformers refuses the model.
     """
     accelerate = rival_package("accelerate")
-    torch.set_num_threads(job.threads or os.cpu_count() or 1)
+    torch.set_num_threads(job.threads or processors())
     opened = open_model(job.model)
     try:
         path = opened.checkpoint.path

@@ -39,7 +39,7 @@ def zstandard() -> ModuleType:
     except ImportError as error:
         raise SpeqError(
             "exponents are compressed with the package zstandard, which is not installed; "
-            "pip install 'speq[rivals]'"
+            "pip install zstandard"
         ) from error
     return zstandard
 

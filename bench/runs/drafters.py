@@ -19,7 +19,7 @@ from speq.bench.settings import COMPARED_DRAFTERS
 from speq.bench.settings import DraftersSettings as Settings
 from speq.config import RunConfig
 from speq.decode.drafters.head import HeadDrafter
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError, present
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.heads.head_shape import HeadShape
@@ -228,8 +228,7 @@ def written(
             seed=seed,
             ignore_eos=True,
         )
-        assert generator.last_run is not None, "a run has ended"
-        yield generator.last_run
+        yield present(generator.last_run, "a text has ended and left no run")
 
 
 def held(generator: Generator, cell: Compared) -> dict[str, Any]:
@@ -255,7 +254,8 @@ def held(generator: Generator, cell: Compared) -> dict[str, Any]:
 def without_contrast(generator: Generator) -> None:
     """Have the last token of each path take a pass. Raises SpeqError where it does already."""
     drafter = generator.runtime.engine.drafter
-    assert isinstance(drafter, HeadDrafter)
+    if not isinstance(drafter, HeadDrafter):
+        raise Broken("contrast is to be left out of a run without a head")
     if not drafter.says_after:
         raise SpeqError("the head was trained without contrast; head is the same")
     drafter.says_after = False

@@ -13,7 +13,7 @@ from speq.config import SamplingParams
 from speq.decode.drafter import DraftBounds
 from speq.decode.sampling import distribution, draw
 from speq.decode.sequence import Sequence
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.measure.teacher_forced import ForcedPass
 from speq.runtime import Runtime
 from speq.stats import ratio
@@ -132,8 +132,8 @@ class Fidelity:
 
     def add_forced(self, forced: ForcedPass, following: list[int]) -> None:
         """Count a pass over a text; following: the token after each, but for the text's last."""
-        assert forced.draft is not None, "there is a draft to compare"
-        self.texts.add(forced.exact, forced.draft, following)
+        draft = present(forced.draft, "a pass without a draft is compared with one")
+        self.texts.add(forced.exact, draft, following)
         lookahead = forced.lookahead
         for layer, route in lookahead.used.items():
             for token, used in enumerate(ranked(route)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.units import Clock
 
 WANTED = "give the base URL that `speq serve` printed, such as http://127.0.0.1:8000/v1"
@@ -37,8 +37,8 @@ class Target:
     def connect(self) -> http.client.HTTPConnection:
         secure = self.address.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self.address.hostname is not None
-        return kind(self.address.hostname, self.address.port, timeout=self.timeout_s)
+        host = present(self.address.hostname, "an address was taken that has no host")
+        return kind(host, self.address.port, timeout=self.timeout_s)
 
     def send(
         self, connection: http.client.HTTPConnection, route: str, body: dict[str, Any] | None

@@ -8,6 +8,7 @@ import typer
 
 from speq.cli.batch import batch
 from speq.cli.bench import bench_app
+from speq.cli.cache import cache_app
 from speq.cli.chat import chat
 from speq.cli.check import check
 from speq.cli.dashboard import dashboard
@@ -24,7 +25,7 @@ from speq.cli.serve import serve
 from speq.cli.stage import stage
 from speq.cli.train_head import train_head
 from speq.cli.tune import tune
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError
 
 app = typer.Typer(
     name="speq",
@@ -40,6 +41,7 @@ COMMANDS = (
 )
 for function in COMMANDS:
     app.command(function.__name__.replace("_", "-"))(command(function))
+app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 
 
@@ -74,6 +76,8 @@ def main() -> None:
             sys.stdout.flush()
     except SpeqError as error:
         fail(str(error))
+    except Broken as error:
+        fail(f"{error}; this is a fault of speq: please report it, with the command")
     except BrokenPipeError as error:
         broken_pipe()
         fail(f"input or output failed: {error}")

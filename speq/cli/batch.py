@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
@@ -84,7 +85,7 @@ def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
     from speq.offline.batch_run import BatchSummary, answer_all, header_of
 
     settings = job.settings
-    header = header_of(requests, fingerprint_of(job.model), job.run, job.sampling, settings)
+    header = header_of(requests, digest_of(job), job.run, job.sampling, settings)
     with taken_up(settings.unfinished, header) as folder:
         summary = BatchSummary.of(requests, folder)
         left = len(requests) - len(folder.kept)
@@ -120,12 +121,13 @@ def on_ray(job: Job, left: int) -> "Iterator[Answerer]":
         yield InBlocks(workers, block_requests(left, job.replicas.replicas, job.run.max_batch))
 
 
-def fingerprint_of(model: str) -> str:
-    """What tells a model from others."""
+def digest_of(job: Job) -> str:
+    """What tells a model from others: answers of two are not mixed. It is read once for it."""
     from speq.files.checkpoint import Checkpoint, locate
+    from speq.files.contents import content_digest
 
-    with closing(Checkpoint(locate(model))) as checkpoint:
-        return checkpoint.fingerprint()
+    with closing(Checkpoint(locate(job.model))) as checkpoint, job.output.progress() as progress:
+        return content_digest(checkpoint, partial(progress, "reading the model"))
 
 
 def as_json(summary: "BatchSummary") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from speq.cli.run_report import (
     print_summary,
 )
 from speq.config import Model, RunConfig, SamplingParams
+from speq.errors import present
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
@@ -81,6 +82,8 @@ def generate(
     output.check()
     check_machines(machines, cluster, replicas=False)
     live = check_live(settings.live, output.quiet)
+    # No later text of this process begins alike: no chunk of its prompt is cut for one.
+    run = replace(run, prefix_reuse="none")
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
@@ -92,8 +95,7 @@ def generate(
             if shown and not output.quiet:
                 print_summary(answer["stats"])
             print_approximation(answer["stats"])
-            done = generator.last_run
-            assert done is not None, "a run has ended"
+            done = present(generator.last_run, "a text has ended and left no run")
             if settings.stats:
                 print_layers(answer["stats"])
             if settings.explain:

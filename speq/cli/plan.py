@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from speq.cli import options as opt
 from speq.config import Model
+from speq.errors import present
 from speq.measure.settings import PlanSettings
 from speq.units import format_bytes, format_rate
 
@@ -122,8 +123,8 @@ def findings(made: "BudgetPlan") -> list[str]:
 
 
 def _head_line(made: "BudgetPlan") -> str:
-    held, head, context = made.with_head, made.subject.head, made.budget.context
-    assert held is not None and head is not None
+    no_head, context = "a plan without a head is to tell of one", made.budget.context
+    held, head = present(made.with_head, no_head), present(made.subject.head, no_head)
     elements = made.budget.texts * context * head.kv_elements_per_token
     kv_bytes = elements * made.subject.dtype.itemsize
     return (

@@ -9,6 +9,7 @@ from speq.cli import options as opt
 from speq.cli.generate import PromptFile, PromptText, prompt_of, write_timeline
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
+from speq.errors import present
 from speq.options.declared import Option, Options
 from speq.options.kinds import File
 
@@ -50,9 +51,8 @@ def profile(
                 tokens = recording.stream(prompt, **asdict(sampling))
                 for _ in opt.counted(tokens, "generating", sampling.max_new_tokens, output.quiet):
                     pass
-                record = recording.record()
-            done = generator.last_run
-            assert record is not None and done is not None, "a run has ended"
+                done = present(generator.last_run, "a text has ended and left no run")
+                record = present(recording.record(), "a run has ended and left no record")
             write_timeline(done, files[TRACE], record.link)
             record.write(files[RUN])
             write_page(page_of(record), files[PAGE])

@@ -103,6 +103,11 @@ def print_layers(stats: dict[str, Any]) -> None:
     shown.print(
         f"transfers were under way for {stats['link_s']:.2f} s, {hidden} of it behind computation"
     )
+    if stats["verified_bytes"]:
+        shown.print(
+            f"checksums of {format_bytes(stats['verified_bytes'])} were compared in "
+            f"{stats['verified_s']:.2f} s of reader threads, each record's when it is first read"
+        )
 
 
 def drafts_of(choice: Choice) -> str:

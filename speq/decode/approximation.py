@@ -13,6 +13,7 @@ from torch import Tensor
 from speq.decode.sampler import Sampler
 from speq.decode.sequence import Draft, Outcome
 from speq.decode.sequence import Sequence as TokenSequence
+from speq.errors import present
 from speq.layers.expert_budget import ExpertBudget, Kept
 from speq.models.moe_model import Scored
 from speq.stats import ApproximationStats
@@ -86,10 +87,10 @@ class Approximation:
         sampler: Sampler,
     ) -> None:
         """The exact model's tokens, beside what the budget would have made of them."""
-        assert self._budgeted is not None
-        choice = sampler.choices(draft, self._budgeted, text)
+        budgeted = present(self._budgeted, "an audit comes before its verification")
+        choice = sampler.choices(draft, budgeted, text)
         rows = outcome.path
-        both = [logits[rows].log_softmax(-1) for logits in (exact, self._budgeted)]
+        both = [logits[rows].log_softmax(-1) for logits in (exact, budgeted)]
         for at, (node, token_id) in enumerate(zip(rows, outcome.token_ids, strict=True)):
             stats.audited += 1
             stats.differing += choice(node) != token_id

@@ -34,7 +34,7 @@ from speq.decode.sampler import HostSampler, Sampler
 from speq.decode.sequence import Draft, Outcome, Sequence
 from speq.decode.turn import Turn, place, stakes_of
 from speq.decode.verification import EagerVerification, Verification
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.governor.batches import Governors, longest_draft
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
@@ -134,7 +134,8 @@ class Engine:
         """
         if reuse:
             with self.mending():
-                return Reading(sequence, self.prefixes.begin(sequence.row, sequence.prompt_ids))
+                prompt_ids, owner = sequence.prompt_ids, sequence.owner
+                return Reading(sequence, self.prefixes.begin(sequence.row, prompt_ids, owner))
         self.caches[sequence.row].clear()
         drafter = self.drafters[sequence.row]
         if isinstance(drafter, Listener):
@@ -166,7 +167,8 @@ class Engine:
                 progress(done + now, tokens)
 
         # What follows a chunk is read ahead where nobody else takes a step in between.
-        announced = reading.left if len(self.caches) == 1 else min(reading.left, self.chunk)
+        end = self.prefixes.end(reading.done, len(reading.sequence.prompt_ids))
+        announced = reading.left if len(self.caches) == 1 else end - reading.done
         stream = self.offload.stream.prompt(announced, self.chunk, told)
         with self.recorder.timed("prefill"):
             with self.mending(), stream:
@@ -180,7 +182,8 @@ class Engine:
 
     def _read_chunk(self, reading: Reading) -> None:
         sequence = reading.sequence
-        tokens = sequence.prompt_ids[reading.done : reading.done + self.chunk]
+        end = self.prefixes.end(reading.done, len(sequence.prompt_ids))
+        tokens = sequence.prompt_ids[reading.done : end]
         cache, drafter = self.caches[sequence.row], self.drafters[sequence.row]
         on_hidden = drafter.hear if isinstance(drafter, Listener) else None
         reading.last = self.model.read(self.offload.reader, cache, tokens, on_hidden)
@@ -188,9 +191,9 @@ class Engine:
         self.prefixes.read(sequence.row, tokens)
 
     def _first_token(self, reading: Reading) -> list[int]:
-        assert reading.last is not None, "a prompt has tokens"
+        last = present(reading.last, "a prompt was read that has no tokens")
         with self.mending():
-            scored = self.model.score_last(reading.last)
+            scored = self.model.score_last(last)
         outcome = accept(Draft(), scored.logits, reading.sequence, self.sampler)
         return reading.sequence.extend(outcome.token_ids)
 

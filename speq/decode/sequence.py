@@ -117,6 +117,7 @@ class Sequence:
     text  reads the tokens as they are appended; without one there are no stop strings
     row   number of the KV cache that has its entries, among those of texts side by side
     odds  hears how likely the tokens were; without one nobody asks
+    owner who may learn from times and figures what it begins with
     seed  of what is drawn: the request's, or one of its own
     """
 
@@ -126,6 +127,7 @@ class Sequence:
     text: Text | None = None
     row: int = 0
     odds: Odds | None = None
+    owner: str = ""
     generated_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seed: int = field(init=False)

@@ -82,7 +82,7 @@ def card_of(uuid: str) -> NvmlCard | None:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         logger.info(
-            "no figures of PCIe and clocks: nvidia-ml-py is not installed; install speq[gpu]"
+            "no figures of PCIe and clocks: nvidia-ml-py is not installed; pip install nvidia-ml-py"
         )
         return None
     try:

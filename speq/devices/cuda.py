@@ -13,6 +13,7 @@ from torch import Tensor
 from speq.devices import allocator
 from speq.devices.card import Card, card_of
 from speq.devices.device import Cut, Event, Graph
+from speq.errors import Broken
 
 PoolHandle = Any  # torch's own, of memory that graphs share
 
@@ -66,7 +67,8 @@ class CudaGraph:
 
 
 def own(event: Event) -> CudaEvent:
-    assert isinstance(event, CudaEvent), "an event of another device"
+    if not isinstance(event, CudaEvent):
+        raise Broken(f"{event!r} is an event of another device")
     return event
 
 
@@ -147,7 +149,8 @@ class CudaDevice:
 
 
 def pool_of(graph: Graph) -> PoolHandle:
-    assert isinstance(graph, CudaGraph), "a graph of another device"
+    if not isinstance(graph, CudaGraph):
+        raise Broken(f"{graph!r} is a graph of another device")
     return graph.pool
 
 

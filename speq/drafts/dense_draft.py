@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.drafts import draft_file
+from speq.errors import present
 from speq.experts.int4 import ROW_BLOCK, group_size_of
 from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import Int4Weight, quantize_int4, quantize_int4_planes
@@ -145,8 +146,8 @@ class DenseCodes:
         """The codes of one layer, on the CPU. words: gives its exact matrix, to be rounded."""
         layout = self._draft.layouts[name]
         if layout.brought:
-            assert self._draft.source is not None
-            return self._draft.source.dense_weight(name)
+            source = present(self._draft.source, f"nothing brings the codes of {name}")
+            return source.dense_weight(name)
         qweight, scales = (self._parts[f"{name}.{part}"] for part in layout.shapes)
         if not self._kept:
             round_into(words(), layout, qweight, scales)

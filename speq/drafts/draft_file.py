@@ -4,7 +4,6 @@ It lies beside the model, or in the user's cache folder where that cannot be wri
 that carries a digest of the weights and of the settings it was made with.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -20,13 +19,14 @@ from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import GROUP_SIZE, Int4Arena
 from speq.files.atomic_file import remove_abandoned, replacing
+from speq.files.cache_folder import BESIDE, DRAFTS, cache_folder
 from speq.files.checkpoint import Checkpoint
 from speq.files.safetensors_file import DTYPE_NAMES, SafetensorsFile
 from speq.units import Done
 
 logger = logging.getLogger("speq")
 
-FOLDER = ".speq"
+FOLDER = BESIDE
 FORMAT = "speq-int4-1"
 COPY_BYTES = 1 << 20
 
@@ -50,9 +50,9 @@ def candidate_paths(checkpoint: Checkpoint, what: str = "") -> list[Path]:
     what  of the model, where it is not the experts
     """
     name = f"draft-int4-rtn-{what and what + '-'}{digest_of(checkpoint)}.safetensors"
-    paths = [checkpoint.path / FOLDER / name]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        paths.append(Path.home() / ".cache" / "speq" / "drafts" / name)
+    paths, cache = [checkpoint.path / FOLDER / name], cache_folder(DRAFTS)
+    if cache is not None:
+        paths.append(cache / name)
     return paths
 
 
@@ -179,7 +179,8 @@ def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:
     reasons = []
     for path in paths:
         try:
-            write(parts, path)
+            # What lies beside its model need not name it.
+            write(parts, path, None if path == paths[0] else paths[0].parent.parent)
             return
         except (OSError, SpeqError) as error:
             reasons.append(f"{path.parent}: {getattr(error, 'strerror', None) or error}")
@@ -188,9 +189,15 @@ def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:
     )
 
 
-def write(parts: Mapping[str, Tensor], path: Path) -> None:
-    """Write atomically: the file is either whole or absent. Raises OSError."""
-    entries: dict[str, object] = {"__metadata__": {"format": FORMAT}}
+def write(parts: Mapping[str, Tensor], path: Path, model: Path | None = None) -> None:
+    """Write atomically: the file is either whole or absent. Raises OSError.
+
+    model  its folder, noted for whoever looks through what is kept
+    """
+    metadata = {"format": FORMAT}
+    if model is not None:
+        metadata["model"] = os.path.realpath(model)
+    entries: dict[str, object] = {"__metadata__": metadata}
     at = 0
     for name, part in parts.items():
         entries[name] = {

@@ -65,7 +65,7 @@ def gptq_config(path: Path, config: dict[str, Any]) -> GptqConfig:
             if known != value or type(known) is not type(value):
                 raise SpeqError(
                     f"{path} contradicts itself: {first} says {setting} {known!r} and {where} says "
-                    f"{value!r}; download it again"
+                    f"{value!r}; download it again, or give another draft"
                 )
     values = {name: value for name, (value, _) in said.items()}
     _check_method(path, values)

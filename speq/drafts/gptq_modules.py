@@ -225,7 +225,10 @@ def check_module(
     for part in needed:
         if part not in module.parts:
             why = ", which desc_act true calls for" if part == "g_idx" else ""
-            raise SpeqError(f"draft {path} lacks {module.name}.{part}{why}; download it again")
+            raise SpeqError(
+                f"draft {path} lacks {module.name}.{part}{why}; download it again"
+                ", or give another draft"
+            )
     wanted: dict[str, tuple[int, ...]] = {
         "qweight": (columns // CODES_PER_WORD, rows),
         "qzeros": (groups, rows // CODES_PER_WORD),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels.ops import Int4Bank, quantize_int4
 
@@ -145,7 +145,8 @@ class Int4Arena:
         self._keep_orders = keep_orders
         self._inner_perms: dict[int, Tensor] = {}
         by_layer = [range(num_experts)] * num_layers if kept is None else [*map(sorted, kept)]
-        assert len(by_layer) == num_layers, "experts of each layer"
+        if len(by_layer) != num_layers:
+            raise Broken(f"experts of {len(by_layer)} layers are kept of {num_layers}")
         self.held = [
             layer * num_experts + expert
             for layer, experts in enumerate(by_layer)

@@ -25,7 +25,8 @@ from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import RECORDS_FILE, Manifest, dtype_name
 from speq.experts.record_writer import Packing, write_records
 from speq.files.alignment import aligned
-from speq.files.atomic_file import remove_abandoned, replacing, writing
+from speq.files.alone import alone_in
+from speq.files.atomic_file import make_folder, remove_abandoned, replacing, writing
 from speq.files.checkpoint import (
     EXPERTS_JOURNAL,
     EXPERTS_MANIFEST,
@@ -35,6 +36,8 @@ from speq.files.checkpoint import (
     Checkpoint,
 )
 from speq.files.checksums import Checksums, SummedFile
+from speq.files.contents import check_unchanged, stamp
+from speq.files.copied_files import copied_files
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import LENGTH_BYTES, SafetensorsFile, TensorInfo, header_of
@@ -59,17 +62,20 @@ def pack(
     """
     packing = packing or Packing(store.codec)
     codec = packing.codec
-    begun = (out / EXPERTS_JOURNAL).exists()
-    if (out / "config.json").exists() and not begun:
-        raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
-    with writing(out, "what was packed is kept, the same command goes on from there"):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
+    another = f"another process packs to {out}; wait for its end, or give another folder"
+    remedy = "what was packed is kept, the same command goes on from there"
+    with alone_in(out, another), writing(out, remedy):
+        # Asked by whoever is alone: the one before may have made a model of it.
+        begun = (out / EXPERTS_JOURNAL).exists()
+        if (out / "config.json").exists() and not begun:
+            raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
         remove_abandoned(out)
         if not begun and any(out.iterdir()):
             raise SpeqError(
                 f"{out} exists and holds other files; give a folder that is not there yet"
             )
-        source = checkpoint.fingerprint()
+        source, before = checkpoint.fingerprint(), stamp(checkpoint)
         ours = written_names(checkpoint)
         if packing.beside is not None:
             ours.add(packing.beside.parts[0])
@@ -79,17 +85,16 @@ def pack(
         dense = names_in(checkpoint, packing.dense)
         dense_bytes = sum(aligned(checkpoint.tensors[name][1].nbytes) for name in dense)
         beside = None if packing.beside is None else checkpoint.path / packing.beside
-        beside_bytes = (
-            0 if beside is None else sum(each.stat().st_size for each in files_in(beside))
-        )
+        copied = copied_files(checkpoint.path) + ([] if beside is None else files_in(beside))
+        copied_bytes = sum(each.stat().st_size for each in copied)
         records_bytes = packing.most_bytes(left)
-        check_room(checkpoint, store.names, records_bytes + dense_bytes + beside_bytes, out)
+        check_room(checkpoint, store.names, records_bytes + dense_bytes + copied_bytes, out)
         threads = torch.get_num_threads()
         experts = partial(progress, "packing experts")
-        records, draft = write_records(store, packing, out, journal, experts, threads)
+        written, draft = write_records(store, packing, out, journal, before, experts, threads)
         dense_records = write_dense(checkpoint, dense, out, threads, progress) if dense else {}
         checksums = write_non_experts(checkpoint, store.names, out, progress)
-        for name in copied_names(checkpoint.path):
+        for name in read_names(checkpoint.path):
             checksums.files[name] = zlib.crc32((checkpoint.path / name).read_bytes())
         manifest = Manifest(
             codec=codec.name,
@@ -99,12 +104,13 @@ def pack(
             num_layers=store.num_layers,
             num_experts=store.num_experts,
             source=source,
-            records=tuple(records),
+            records=tuple(written.records),
             draft=draft,
             checksums=checksums,
             dense=dense_records,
         )
         manifest.check(out / EXPERTS_MANIFEST)
+        check_unchanged(checkpoint, before)
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
         if packing.beside is not None and beside is not None:
@@ -129,7 +135,7 @@ def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, o
 def written_names(checkpoint: Checkpoint) -> set[str]:
     """Names of the files that packing writes before config.json, which makes the folder a model."""
     names = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, DRAFT_FILE, DENSE_FILE, INDEX}
-    return (names | set(checkpoint.files) | set(others_in(checkpoint.path))) - {"config.json"}
+    return names | set(checkpoint.files) | {each.name for each in copied_files(checkpoint.path)}
 
 
 def write_non_experts(
@@ -191,18 +197,10 @@ def copy_tensors(
     return header[LENGTH_BYTES:], crc32s
 
 
-def others_in(source: Path) -> list[str]:
-    """What lies beside the weights, and is copied as it is."""
-    return sorted(
-        file.name
-        for file in source.iterdir()
-        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX
-    )
-
-
-def copied_names(source: Path) -> list[str]:
-    """Those of them that a run reads, and that checksums are kept of."""
-    return [name for name in others_in(source) if any(fnmatch(name, p) for p in HUB_PATTERNS)]
+def read_names(source: Path) -> list[str]:
+    """Files beside the weights that a run reads, and that checksums are kept of."""
+    names = ["config.json", *(each.name for each in copied_files(source))]
+    return sorted(name for name in names if any(fnmatch(name, p) for p in HUB_PATTERNS))
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -217,19 +215,20 @@ def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> Non
     remove_abandoned(out)
     files = files_in(source)
     for each in tracked("copying the draft", files, len(files), progress):
-        with whole(out / each.name) as target, each.open("rb") as file:
-            shutil.copyfileobj(file, target, COPY_BYTES)
+        copy_whole(each, out / each.name)
 
 
 def copy_rest(source: Path, out: Path) -> None:
-    """What lies beside the weights, config.json last; then the journal goes."""
-    for name in others_in(source):
-        if name != "config.json":
-            with whole(out / name) as target:
-                target.write((source / name).read_bytes())
-    with whole(out / "config.json") as target:
-        target.write((source / "config.json").read_bytes())
+    """What goes with the weights, config.json last; then the journal goes."""
+    for each in [*copied_files(source), source / "config.json"]:
+        copy_whole(each, out / each.name)
     (out / EXPERTS_JOURNAL).unlink(missing_ok=True)
+
+
+def copy_whole(source: Path, out: Path) -> None:
+    """A file as it is, whole or not at all."""
+    with whole(out) as target, source.open("rb") as file:
+        shutil.copyfileobj(file, target, COPY_BYTES)
 
 
 @contextmanager

@@ -5,13 +5,17 @@ run that is larger than its memory goes by these, and a thread meanwhile writes 
 lossless records, one behind the other. It mostly rests while tokens are generated, and never while
 a generator waits to be asked. Later runs read the records. What an end of the run interrupts, the
 next run goes on with.
+
+A copy is read as long as nobody has touched the files that it was made of. Where somebody has, a
+run reads these, and its thread compares their experts with those that were copied: if they are the
+same, later runs read the copy again, and if not, it is made anew.
 """
 
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -21,25 +25,25 @@ from pathlib import Path
 
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
+from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
-from speq.experts.packed_store import (
-    FORMAT,
-    RECORDS_FILE,
-    Manifest,
-    PackedExpertStore,
-    dtype_name,
-)
-from speq.experts.record_writer import Packing, write_records
-from speq.files.alignment import ALIGNMENT, aligned
+from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, dtype_name
+from speq.experts.record_writer import Packing, Words, write_records
+from speq.files import kept
+from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alone import Taken, alone_in
 from speq.files.atomic_file import replacing
+from speq.files.cache_folder import cache_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
+from speq.files.contents import check_unchanged, stamp
 from speq.files.journal import Journal
-from speq.units import format_bytes
+from speq.files.range_file import RangeFile
+from speq.kernels.checksum import crc32_of
+from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")
 
 CODEC = "lossless"
-LOCK = "lock"
 # Smaller models are read anew in a second, and their users expect no files.
 LEAST_BYTES = 1 << 30
 # Of the disk this stays free.
@@ -55,17 +59,21 @@ class Stopped(Exception):
 
 
 def copy_folder(checkpoint: Checkpoint) -> Path | None:
-    """Where the copy of a checkpoint lies; None for a user without a home."""
+    """Where the copy of a checkpoint lies; None for a user without a home.
+
+    A checkpoint with other weights may have the same folder: what the copy was made of is in it.
+    """
     named = f"{checkpoint.fingerprint()} {CODEC} {FORMAT}"
     digest = hashlib.sha256(named.encode()).hexdigest()[:16]
-    try:
-        return Path.home() / ".cache" / "speq" / "experts" / digest
-    except RuntimeError:
-        return None
+    folder = cache_folder(kept.COPIES)
+    return None if folder is None else folder / digest
 
 
-def kept_copy(checkpoint: Checkpoint, layout: ExpertLayout) -> PackedExpertStore | None:
-    """The whole copy of a checkpoint's experts; None where there is none.
+def kept_copy(
+    checkpoint: Checkpoint, layout: ExpertLayout, words: SafetensorsExpertStore
+) -> CopiedExperts | None:
+    """The whole copy of a checkpoint's experts; None where there is none that is known to be of
+    what its files hold now.
 
     A copy that is damaged is said to be, and begun anew.
     """
@@ -73,17 +81,26 @@ def kept_copy(checkpoint: Checkpoint, layout: ExpertLayout) -> PackedExpertStore
     if folder is None or not (folder / EXPERTS_MANIFEST).exists():
         return None
     try:
-        store = PackedExpertStore(folder, layout)
+        source = CopySource.of(folder)
+        store = CopiedExperts(folder, layout, words, source)
     except SpeqError as error:
         logger.warning("%s holds no sound copy of the experts, and is not read: %s", folder, error)
-        with contextlib.suppress(OSError):
-            (folder / EXPERTS_MANIFEST).unlink()
+        remove_copied(folder)
         return None
-    if store.manifest.source == checkpoint.fingerprint():
-        logger.info("experts are read from the packed copy in %s", folder)
-        return store
-    store.close()
-    return None
+    if not source.holds(stamp(checkpoint)):
+        store.close()
+        return None
+    with contextlib.suppress(OSError):  # when it was read last
+        os.utime(folder / EXPERTS_MANIFEST)
+    logger.info("experts are read from the packed copy in %s", folder)
+    return store
+
+
+def remove_copied(folder: Path) -> None:
+    """Remove a copy that is of no use. Whoever reads it goes on with the file that it has open."""
+    for name in (EXPERTS_MANIFEST, EXPERTS_JOURNAL, RECORDS_FILE):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
 
 
 def copied_codec(store: ExpertStore) -> ExpertCodec | None:
@@ -106,6 +123,7 @@ class PackedCopy:
         self.total = store.num_layers * store.num_experts
         self.done = 0
         self._checkpoint, self._store = checkpoint, store
+        self._stamp = stamp(checkpoint)  # before anything is read
         self._packing = Packing(codec_of(CODEC, store.codec.shape))
         self._stopping = False
         self._alone = threading.Event()  # or stopping: either way there is nothing to rest for
@@ -125,33 +143,67 @@ class PackedCopy:
         """About what the copy takes of the disk."""
         return self.total * aligned(usual_bytes(self._packing.codec))
 
+    @property
+    def model(self) -> str:
+        """The model's folder, without links."""
+        return os.path.realpath(self._checkpoint.path)
+
     def begin(self) -> None:
         """Start to write, and say so, where the disk has room."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            usage = shutil.disk_usage(self.folder)
-        except OSError as error:
+            if (self.folder / EXPERTS_MANIFEST).exists():
+                if CopySource.of(self.folder).holds(self._stamp):
+                    return  # another run has made it meanwhile
+                logger.warning(
+                    "the files of %s were touched or replaced since their packed copy was made: "
+                    "this run reads them, and compares them with it meanwhile; later runs read the "
+                    "copy again if they are the same, and it is made anew if not",
+                    self._checkpoint.path,
+                )
+            elif not self._has_room():
+                return
+        except (OSError, SpeqError) as error:
             logger.warning("no packed copy of the experts is made: %s", error)
             return
-        room = usage.free - int(SPARE_SHARE * usage.total)
-        if self.usual_bytes > room:
-            logger.warning(
-                "no packed copy of the experts is made: it takes %s, and the disk of %s has %s to "
-                "spare; `speq pack` writes one elsewhere",
-                format_bytes(self.usual_bytes),
-                self.folder,
-                format_bytes(max(room, 0)),
-            )
-            return
-        logger.warning(
-            "later runs will read experts faster: a packed copy is being made in %s, which takes "
-            "%s; --packed-copy none makes none",
-            self.folder,
-            format_bytes(self.usual_bytes),
-        )
         # A process may end without closing what it loaded, and must not end under a thread.
         atexit.register(self.stop)
         self._thread.start()
+
+    def _has_room(self) -> bool:
+        """Whether what is still to be written has room, in the limit and on the disk; it is said.
+
+        Copies of what the same folder held before go first. Raises OSError.
+        """
+        kept.remove_others(self.folder, self.model)
+        records = self.folder / RECORDS_FILE
+        left = max(self.usual_bytes - (records.stat().st_size if records.exists() else 0), 0)
+        limit = kept.limit_bytes()
+        if limit is not None and not kept.keep_within(limit, left, self.folder):
+            logger.warning(
+                "no packed copy of the experts is made: it takes %s, and `speq cache limit` is %s",
+                format_bytes(self.usual_bytes),
+                format_bytes(limit),
+            )
+            return False
+        usage = shutil.disk_usage(self.folder)
+        room = usage.free - int(SPARE_SHARE * usage.total)
+        if left > room:
+            logger.warning(
+                "no packed copy of the experts is made: it takes %s, and the disk of %s has %s to "
+                "spare; `speq pack` writes one elsewhere, and `speq cache` shows what is kept",
+                format_bytes(left),
+                self.folder,
+                format_bytes(max(room, 0)),
+            )
+            return False
+        logger.warning(
+            "later runs will read experts faster: a packed copy is being made in %s, which takes "
+            "%s; --packed-copy none makes none, and `speq cache` lists and removes it",
+            self.folder,
+            format_bytes(self.usual_bytes),
+        )
+        return True
 
     def stop(self) -> None:
         """Return when nothing is written any more."""
@@ -177,24 +229,34 @@ class PackedCopy:
 
     def _run(self) -> None:
         try:
-            with taken(self.folder):
+            with alone_in(self.folder, f"another run writes to {self.folder}"):
                 self._write()
         except Stopped:
             logger.info("%d of %d experts are in the packed copy", self.done, self.total)
+        except Taken as error:
+            logger.info("no packed copy of the experts is made: %s", error)
         except (SpeqError, OSError) as error:
             logger.warning("the packed copy of the experts is not finished: %s", error)
 
     def _write(self) -> None:
         self._begun_s = time.perf_counter()
-        if (self.folder / EXPERTS_MANIFEST).exists():  # by another run meanwhile
-            return
-        source = self._checkpoint.fingerprint()
-        ours = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, LOCK}
+        if (self.folder / EXPERTS_MANIFEST).exists():
+            if self._still_holds():  # or another run has made it meanwhile
+                return
+            logger.warning("%s has other experts now: their packed copy is made anew", self.model)
+            remove_copied(self.folder)
+        fingerprint = self._checkpoint.fingerprint()
+        source = CopySource(self.model, fingerprint)
+        ours = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, SOURCE_FILE, "lock"}
         journal = Journal(
-            self.folder / EXPERTS_JOURNAL, self._packing.named(source), ours.__contains__
+            self.folder / EXPERTS_JOURNAL, self._packing.named(fingerprint), ours.__contains__
         )
-        self._packing.check_header(journal.header, source, self.folder)
-        records, _ = write_records(self._store, self._packing, self.folder, journal, self._told)
+        self._packing.check_header(journal.header, fingerprint, self.folder)
+        source.write(self.folder)
+        written, _ = write_records(
+            self._store, self._packing, self.folder, journal, self._stamp, self._told
+        )
+        check_unchanged(self._checkpoint, self._stamp)
         codec = self._packing.codec
         manifest = Manifest(
             codec=codec.name,
@@ -203,13 +265,48 @@ class PackedCopy:
             expert_width=codec.shape.expert_width,
             num_layers=self._store.num_layers,
             num_experts=self._store.num_experts,
-            source=source,
-            records=tuple(records),
+            source=fingerprint,
+            records=tuple(written.records),
         )
+        source.words_crc32s = written.words_crc32s
+        source.note(self._stamp, self.total)
+        source.write(self.folder)
         with replacing(self.folder / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
         journal.path.unlink(missing_ok=True)
         logger.info("the packed copy of the experts is whole: the next run reads it")
+
+    def _still_holds(self) -> bool:
+        """Whether the copy that is there is of what the model's files hold: all are read.
+
+        What a stop interrupts, the next run goes on with. Raises Stopped.
+        """
+        try:
+            source = CopySource.of(self.folder)
+        except SpeqError:
+            return False
+        if len(source.words_crc32s) != self.total:
+            return False
+        words = Words(self._store, self._stamp)
+        compared = source.compared.get(self._stamp, 0)
+        if compared == self.total:
+            return True
+        try:
+            for at in range(compared, self.total):
+                if words.crc32(at) != source.words_crc32s[at]:
+                    return False
+                compared = at + 1
+                self._told(compared, self.total)
+            check_unchanged(self._checkpoint, self._stamp)
+            source.model = self.model  # which may have moved
+        except Stopped:
+            source.note(self._stamp, compared)
+            source.write(self.folder)
+            raise
+        source.note(self._stamp, compared)
+        source.write(self.folder)
+        logger.info("the packed copy of the experts is of the same weights: the next run reads it")
+        return True
 
     def _told(self, done: int, total: int) -> None:
         self.done = done
@@ -219,12 +316,24 @@ class PackedCopy:
         self._begun_s = time.perf_counter()
 
 
-@contextmanager
-def taken(folder: Path) -> Iterator[None]:
-    """Hold a folder, which two runs may not write to at once. Raises Stopped where one does."""
-    with (folder / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Stopped from None
-        yield
+def damaged_records(folder: Path, progress: Done | None = None) -> list[int]:
+    """Numbers of a copy's records that are not what was written: all are read. Raises SpeqError
+    where the copy is not whole.
+
+    progress  told (records, of all)
+    """
+    manifest = Manifest.of(folder / EXPERTS_MANIFEST)
+    most = max(record.nbytes for record in manifest.records)
+    slot, found = aligned_bytes(1, aligned(most))[0], []
+    with RangeFile(folder / RECORDS_FILE) as file:
+        for at, record in enumerate(manifest.records):
+            try:
+                file.read_aligned(record.offset, record.nbytes, slot)
+                sound = crc32_of(slot[: record.nbytes]) == record.crc32
+            except SpeqError:
+                sound = False
+            if not sound:
+                found.append(at)
+            if progress is not None:
+                progress(at + 1, len(manifest.records))
+    return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.experts.packed_store import Record, crc32_of, end_of
+from speq.experts.packed_store import Record, end_of
 from speq.experts.passes import in_turn
 from speq.files.alignment import aligned, aligned_bytes
 from speq.files.atomic_file import replacing
@@ -23,6 +23,7 @@ from speq.files.checksums import PACK_AGAIN
 from speq.files.range_file import ENDS_BYTES, RangeFile, bytes_of
 from speq.files.safetensors_file import TensorInfo
 from speq.kernels import dense_ops
+from speq.kernels.checksum import crc32_of
 from speq.kernels.compact_layout import CompactLayout
 from speq.units import Progress, no_progress, tracked
 

@@ -1,14 +1,16 @@
 """Writes the records of a pack, and journals those that are on the disk.
 
 Data goes to the disk first, then the journal's lines. Whoever goes on compares what they name with
-what is there, and behind the first that differs nothing counts.
+what is there, and behind the first that differs nothing counts. A line also has the CRC-32 of the
+words that its record was made of, and the stamp that the model's files had. Where theirs is another
+by now, words are read again and compared: no pack mixes records of two versions.
 """
 
 import hashlib
 import logging
 import os
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
@@ -16,23 +18,27 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.experts.codec import ExpertCodec
 from speq.experts.draft_codes import DraftSource
-from speq.experts.expert_store import SafetensorsExpertStore, expert_slot, read_matrices
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
-from speq.experts.packed_store import RECORDS_FILE, Record, crc32_of
+from speq.experts.packed_store import RECORDS_FILE, Record
 from speq.experts.passes import in_turn, made_at_once
 from speq.files.alignment import aligned, aligned_bytes
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile, bytes_of
+from speq.kernels.checksum import crc32_of
 from speq.units import Done
 
 logger = logging.getLogger("speq")
 
 # Written between two syncs: what an interruption costs at most.
 BATCH_BYTES = 256 << 20
+# Of a journal's line: offset, bytes and CRC-32 of a record, CRC-32 of its draft's codes (or null),
+# CRC-32 of its words, and the stamp of the model's files.
+ENTRY_FIELDS = 6
 # Of codes that an earlier run wrote, read at a time.
 HASHED_BYTES = 16 << 20
 
@@ -74,16 +80,34 @@ class Packing:
         return count * (aligned(self.codec.shape.nbytes) + codes)
 
 
-def verified(
-    out: Path, packing: Packing, entries: list[Any], progress: Done | None, total: int
-) -> list[Record]:
-    """Records that a journal's entries claim, up to the first that is not on the disk as they say.
+@dataclass(slots=True)
+class Written:
+    """Records that are on the disk, in order.
 
-    Records are read again and compared, and codes of the draft with them.
+    words_crc32s  of the published words that each was made of
     """
-    records: list[Record] = []
+
+    records: list[Record] = field(default_factory=list)
+    words_crc32s: list[int] = field(default_factory=list)
+
+
+def verified(
+    out: Path,
+    packing: Packing,
+    entries: list[Any],
+    words: "Words",
+    progress: Done | None,
+) -> Written:
+    """Records that a journal's entries claim, up to the first that is not on the disk as they say,
+    or was made of other words.
+
+    Records are read again and compared, codes of the draft with them, and words of the model where
+    its files were touched since.
+    """
+    written, total = Written(), words.total
+    records = written.records
     if not entries:
-        return records
+        return written
     with ExitStack() as stack:
         try:
             data = stack.enter_context(RangeFile(out / RECORDS_FILE))
@@ -95,19 +119,58 @@ def verified(
                 record = sound_record(entry, packing, records, data, room)
                 if codes is not None:
                     check_codes(entry, packing, len(records), codes)
+                words.check(entry, len(records))
                 records.append(record)
+                written.words_crc32s.append(entry[4])
                 if progress is not None:
                     progress(len(records), total)
         except (SpeqError, ValueError) as error:
             logger.warning(
-                "%s: record %d of %d that were journalled is not on the disk as it was written, "
-                "and packing goes on from there (%s)",
+                "%s: record %d of %d that were journalled is not on the disk as the model has it "
+                "now, and packing goes on from there (%s)",
                 out,
                 len(records),
                 len(entries),
                 error,
             )
-    return records
+    return written
+
+
+class Words:
+    """A model's published words, read to compare them with those of records that are there.
+
+    stamp  of the model's files, as they are now
+    """
+
+    def __init__(self, store: SafetensorsExpertStore, stamp: str) -> None:
+        self.store, self.stamp = store, stamp
+        self.total = store.num_layers * store.num_experts
+        self._slot: Tensor | None = None
+
+    def crc32(self, at: int) -> int:
+        """Of the words of expert `at`, layer after layer, as its raw record has them."""
+        if self._slot is None:
+            self._slot = words_slot(self.store)
+        return read_words(self.store, at, self._slot)
+
+    def check(self, entry: list[Any], at: int) -> None:
+        """Raise ValueError unless the record of a journal's entry was made of these words."""
+        if len(entry) != ENTRY_FIELDS or type(entry[4]) is not int:
+            raise ValueError("it does not say of what words it is")
+        if entry[5] != self.stamp and self.crc32(at) != entry[4]:
+            raise ValueError("it was made of other words")
+
+
+def words_slot(store: SafetensorsExpertStore) -> Tensor:
+    """A slot for words, in which bytes that nothing is read to are zero."""
+    return expert_slot(store).zero_()
+
+
+def read_words(store: SafetensorsExpertStore, at: int, slot: Tensor) -> int:
+    """Read expert `at`, layer after layer, into a `words_slot`; CRC-32 of what was read."""
+    key = divmod(at, store.num_experts)
+    store.read(*key, slot)
+    return crc32_of(slot[: store.record_bytes(*key)])
 
 
 def sound_record(
@@ -132,11 +195,10 @@ def sound_record(
 
 def check_codes(entry: list[Any], packing: Packing, at: int, codes: RangeFile) -> None:
     """Raise ValueError or SpeqError unless the draft's codes of expert `at` are as journalled."""
-    assert packing.draft is not None
-    nbytes = packing.draft.layout.nbytes
+    nbytes = present(packing.draft, "codes are compared of a pack without a draft").layout.nbytes
     found = torch.empty(nbytes, dtype=torch.uint8)
     codes.read_into(at * nbytes, found)
-    if len(entry) != 4 or crc32_of(found) != entry[3]:
+    if len(entry) != ENTRY_FIELDS or crc32_of(found) != entry[3]:
         raise ValueError("its draft's codes are others")
 
 
@@ -178,6 +240,7 @@ class Made:
     crc32: int
     codes: Tensor | None
     codes_crc32: int | None
+    words_crc32: int
 
 
 class RecordMaker:
@@ -186,30 +249,30 @@ class RecordMaker:
     def __init__(self, store: SafetensorsExpertStore, packing: Packing, threads: int) -> None:
         self._store = store
         self._packing = packing
+        self._as_published = packing.codec.name == store.codec.name
         self._slots: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(threads):
-            self._slots.put(expert_slot(store))
+            self._slots.put(words_slot(store))
         # What no record reaches is never touched.
         self._rooms: SimpleQueue[Tensor] = SimpleQueue()
         for room in aligned_bytes(made_at_once(threads), packing.codec.slot_bytes):
-            self._rooms.put(room)
+            self._rooms.put(room.zero_() if self._as_published else room)
 
     def make(self, at: int) -> Made:
         """The record of expert `at`, layer after layer."""
         room, slot = self._rooms.get(), self._slots.get()
-        key = divmod(at, self._store.num_experts)
         try:
-            if self._packing.codec.name == self._store.codec.name:  # the records are there
-                record = room[: self._store.record_bytes(*key)]
-                record.zero_()  # between its sections it may have bytes that nothing is read to
-                self._store.read(*key, room)
-                return Made(room, record, crc32_of(record), None, None)
-            exact = read_matrices(self._store, *key, slot)
+            if self._as_published:  # the record is there
+                words_crc32 = read_words(self._store, at, room)
+                record = room[: self._store.record_bytes(*divmod(at, self._store.num_experts))]
+                return Made(room, record, words_crc32, None, None, words_crc32)
+            words_crc32 = read_words(self._store, at, slot)
+            exact = self._store.codec.decode(slot)
             base = self._packing.base(at)
             record = room[: self._packing.codec.encode(exact, base, room)]
             codes = None if base is None else record_of(base)
             codes_crc32 = None if codes is None else crc32_of(codes)
-            return Made(room, record, crc32_of(record), codes, codes_crc32)
+            return Made(room, record, crc32_of(record), codes, codes_crc32, words_crc32)
         finally:
             self._slots.put(slot)
 
@@ -222,15 +285,19 @@ def write_records(
     packing: Packing,
     out: Path,
     journal: Journal,
+    stamp: str,
     progress: Done | None,
     threads: int = 1,
-) -> tuple[list[Record], TiedDraft | None]:
+) -> tuple[Written, TiedDraft | None]:
     """Write the records that are not known to be there; all of them, and what they are over.
 
+    stamp    of the model's files, as they are before the first of them is read
     threads  that read and encode; one is the caller's own
     """
-    total = store.num_layers * store.num_experts
-    records = verified(out, packing, journal.entries, progress, total)
+    words = Words(store, stamp)
+    total = words.total
+    written = verified(out, packing, journal.entries, words, progress)
+    records = written.records
     journal.forget(len(records))
     maker = RecordMaker(store, packing, threads)
     end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
@@ -240,7 +307,7 @@ def write_records(
         if packing.draft is not None:
             draft = DraftWriter(out, packing.draft.layout, len(records))
             stack.enter_context(closing(draft))
-        lines: list[list[int | None]] = []
+        lines: list[list[int | str | None]] = []
         batch_bytes = 0
         making = in_turn(maker.make, range(len(records), total), threads)
         for made in stack.enter_context(closing(making)):
@@ -250,7 +317,8 @@ def write_records(
             data.write(bytes(end - records[-1].offset - made.record.nbytes))
             if draft is not None and made.codes is not None:
                 draft.add(made.codes)
-            lines.append([*astuple(records[-1]), made.codes_crc32])
+            written.words_crc32s.append(made.words_crc32)
+            lines.append([*astuple(records[-1]), made.codes_crc32, made.words_crc32, stamp])
             batch_bytes += made.record.nbytes
             maker.written(made)
             if batch_bytes >= BATCH_BYTES or len(records) == total:
@@ -261,7 +329,7 @@ def write_records(
                 lines, batch_bytes = [], 0
             if progress is not None:
                 progress(len(records), total)
-    return records, None if draft is None or packing.draft is None else draft.tied(packing.draft)
+    return written, None if draft is None or packing.draft is None else draft.tied(packing.draft)
 
 
 def opened(path: Path, end: int) -> BinaryIO:

@@ -9,10 +9,14 @@ from pathlib import Path
 from speq.errors import SpeqError
 
 
+class Taken(SpeqError):
+    """Another process writes there."""
+
+
 @contextmanager
 def alone_in(folder: Path, sentence: str) -> Iterator[None]:
-    """Raise SpeqError with this sentence where another process is in this block with the same
-    folder.
+    """Raise Taken with this sentence where another process is in this block with the same folder,
+    or another block of this one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -20,7 +24,7 @@ def alone_in(folder: Path, sentence: str) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise SpeqError(sentence) from error
+                raise Taken(sentence) from error
         yield
     finally:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from speq.errors import SpeqError
@@ -99,6 +100,19 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def make_folder(path: Path) -> None:
+    """A folder to write to, made if need be. Raises SpeqError where there can be none."""
+    with writing(path, "choose another folder"):
+        path.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError unless files can be made in a folder: rights alone do not tell."""
+    with TemporaryFile(dir=folder):
+        pass
+
+
 def check_target(path: Path | None, force: bool) -> None:
     """Refuse to overwrite before minutes are spent measuring.
 
@@ -114,7 +128,12 @@ def check_target(path: Path | None, force: bool) -> None:
     except ValueError as error:  # a path that no file can have
         raise SpeqError(f"{path} cannot be written: {error}; choose another name") from error
     folder = next(parent for parent in target.parents if os.path.exists(parent))
-    if os.path.isdir(target) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise SpeqError(f"{path} cannot be written; choose a file in a folder of yours")
+    sentence = f"{path} cannot be written; choose a file in a folder of yours"
+    if os.path.isdir(target) or not os.path.isdir(folder):
+        raise SpeqError(sentence)
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise SpeqError(sentence) from error
     if exists and not force:
         raise SpeqError(f"{path} exists already; choose another name or add --force")

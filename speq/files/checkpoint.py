@@ -94,7 +94,7 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
 def _say_instead(path: Path, model: str) -> None:
     """Raise SpeqError where a folder without config.json is known to be something else."""
     if not os.listdir(path):
-        raise SpeqError(f"{model} is an empty folder; download it into there, or give another")
+        raise SpeqError(f"{model} is an empty folder; download the model into it")
     found = found_instead(path)
     if found is not None:
         raise SpeqError(f"{model} holds no config.json, but {found[0]}; {found[1]}")
@@ -226,6 +226,11 @@ class Checkpoint:
         checksums.check_files(self.path)
         return checksums
 
+    @property
+    def checksums(self) -> Checksums | None:
+        """Of a pack; None of anything else, and of packs of earlier versions."""
+        return self._checksums
+
     def tensor_check(self) -> TensorCheck:
         """Compares tensors with a pack's checksums; where there are none, with nothing."""
         return TensorCheck(self.tensors, self._checksums or Checksums())
@@ -282,7 +287,10 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A digest of the shards' headers, sizes and samples, and of a pack's manifest.
 
-        What is keyed by this (a draft) may go stale without harm to exactness.
+        A change of few weights may leave it as it was. So it may name what costs no more than speed
+        when it is out of date: drafts, heads, profiles, counts of experts. What tokens depend on is
+        keyed by `speq.files.contents`, or compares what it was made of: packed copies, packs and
+        quantised models that are gone on with, answers of a batch, other machines' stages.
         """
         manifest = self.path / EXPERTS_MANIFEST
         return self._shards.fingerprint(manifest.read_bytes() if manifest.exists() else b"")

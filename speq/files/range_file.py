@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError
 from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
 from speq.files.regular_file import check_regular
 
@@ -31,7 +31,8 @@ WHOLE_FILE = "put the whole file there: download the model again, or pack it aga
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous uint8 CPU tensor, which must outlive the view."""
-    assert tensor.dtype == torch.uint8 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise Broken(f"bytes are asked for of a tensor of {tensor.dtype} on {tensor.device}")
     # Not tensor.numpy(), which would for ever keep the storage from being given back.
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -142,8 +143,8 @@ class RangeFile:
         offset, and the address and length of `out`, a contiguous uint8 CPU tensor, are multiples of
         ALIGNMENT. What `out` holds behind nbytes afterwards is undefined.
         """
-        assert offset % ALIGNMENT == 0 and out.nbytes >= aligned(nbytes)
-        assert out.data_ptr() % ALIGNMENT == 0
+        if offset % ALIGNMENT or out.data_ptr() % ALIGNMENT or out.nbytes < aligned(nbytes):
+            raise Broken(f"{nbytes} bytes at {offset} of {self.path} are to be read out of line")
         if self._direct_fd < 0:
             return self._read_buffered(offset, out[:nbytes])
         return self._fill(self._direct_fd, offset, [bytes_of(out)[: aligned(nbytes)]], nbytes)
@@ -206,6 +207,15 @@ class RangeFile:
             # A direct read goes on at a block's start: the last one is read again if it was cut.
             start = done if descriptor == self._fd else done - done % ALIGNMENT
         return done
+
+    def stamp(self) -> list[str | int]:
+        """What changes when the file is written, touched, replaced or moved: its real path, inode,
+        size and times (ns) of its last change. Of the file that is open, whatever its name leads to
+        by now.
+        """
+        at = os.fstat(self._fd)
+        real = os.path.realpath(self.path)
+        return [real, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns]
 
     def samples(self, count: int) -> Iterator[bytes]:
         """Up to `count` blocks of 4 KiB spread evenly over the file."""

@@ -16,7 +16,7 @@ KINDS = (
 )
 
 
-# What stands in the place of a file that was not downloaded, by what it begins with; and what to do.
+# What stands in the place of a file that is not there, by what it begins with; and what to do.
 PAGE = (
     "a page of HTML, such as a site shows in its place",
     "download it by the address of the file itself, logged in where the model asks for that",
@@ -105,5 +105,5 @@ def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
         if size > min(limits):
             raise SpeqError(
                 f"{path} has {format_bytes(size)} and files of its kind at most "
-                f"{format_bytes(min(limits))}; download the model again"
+                f"{format_bytes(min(limits))}; download the model again, or give another one"
             )

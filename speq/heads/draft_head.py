@@ -88,8 +88,13 @@ class Seen:
     ) -> None:
         self._layer, self.mask, self._slices = layer, mask, slices
 
-    def update(self, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        """Write the entries of rows [1, heads, T, width]; return those that they see."""
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int | None = None, kwargs: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Write the entries of rows [1, heads, T, width]; return those that they see.
+
+        layer_idx, kwargs  as transformers tells caches; there is one layer here
+        """
         keys, values = self._layer.update(keys, values)
         if self._slices is None:
             return keys, values

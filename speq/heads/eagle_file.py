@@ -144,6 +144,7 @@ def said_tokens(found: Found, shape: EagleShape) -> Tensor:
         raise SpeqError(
             f"head {found.path} says {shape.draft_vocab_size} of {shape.vocab_size} tokens and "
             f"lacks tensor {TARGETS}, which tells which; download the head again"
+            ", or give another one"
         )
     own = torch.arange(shape.draft_vocab_size)
     offsets = found.read(TARGETS)
@@ -164,6 +165,6 @@ def said_tokens(found: Found, shape: EagleShape) -> Tensor:
         if given.shape != flags.shape or not torch.equal(given.bool(), flags):
             raise SpeqError(
                 f"head {found.path}: tensors {TARGETS} and {SAID} do not name the same tokens; "
-                "download the head again"
+                "download the head again, or give another one"
             )
     return said

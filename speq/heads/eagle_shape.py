@@ -200,22 +200,24 @@ def check_whole(shape: EagleShape, where: Path) -> None:
         raise SpeqError(
             f"{where} has {shape.num_heads} heads of {shape.head_width} over "
             f"{shape.num_kv_heads} of keys; heads of keys must divide those of queries, and a "
-            "head's width must be even: download it again"
+            "head's width must be even: download it again, or give another head"
         )
     if shape.draft_vocab_size > shape.vocab_size:
         raise SpeqError(
             f"{where} has draft_vocab_size {shape.draft_vocab_size} and vocab_size "
             f"{shape.vocab_size}; a head says no more tokens than there are: download it again"
+            ", or give another head"
         )
     if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
         raise SpeqError(
             f"{where} has draft_vocab_size {shape.draft_vocab_size}, and no tensor lm_head.weight "
-            "beside it says so many tokens; download the head again"
+            "beside it says so many tokens; download the head again, or give another one"
         )
     if shape.hidden_size != shape.target_size and not (shape.own_embedding and shape.own_head):
         raise SpeqError(
             f"{where} has hidden_size {shape.hidden_size} for a model of {shape.target_size}; such "
             "a head needs embed_tokens.weight and lm_head.weight of its own: download it again"
+            ", or give another head"
         )
 
 
@@ -268,7 +270,7 @@ def whole(config: dict[str, Any], name: str, where: Path, default: int | None = 
     if type(value) is not int or not 1 <= value <= MOST:
         raise SpeqError(
             f"{where} has {name} {value!r:.40}; it must be a whole number from 1 to {MOST}: "
-            "download it again"
+            "download it again, or give another head"
         )
     return value
 
@@ -279,5 +281,6 @@ def number(config: dict[str, Any], name: str, where: Path, default: float) -> fl
     if type(value) not in (int, float) or not 0 < value < 1:
         raise SpeqError(
             f"{where} has {name} {value!r:.40}; it must be above 0 and below 1: download it again"
+            ", or give another head"
         )
     return float(value)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.errors import present
 from speq.heads.draft_head import DraftHead, HeadState, NamesExperts, Seen
 from speq.models.kv_cache import KVCache, causal_mask, common_prefix
 from speq.models.moe_model import MoEModel
@@ -18,6 +19,7 @@ from speq.routing import Route
 # Tokens that wait for their entries, at most, and rows of a pass that makes them.
 WAITING = 64
 ROWS = 2 * WAITING
+UNHEARD = "a head drafts behind a text of which it has heard nothing"
 
 
 class HeadText:
@@ -90,9 +92,8 @@ class HeadText:
         Asked again before more is heard, it makes the last entry anew.
         """
         if not self._tokens:
-            assert self._last is not None, "something of the text was heard"
+            token_id, feature = present(self._last, UNHEARD)
             self.cache.rewind(1)
-            token_id, feature = self._last
             self._tokens, self._features = [token_id], [feature]
         return self._write([*self._tokens[1:], pending_id]).row(-1)
 
@@ -139,12 +140,11 @@ class HeadText:
         feature  [1, H] of the token before it, by the head itself; None: the token is the pending
                  one, of which `root` was asked
         """
-        assert self._naming is not None
+        naming = present(self._naming, "a head is asked for experts and names none")
         if feature is None:
-            assert self._last is not None
-            feature = self._last[1]
-        routes = self._naming.routes(self._head.embedded([token_id], self._model), feature)
-        return [*zip(self._naming.named_layers, routes, strict=True)]
+            feature = present(self._last, UNHEARD)[1]
+        routes = naming.routes(self._head.embedded([token_id], self._model), feature)
+        return [*zip(naming.named_layers, routes, strict=True)]
 
     def _pass(
         self, token_ids: list[int], features: Tensor, start: int, tree: Tree | None

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speq.errors import present
 from speq.heads.draft_head import Seen
 from speq.heads.head_shape import ROPE_BASE, HeadShape
 from speq.kernels import ops
@@ -178,8 +179,8 @@ class MoEHead(nn.Module):
         return mixed(state.mixing, model.logits(state.branches))
 
     def after_scores(self, state: HeadState, model: MoEModel) -> Tensor:
-        assert state.after is not None
-        return model.logits(state.after)
+        after = present(state.after, "a head is asked for a token that it does not say")
+        return model.logits(after)
 
     @property
     def named_layers(self) -> tuple[int, ...]:
@@ -188,8 +189,7 @@ class MoEHead(nn.Module):
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
         """As `NamesExperts.routes`."""
-        assert self.shape.named is not None
-        top_k = self.shape.named.top_k
+        top_k = present(self.shape.named, "a head is asked for experts and names none").top_k
         logits = self.route_logits(embedded, features, self.weight("routes"))
         ids, margins = leading(logits.flatten(0, 1), top_k)
         # Numbers of experts are exact in float32, and one piece is read from a device in one go.

@@ -21,6 +21,7 @@ from torch.nn import functional
 from speq.heads.draft_head import FeatureState, Seen
 from speq.heads.mtp_shape import MtpShape
 from speq.kernels import ops
+from speq.layers.arguments import cache_name
 from speq.models.moe_model import MoEModel
 from speq.models.predictor import Predictor
 
@@ -40,6 +41,7 @@ class MtpLayer(nn.Module):
         self.hnorm = norm(hidden_size, epsilon)
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.decoder = decoder(config, config.num_hidden_layers)
+        self._cache_name = cache_name(decoder.forward)
         self.last_norm = norm(hidden_size, epsilon)
         self.rotary = rotary
         self.predictor = predictor
@@ -50,12 +52,15 @@ class MtpLayer(nn.Module):
             embedded = embedded.masked_fill((places == 0)[:, None], 0)
         pair = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
         x = self.eh_proj(pair)[None]
+        at = places[None]
+        if hasattr(self.rotary, "mrope_section"):  # of text, all three kinds of positions are one
+            at = at.expand(3, 1, -1)
         hidden: Tensor = self.decoder(
             x,
             attention_mask=seen.mask,
-            past_key_values=seen,
-            position_embeddings=self.rotary(x, places[None]),
+            position_embeddings=self.rotary(x, at),
             use_cache=True,
+            **{self._cache_name: seen},
         )
         return self._normed(hidden[0]) if self.predictor.passes_normed else hidden[0]
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speq.errors import present
 from speq.kernels import library
 from speq.kernels.library import Kernels
 
@@ -81,7 +82,7 @@ class Grouping:
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
         """Rows [R] and places [R] of one of `experts`, on the device."""
-        assert self.index is not None, "the kernels find so few rows themselves"
+        index = present(self.index, "rows of an expert are asked for that were not grouped")
         start, end = self.spans[expert]
-        rows, places = self.index[:, start:end]
+        rows, places = index[:, start:end]
         return rows, places

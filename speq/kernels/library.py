@@ -213,11 +213,18 @@ class Kernels:
     overloads      what is called, by the name of the op
     max_rows       rows of a call
     max_positions  places of all routes of a call, which are rows times top_k
+    max_record_bytes, max_record_columns  of a dense matrix that is held as a compact record
     """
 
     overloads: Mapping[str, Callable[..., None]]
     max_rows: int = sys.maxsize
     max_positions: int = sys.maxsize
+    max_record_bytes: int = sys.maxsize
+    max_record_columns: int = sys.maxsize
+
+    def takes_record(self, nbytes: int, columns: int) -> bool:
+        """Whether a dense matrix may be held as a record of so many bytes."""
+        return nbytes <= self.max_record_bytes and columns <= self.max_record_columns
 
     def call_rows(self, top_k: int) -> int:
         """Rows of a call whose routes have top_k places each; 0 where one row is too much."""
@@ -225,8 +232,17 @@ class Kernels:
 
 
 # By the type of the device. All rows of a call stay in a GPU's registers while weights stream by;
-# csrc/cuda/launchers.h has the same limits.
-KERNELS = {"cpu": Kernels(_OVERLOADS), "cuda": Kernels(_OVERLOADS, max_rows=16, max_positions=256)}
+# csrc/cuda/launchers.h and dense_bindings.cpp have the same limits.
+KERNELS = {
+    "cpu": Kernels(_OVERLOADS),
+    "cuda": Kernels(
+        _OVERLOADS,
+        max_rows=16,
+        max_positions=256,
+        max_record_bytes=(1 << 31) - 2,
+        max_record_columns=(1 << 16) - 1,
+    ),
+}
 
 
 def kernels_for(tensor: Tensor) -> Kernels:

@@ -88,8 +88,7 @@ class CachedExperts:
 
     def _among_residents(self, layer: int, route: Route) -> Route | None:
         """The route with what lies in slots; None where nothing does."""
-        assert route.router_logits is not None, "a router's logits are its first output"
-        num_experts = route.router_logits.shape[1]
+        num_experts = route.logits.shape[1]
         residents = self._lender.residents(layer, range(num_experts))
         if not residents:
             return None
@@ -98,4 +97,4 @@ class CachedExperts:
         allowed = torch.zeros(num_experts, dtype=torch.bool)
         allowed[residents] = True
         top_k = min(route.topk_ids.shape[1], len(residents))
-        return route.instead(*self._gates[layer].choose(route.router_logits.cpu(), allowed, top_k))
+        return route.instead(*self._gates[layer].choose(route.logits.cpu(), allowed, top_k))

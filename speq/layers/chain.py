@@ -6,15 +6,17 @@ uses. What it does not know how to run it leaves to the module's own forward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
+from speq.errors import present
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
 from speq.kernels.ops import MAX_LINEAR_ROWS, linear
+from speq.layers.arguments import refuse_unknown
 
 # Classes of transformers whose forward is the usual one, and is written anew here.
 ATTENTIONS = frozenset(
@@ -49,9 +51,7 @@ def own_forward(module: nn.Module) -> Forward:
     method = WeakMethod(module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = method()
-        assert bound is not None, "its module runs"
-        return bound(*args, **kwargs)
+        return present(method(), "a module runs that is gone")(*args, **kwargs)
 
     return forward
 
@@ -133,20 +133,15 @@ class ChainAttention:
     def __call__(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         if not isinstance(attention_mask, Chain):
             attended: tuple[Tensor, None] = self.forward(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **others,
+                hidden_states, attention_mask=attention_mask, **others
             )
             return attended
+        refuse_unknown(type(self).__name__, others, ())
         queries, keys, values = (project(hidden_states) for project in self.projections)
         texts, window = attention_mask.texts, attention_mask.window
         mixed = torch.empty_like(queries)
@@ -178,9 +173,7 @@ def chain_router(module: nn.Module) -> bool:
     name = type(module).__name__
     if name not in ROUTERS and name != DIVIDING_ROUTER:
         return False
-    weight, top_k = module.weight, module.top_k
-    assert isinstance(weight, Tensor)
-    assert isinstance(top_k, int)
+    weight, top_k = cast(Tensor, module.weight), cast(int, module.top_k)
     dividing = name == DIVIDING_ROUTER
     normalised = dividing or bool(module.norm_topk_prob)
     dtype = torch.float32 if dividing else None
@@ -212,7 +205,4 @@ def sinks_of(module: nn.Module) -> Tensor | None:
 
 
 def rms_norm_of(module: nn.Module) -> RMSNorm:
-    weight, eps = module.weight, module.variance_epsilon
-    assert isinstance(weight, Tensor)
-    assert isinstance(eps, float)
-    return RMSNorm(weight, eps)
+    return RMSNorm(cast(Tensor, module.weight), cast(float, module.variance_epsilon))

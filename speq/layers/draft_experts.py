@@ -100,10 +100,9 @@ class DraftExperts:
         held = self._held[layer]
         if held is None:
             return route.topk_ids, route.topk_weights
-        assert route.router_logits is not None, "a router's logits are its first output"
         wanted = route.topk_ids.shape[1]
         top_k = min(wanted, held.count)
-        ids, weights = self._gates[layer].choose(route.router_logits, held.experts, top_k)
+        ids, weights = self._gates[layer].choose(route.logits, held.experts, top_k)
         weights = weights.to(route.topk_weights.dtype)
         if top_k < wanted:
             return ids, weights

@@ -160,9 +160,8 @@ class ExpertBudget:
             return self._within(layer, route, list(live), self._reach)
 
     def _within(self, layer: int, route: Route, live: list[int], reach: Scores) -> Route:
-        assert route.router_logits is not None, "a router's logits are its first output"
         gate, natural = self.gates[layer], route.host_ids
-        logits = route.router_logits.cpu()
+        logits = route.logits.cpu()
         shares = gate.shares(logits).numpy()
         if self.rules.counts is None:
             scores = reach[live] @ shares[live]

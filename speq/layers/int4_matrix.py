@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speq.errors import Broken
 from speq.kernels import ops
 from speq.kernels.ops import Int4Pair, Int4Weight
 
@@ -55,7 +56,8 @@ class Int4Matrix:
     @property
     def pair(self) -> Int4Pair:
         """Codes and scales, of one plane: what an exact matrix may be a residual of."""
-        assert self.planes == 1
+        if self.planes != 1:
+            raise Broken(f"codes of {self.planes} planes are asked for as those of one")
         return self.weight.qweight, self.weight.scales
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from speq.errors import Broken, present
 from speq.kernels.ops import ExpertBiases
 from speq.routing import Route
 
@@ -63,7 +64,7 @@ class OffloadedExperts(nn.Module):
     # Of its experts; None: they have none.
     biases: ExpertBiases | None = None
 
-    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self._is_hf_initialized = True  # keeps the family's weight initialisation away
         self.layer = -1
@@ -99,20 +100,22 @@ class OffloadedExperts(nn.Module):
         self._heard[:] = [(rows, self._logits_of(output))]
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        assert self.switch.bank is not None, "no bank was chosen for this pass"
+        bank = self.switch.bank
+        if bank is None:
+            raise Broken("a pass runs experts and has chosen none")
         rows, logits = self._heard.pop() if self._heard else (None, None)
         # Routers may look at rows that experts are given through a norm.
         asked = rows if rows is not None and rows.shape == hidden_states.shape else hidden_states
         following = partial(self._foresee, asked) if self._next_logits else None
         route = Route(topk_ids, topk_weights, logits, following)
-        return self.switch.bank(self.layer, hidden_states, route)
+        return bank(self.layer, hidden_states, route)
 
     @torch.inference_mode()
     def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
-        assert self._next_logits is not None
+        next_logits = present(self._next_logits, "the last layer foresees no other")
         # All rows need no index, which an accelerator would have to be sent.
         asked = hidden_states if len(rows) == len(hidden_states) else hidden_states[rows]
-        return self._next_logits(asked)
+        return next_logits(asked)
 
 
 class BiasedExperts(OffloadedExperts):
@@ -122,7 +125,7 @@ class BiasedExperts(OffloadedExperts):
     are. Those of gate and up take turns there.
     """
 
-    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         count, width = config.num_local_experts, config.intermediate_size
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))

@@ -83,7 +83,7 @@ def plan_of(
         budget = replace(budget, beside=beside, graphs=True)
     room = Room(budget, partial(ways_of, on_cpu=on_cpu))
     form = settle_dense(subject, settings.dense, room, trial=None).dense.name
-    subject = subject.with_dense(form, usual=True)
+    subject = room.with_dense(subject, form, usual=True)
     return make_plan(subject, budget, assumptions(subject, machine, settings))
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError, checked_int
+from speq.errors import SpeqError, checked_int, present
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 from speq.generator import Generator
@@ -16,7 +16,7 @@ from speq.stats import RunStats
 from speq.units import Progress
 
 FORMAT = "speq-routes-2"
-RECORD_AGAIN = "record it again with `speq bench hit-rate --trace`"
+RECORD_AGAIN = "record it again with `speq bench hit-rate --routes`"
 # Layers, experts and drafted tokens that any model or draft could have.
 MOST = 1 << 20
 # Ids and weights of one token in one layer.
@@ -185,7 +185,7 @@ def _step(lookahead: LookaheadBuffer, leads: list[float | None], path: list[int]
     guessed: list[list[Choice]] = [[]]
     for route in routes[:-1]:
         guess = route.foresee([*range(len(route.ids))])
-        assert guess is not None
+        guess = present(guess, "a layer before the last guesses nothing of the next one")
         guessed.append(
             [
                 (ids, [round(margin, 3) for margin in margins])

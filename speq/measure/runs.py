@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from speq.config import SamplingParams
 from speq.decode.sequence import Sequence
+from speq.errors import present
 from speq.generator import Generation, Generator
 from speq.stats import RunStats, StepStats
 from speq.units import Progress, tracked
@@ -66,6 +67,5 @@ def runs_of(
     """What was measured of each of `texts_of`."""
     runs = []
     for _ in texts_of(generator, prompts, max_new_tokens, warm_up, progress):
-        assert generator.last_run is not None, "a run has ended"
-        runs.append(generator.last_run)
+        runs.append(present(generator.last_run, "a text has ended and left no run"))
     return runs

@@ -9,9 +9,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from speq.kernels.decoder_ops import beside_sinks
+from speq.layers.arguments import LAYER_ARGUMENTS, refuse_unknown
 
 # (heads, width) of a layer's cached keys and of its cached values.
 KVShapes = tuple[tuple[int, int], tuple[int, int]]
+
+# What attention is given beside what it computes with: a mask has said how far it looks back, and
+# nobody trains.
+BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ def attend_beside_sinks(
 
     transformers' own takes masks that are added, and has scores of all heads at a time.
     """
+    refuse_unknown("attention of gpt_oss", others, BESIDE_MASK)
     group = query.shape[1] // key.shape[1]
     attended = [
         beside_sinks(

@@ -46,6 +46,7 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
         if isinstance(value, int | float) and not -most <= value <= most:
             raise SpeqError(
                 f"{where} has {name} {value!r:.40}; it must be at most {most}: download it again"
+                ", or correct that value"
             )
 
 

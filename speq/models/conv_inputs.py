@@ -7,6 +7,7 @@ are settled, what lies behind them moves to the front: a few rows.
 import torch
 from torch import Tensor
 
+from speq.errors import Broken
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.length import Length
 
@@ -45,7 +46,11 @@ class ConvInputs:
     def newly_settled(self) -> int:
         """Tokens behind `base_at` that will not be given up."""
         settled = self.length.settled - self.base_at
-        assert settled >= 0, "settled tokens stay"
+        if not 0 <= settled <= PENDING:
+            raise Broken(
+                f"a text has {self.length.settled} settled tokens behind {self.base_at} that were: "
+                "settled tokens are given up, or tokens settled that never were run"
+            )
         return settled
 
     @property
@@ -67,12 +72,18 @@ class ConvInputs:
         """
         first = self.length.count - self.base_at
         places = range(first, first + len(inputs))
-        assert places.stop <= PENDING, "tokens must be settled before so many follow"
+        if first < 0 or places.stop > PENDING:
+            raise Broken(
+                f"{places.stop} tokens of a text may be given up, and its states go back over "
+                f"{PENDING}; tokens must be settled before so many follow"
+            )
         self.tensor[self._before + places.start : self._before + places.stop] = inputs
         return places
 
     def keep(self, start: int, nodes: Tensor) -> None:
         """Of tokens from `start` on keep those at `nodes`, which are places in the text."""
+        if start < self.base_at:
+            raise Broken("a path of tokens is kept that are settled already")
         first = self._before + start - self.base_at
         self.tensor[first : first + len(nodes)] = self.tensor[self._before + nodes - self.base_at]
 
@@ -100,7 +111,8 @@ class ConvInputs:
         """The same of tokens [T, channels] behind the text, all of which stay: only those are kept
         that the next tokens look back at.
         """
-        assert self.base_at == self.length.count, "a prompt follows settled tokens"
+        if self.base_at != self.length.count:
+            raise Broken("a prompt follows tokens of its text that are not settled")
         taps = torch.cat([self.tensor[: self._before], inputs])
         self.tensor[: self._before] = taps[len(inputs) :]
         self.base_at = self.length.count + len(inputs)

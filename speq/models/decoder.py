@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.kernels.decoder_ops import Positions
+from speq.layers.arguments import refuse_unknown
 from speq.layers.chain import (
     HALF_TURNS,
     Chain,
@@ -131,6 +132,7 @@ class ChainDecoder:
     def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
         if not isinstance(attention_mask, Windows):
             return self._forward(*args, attention_mask=attention_mask, **others)
+        refuse_unknown(type(self).__name__, others, ("input_ids",))
         return self._walk(attention_mask, others["input_ids"])
 
     def _walk(self, windows: Windows, input_ids: Tensor) -> Walked:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from speq.errors import present
 from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_one_by_one
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING, ConvInputs
@@ -86,7 +87,7 @@ class DeltaLayer:
         """
         self._begin(parts)
         start, count = self.length.count, len(rows.inputs)
-        if count > MAX_LINEAR_ROWS:
+        if self.length.reading and count > MAX_LINEAR_ROWS:
             return self._read(rows, parts)
         places = self._inputs.write(rows.inputs)
         at = slice(places.start, places.stop)
@@ -146,8 +147,7 @@ class DeltaLayer:
 
     def _branch(self, parts: DeltaParts) -> Tensor:
         """Nodes of a tree, whose inputs are there: each behind its parent."""
-        tree = self.length.tree
-        assert tree is not None
+        tree = present(self.length.tree, "a pass of a tree has none")
         root = self.length.count - tree.first
         self._have_tip(root, parts)
         first = root - self._inputs.base_at

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speq.kernels.delta_rule import DeltaSizes, mixed_inputs
+from speq.layers.arguments import given_cache
 from speq.models.conv_inputs import windows_in
 from speq.models.delta_cache import DeltaLayer, DeltaRows, state_sizes
 from speq.models.length import Length
@@ -44,18 +45,17 @@ class DeltaNet:
         weight: Tensor = self._module.conv1d.weight
         return weight[:, 0]
 
-    def __call__(self, hidden_states: Tensor, cache_params: Any = None, **others: Any) -> Tensor:
-        """hidden_states [1, T, H] to [1, T, H]. cache_params: of all layers; None: the tokens are a
-        whole text.
-        """
+    def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        """hidden_states [1, T, H] to [1, T, H]. given: as `given_cache` has it."""
         module = self._module
+        cache = given_cache(self, given)
         inputs, gate, b, a = self._projected(hidden_states)
         decays = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
         rows = DeltaRows(inputs, decays, b.sigmoid().float())
-        if cache_params is None:
+        if cache is None:
             attended = self._alone(rows)
         else:
-            attended = cache_params.layers[module.layer_idx].run(rows, self)
+            attended = cache.layers[module.layer_idx].run(rows, self)
         attended = attended.to(hidden_states.dtype)
         shape = attended.shape
         made = module.norm(attended.flatten(0, 1), gate.reshape(-1, shape[-1]))
@@ -78,9 +78,11 @@ class DeltaNet:
                 strict=True,
             )
         )
+        # As transformers does it, within the rule from some version on and in front of it before.
+        shared = sizes.value_heads // sizes.key_heads
         out, last = self._chunked(
-            queries,
-            keys,
+            queries.repeat_interleave(shared, dim=2),
+            keys.repeat_interleave(shared, dim=2),
             values,
             g=rows.decays[None],
             beta=rows.betas[None],

@@ -10,6 +10,7 @@ from speq.experts.packed_dense import PackedDense, smaller_record
 from speq.experts.passes import over_all
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels import dense_ops
+from speq.kernels.library import KERNELS, Kernels
 from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
@@ -99,7 +100,8 @@ def encode_dense(
     base: Base | None = None,
     packed: PackedDense | None = None,
 ) -> dict[str, ExactMatrix]:
-    """Records of all matrices, or the words of those that take no less as records.
+    """Records of all matrices, or the words of those that take no less as records, or more than the
+    device's kernels take.
 
     plain   the modules that have them, by name
     mapped  what the weights of a model that was just loaded are mapped from
@@ -115,6 +117,7 @@ def encode_dense(
         names.setdefault(id(module.weight), []).append(name)
         weights[id(module.weight)] = module.weight
     made: dict[str, ExactMatrix] = {}
+    kernels = KERNELS[device.type]
     # One thread talks to a device: others make what is sent there.
     one_by_one = base is not None and device.type != "cpu"
     place = device if one_by_one else torch.device("cpu")
@@ -124,13 +127,16 @@ def encode_dense(
         weights[key].data = given.new_empty(0)
         stored = mapped.name(given)
         if packed is not None and stored is not None and stored in packed:
-            matrix = as_packed(given, stored, packed, mapped, place)
+            matrix = as_packed(given, stored, packed, mapped, place, kernels)
             made.update(dict.fromkeys(names[key], matrix))
             return
         exact = mapped.words(given)
         pairs = [] if base is None else [base(name, exact) for name in names[key]]
         pair = next((pair for pair in pairs if pair is not None), None)
-        matrix = lossless(exact, place) if pair is None else residual(exact, pair, place)
+        if pair is None:
+            matrix = lossless(exact, place, kernels)
+        else:
+            matrix = residual(exact, pair, place, kernels)
         made.update(dict.fromkeys(names[key], matrix))
 
     largest = sorted(weights, key=lambda key: -weights[key].numel())
@@ -153,32 +159,44 @@ def on_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
 
 
 def as_packed(
-    given: Tensor, name: str, packed: PackedDense, mapped: MappedWeights, device: torch.device
+    given: Tensor,
+    name: str,
+    packed: PackedDense,
+    mapped: MappedWeights,
+    device: torch.device,
+    kernels: Kernels,
 ) -> ExactMatrix:
     """A matrix that is mapped from a pack's tensor of that name, as the pack has it, on a device.
 
-    Its words are not read where there is a record.
+    Its words are not read where there is a record that kernels take.
     """
-    record = packed.read(name)
+    nbytes = packed.nbytes(name, 0) or 0
+    record = packed.read(name) if kernels.takes_record(nbytes, given.shape[1]) else None
     if record is None:
         return RawMatrix(mapped.words(given).to(device))
     mapped.leave(given)
     return LosslessMatrix(record.to(device), *given.shape)
 
 
-def lossless(words: Tensor, device: torch.device) -> ExactMatrix:
-    """A matrix [N, K] bfloat16 of the host, as a record on a device where that is smaller."""
+def lossless(words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cpu"]) -> ExactMatrix:
+    """A matrix [N, K] bfloat16 of the host, as a record on a device where that is smaller.
+
+    kernels  that run it
+    """
     record = smaller_record(words)
-    if record is None:
+    if record is None or not kernels.takes_record(record.nbytes, words.shape[1]):
         return RawMatrix(words.to(device))
     return LosslessMatrix(held_on(record, device), *words.shape)
 
 
-def residual(words: Tensor, pair: Int4Pair, device: torch.device) -> ExactMatrix:
+def residual(
+    words: Tensor, pair: Int4Pair, device: torch.device, kernels: Kernels = KERNELS["cpu"]
+) -> ExactMatrix:
     """As `lossless`, over codes that lie on the device."""
     codes, scales = (part.to(words.device) for part in pair)
     record = dense_ops.encode_dense_residual(words, (codes, scales))
-    if record.nbytes >= words.nbytes:
+    taken = kernels.takes_record(record.nbytes, words.shape[1])
+    if record.nbytes >= words.nbytes or not taken:
         return RawMatrix(words.to(device))
     return ResidualMatrix(held_on(record, device), pair)
 

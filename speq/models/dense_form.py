@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.library import KERNELS, Kernels
 
 # Bits a weight that records usually take, experts' as well, by the form.
 USUAL_BITS = {"lossless": 11.4, "residual": 8.9}
@@ -32,24 +33,49 @@ class DenseForm:
         return cls("raw", sizes, sizes)
 
     @classmethod
-    def least(cls, name: str, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
-        """The smallest records there can be; words where those take no more."""
-        return cls._of(name, shapes, itemsize, 0)
+    def least(
+        cls,
+        name: str,
+        shapes: Sequence[tuple[int, int]],
+        itemsize: int,
+        kernels: Kernels = KERNELS["cpu"],
+    ) -> Self:
+        """The smallest records there can be; words where those take no more, and where kernels take
+        no record of a matrix.
+        """
+        return cls._of(name, shapes, itemsize, 0, kernels)
 
     @classmethod
-    def usual(cls, name: str, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
-        """Records of the size that they usually have; words where those take no more."""
-        return cls._of(name, shapes, itemsize, USUAL_BITS[name])
+    def usual(
+        cls,
+        name: str,
+        shapes: Sequence[tuple[int, int]],
+        itemsize: int,
+        kernels: Kernels = KERNELS["cpu"],
+    ) -> Self:
+        """As `least`, with records of the size that they usually have."""
+        return cls._of(name, shapes, itemsize, USUAL_BITS[name], kernels)
 
     @classmethod
-    def _of(cls, name: str, shapes: Sequence[tuple[int, int]], itemsize: int, bits: float) -> Self:
+    def _of(
+        cls,
+        name: str,
+        shapes: Sequence[tuple[int, int]],
+        itemsize: int,
+        bits: float,
+        kernels: Kernels,
+    ) -> Self:
         words = cls.raw(shapes, itemsize).sizes
         least = (
             CompactLayout.of_matrix(s, lossless=name == "lossless").fixed_bytes for s in shapes
         )
+        records = (
+            max(fewest, int(rows * columns * bits / 8))
+            for (rows, columns), fewest in zip(shapes, least, strict=True)
+        )
         sizes = tuple(
-            min(nbytes, max(fewest, int(rows * columns * bits / 8)))
-            for (rows, columns), nbytes, fewest in zip(shapes, words, least, strict=True)
+            min(nbytes, record) if kernels.takes_record(record, columns) else nbytes
+            for (_, columns), nbytes, record in zip(shapes, words, records, strict=True)
         )
         return cls(name, sizes, words)
 

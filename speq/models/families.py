@@ -245,6 +245,12 @@ class Family:
         return not beyond and not self.names.is_expert(name)
 
     @contextlib.contextmanager
+    def with_experts(self) -> Iterator[None]:
+        """Models built inside the block are transformers' own, whatever other threads build."""
+        with _PATCHING:
+            yield
+
+    @contextlib.contextmanager
     def without_experts(self) -> Iterator[None]:
         """Models built inside the block have OffloadedExperts for experts."""
         module = importlib.import_module(self.module)

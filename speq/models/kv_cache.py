@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from speq.errors import Broken
 from speq.models.attention import KVShapes
 from speq.models.length import Length
 from speq.models.states import NO_STATES, StateShape
@@ -50,12 +51,16 @@ class KVLayer(CacheLayerMixin):
         pass
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write T entries behind the length; return all entries up to the last of them."""
+        """Write T entries behind the length; return all entries up to the last of them.
+
+        kwargs  what attention is given besides, of which transformers 5.24 tells caches of its own
+        """
         start = self.length.count
         end = start + key_states.shape[2]
-        assert end <= self.keys.shape[2]
+        if end > self.keys.shape[2]:
+            raise Broken(f"{end} tokens do not fit into a KV cache of {self.keys.shape[2]}")
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -63,7 +68,7 @@ class KVLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length.count + query_length, 0
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self) -> int:
         return self.length.count
 
     def get_max_length(self) -> int:
@@ -84,11 +89,12 @@ class PlacedKVLayer(KVLayer):
 
     def __init__(self, layer: KVLayer, places: Tensor, seen: int) -> None:
         super().__init__(layer.keys, layer.values, layer.length)
-        assert seen <= layer.keys.shape[2]
+        if seen > layer.keys.shape[2]:
+            raise Broken(f"attention over {seen} entries of a KV cache of {layer.keys.shape[2]}")
         self._places, self._seen = places, seen
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Write T entries; return the first `seen`."""
         self.keys.index_copy_(2, self._places, key_states)
@@ -121,6 +127,10 @@ class KVCache(Cache):
     states     layers that keep states in place of entries
     own        layers that are held here; None: all of them
     known      tokens that the first entries are of, where another text may begin with the same ones
+    written    entries that passes have written, kept or not, where caches follow others: no length
+               goes beyond them
+    ends       where the passes ended that made these entries
+    owner      whose text it is: other owners' texts have nothing of it
     changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
                not
     """
@@ -138,8 +148,12 @@ class KVCache(Cache):
         by_layer: tuple[KVShapes, ...] = (),
     ) -> None:
         self.capacity, self.number = capacity, number
+        self.written = 0
+        self.keeps_entries = states.kind is None
         self.changes: list[Change] | None = None
         self.known: list[int] = []
+        self.ends: list[int] = []
+        self.owner = ""
         self._length = length = Length()
 
         def storage(shape: tuple[int, int]) -> Tensor:
@@ -171,21 +185,25 @@ class KVCache(Cache):
             self.changes.append((self.number, name, given))
 
     def _cut(self, count: int) -> None:
-        assert 0 <= count <= self.capacity
+        if not 0 <= count <= self.capacity:
+            raise Broken(f"a KV cache of {self.capacity} tokens is to keep {count}")
         length = self._length
         if not count:
-            length.text, length.settled = length.text + 1, 0
+            length.text, length.settled, self.written = length.text + 1, 0, 0
         length.count, length.settled = count, min(length.settled, count)
         del self.known[count:]
+        self.ends = [end for end in self.ends if end <= count]
 
     def settle(self) -> None:
         """All entries that are kept will not be given up as long as the text lasts."""
         self._note("settle")
         self._length.settled = self._length.count
 
-    def begin_pass(self, tree: Tree | None) -> None:
-        """Tokens are about to be run behind the length; tree: as whose nodes."""
-        self._length.tree = tree
+    def begin_pass(self, tree: Tree | None, reading: bool = False) -> None:
+        """Tokens are about to be run behind the length; tree: as whose nodes; reading: all of them
+        stay.
+        """
+        self._length.tree, self._length.reading = tree, reading
 
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in layer.tensors]
@@ -219,7 +237,9 @@ class KVCache(Cache):
             for entries, found in zip(layer.row, theirs.row, strict=True):
                 entries[:, :count] = found[:, :count]
         self._cut(count)
+        self.written = count
         self.known = other.known[:count]
+        self.ends = [end for end in other.ends if end <= count]
 
     def advance(self, count: int) -> None:
         """Keep the `count` entries last written."""

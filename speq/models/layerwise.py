@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speq.errors import Broken
 from speq.layers.offloaded_experts import ExpertBank
 from speq.models.moe_model import MoEModel
 
@@ -34,7 +35,8 @@ class LayerwiseModel:
         def overhear(arguments: dict[str, Any]) -> Any:
             def forward(hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
                 seen.append(hidden_states)
-                assert all(each is None for each in more), "a layer's arguments have names"
+                if any(each is not None for each in more):
+                    raise Broken("a layer is given arguments without names")
                 arguments.update(others)
                 return hidden_states
 

@@ -14,10 +14,11 @@ from transformers.utils import logging as hf_logging
 
 from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError, present
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import BankSwitch, ExpertBank
@@ -29,7 +30,15 @@ from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.part import Arriving, OtherStages, Part, built, onward_of, own_layers
 from speq.models.resident import MappedWeights, make_resident
 from speq.models.taps import Taps
-from speq.models.texts import Span, TextTokens, branching, cache_of, mask_of, spans_of
+from speq.models.texts import (
+    Span,
+    TextTokens,
+    branching,
+    cache_of,
+    check_rows,
+    mask_of,
+    spans_of,
+)
 from speq.models.tree import Tree
 from speq.units import Progress, no_progress
 
@@ -85,6 +94,7 @@ class MoEModel:
         ]
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
+        self._cache_name = cache_name(type(hf_model.model).forward)
         self._taps: Taps | None = None
         layers = own_layers(hf_model.model)
         self._states = family.states(self._config)
@@ -128,8 +138,8 @@ class MoEModel:
 
     def join(self, others: OtherStages) -> None:
         """Have passes go through other stages behind this model's own layers. Of a first stage."""
-        assert self._onward is not None, "a first stage"
-        self._onward.others = others
+        onward = present(self._onward, "stages were joined to one that is not the first")
+        onward.others = others
 
     @property
     def other_stages(self) -> OtherStages | None:
@@ -206,38 +216,48 @@ class MoEModel:
 
         tree     whose last T nodes they are, with entries of the others kept; None: they are a
                  chain
-        reading  whether they are of a prompt, which other stages want to know
+        reading  whether they are of a prompt: all of them stay, and a text's states need not go
+                 back; other stages want to know as well
 
         Their entries are written behind the cache's length, which stays as it is.
         """
         count = token_ids.shape[1]
-        assert tree is None or tree.rows == count
+        check_rows(tree, count)
         span = Span(cache, 0, count, branching(tree))
         if self.other_stages is not None:
             self.other_stages.begin([span], reading)
         if self._walks and count <= MAX_LINEAR_ROWS:
             return self._run(bank, cache, token_ids, None, Windows([span], self._windows))
         positions, mask = self._seen(span)
-        cache.begin_pass(span.tree)
+        cache.begin_pass(span.tree, reading)
         return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
 
     def forward_rows(
-        self, bank: ExpertBank, texts: Sequence[TextTokens], hidden_states: Tensor
+        self,
+        bank: ExpertBank,
+        texts: Sequence[TextTokens],
+        hidden_states: Tensor,
+        reading: bool = False,
     ) -> Tensor:
         """Of a stage behind the first: what its layers make of rows [T, H], as `forward_texts` has
         them: [T, H]. What ids the texts have does not matter.
         """
         embedding = self._hf_model.model.embed_tokens
-        assert isinstance(embedding, Arriving), "a stage behind the first"
+        if not isinstance(embedding, Arriving):
+            raise Broken("rows came to a model that makes its own")
         embedding.hidden_states = hidden_states
         try:
-            return self.forward_texts(bank, texts)[0]
+            return self.forward_texts(bank, texts, reading)[0]
         finally:
             embedding.hidden_states = None
 
     @torch.inference_mode()
-    def forward_texts(self, bank: ExpertBank, texts: Sequence[TextTokens]) -> Tensor:
+    def forward_texts(
+        self, bank: ExpertBank, texts: Sequence[TextTokens], reading: bool = False
+    ) -> Tensor:
         """Run tokens of several texts; return their last hidden states [1, T, H], text by text.
+
+        reading  as of `forward`
 
         A row of few comes out, bit for bit, as it would without the other texts where the walk
         runs it, and elsewhere up to the rounding of products and of attention: torch's depend on
@@ -245,16 +265,17 @@ class MoEModel:
         """
         if len(texts) == 1:
             (text,) = texts
-            return self.forward(bank, text.cache, torch.tensor([text.token_ids]), text.tree)
+            ids = torch.tensor([text.token_ids])
+            return self.forward(bank, text.cache, ids, text.tree, reading)
         spans = spans_of(texts)
         if self.other_stages is not None:
-            self.other_stages.begin(spans, reading=False)
+            self.other_stages.begin(spans, reading)
         packed = torch.tensor([[token_id for text in texts for token_id in text.token_ids]])
         if self._walks and packed.shape[1] <= MAX_LINEAR_ROWS:
             return self._run(bank, None, packed, None, Windows(spans, self._windows))
         seen = [self._seen(span) for span in spans]
         for span in spans:
-            span.cache.begin_pass(span.tree)
+            span.cache.begin_pass(span.tree, reading)
         positions = torch.cat([positions for positions, _ in seen], 1)
         masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
         with turned_by_text(self._family, self._hf_model.model, spans):
@@ -305,12 +326,16 @@ class MoEModel:
         """masks: as the model takes them, or `Windows`, without positions."""
         self._switch.turn(bank)
         try:
+            if isinstance(masks, Windows):
+                return self._hf_model.model(
+                    input_ids=token_ids, attention_mask=masks
+                ).last_hidden_state
             output = self._hf_model.model(
                 input_ids=token_ids,
                 attention_mask=masks,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
+                **{self._cache_name: cache},
             )
         finally:
             self._switch.turn(None)
@@ -502,7 +527,7 @@ def load(
     if missing:
         raise SpeqError(
             f"{checkpoint.path} lacks {len(missing)} tensors that config.json asks for, "
-            f"{missing[0]} among them; download it again"
+            f"{missing[0]} among them; download it again, or choose another checkpoint"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
     unexpected = [name for name in unexpected if is_held(name)]

@@ -15,6 +15,7 @@ from speq.files.published_format import FP8_DTYPE
 from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
 from speq.models.part import Part
+from speq.models.self_test import check_transformers
 from speq.models.shape import ModelShape, hf_config, shape_of
 
 
@@ -69,7 +70,7 @@ class Opened:
 def open_model(model: str | Path, verify_reads: bool = False, part: Part | None = None) -> Opened:
     """Check a model folder and read its sizes, without loading weights.
 
-    verify_reads  compare experts with their checksums whenever they are read; packed models only
+    verify_reads  compare a pack's experts with their checksums whenever they are read
     part          the layers that are to be held; None: all
     """
     path = locate(model)
@@ -81,6 +82,7 @@ def open_model(model: str | Path, verify_reads: bool = False, part: Part | None 
     shape, whole = shape_of(*sizes, part), None
     if part is not None and (path / EXPERTS_MANIFEST).exists():
         whole = shape_of(*sizes).experts  # whose records a pack has
+    check_transformers(family, sizes[1])
     store = open_experts(checkpoint, shape.experts, verify_reads, whole)
     return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store), part)
 

@@ -13,10 +13,15 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from speq.errors import present
+from speq.layers.arguments import CACHE_NAMES, LAYER_ARGUMENTS, refuse_unknown
 from speq.models.bounds import LAYER
 from speq.models.families import Family
 from speq.models.kv_cache import Change
 from speq.models.texts import Span
+
+# What layers of gemma4 are given besides: keys and values that layers share, which ours do not.
+GEMMA4 = ("shared_kv_states",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +84,13 @@ class OtherStages(Protocol):
 
 
 class Elsewhere(nn.Module):
-    """A decoder layer of another machine, which does nothing here."""
+    """A decoder layer of another machine, which does nothing here.
 
-    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
+    per_layer_input, others  as transformers gives them to layers
+    """
+
+    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
+        refuse_unknown(type(self).__name__, others, (*CACHE_NAMES, *LAYER_ARGUMENTS, *GEMMA4))
         return hidden_states
 
 
@@ -95,9 +104,9 @@ class Onward(Elsewhere):
         super().__init__()
         self.others: OtherStages | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> Tensor:
-        assert self.others is not None, "stages are joined before a pass"
-        return self.others.run(hidden_states)
+    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
+        stages = present(self.others, "a pass came before the stages were joined")
+        return stages.run(super().forward(hidden_states, per_layer_input, **others))
 
 
 class Arriving(nn.Module):
@@ -111,8 +120,8 @@ class Arriving(nn.Module):
         self.hidden_states: Tensor | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        assert self.hidden_states is not None, "rows arrive before a pass"
-        return self.hidden_states.view(*token_ids.shape, -1)
+        rows = present(self.hidden_states, "a pass came before its rows")
+        return rows.view(*token_ids.shape, -1)
 
 
 def own_layers(body: Any) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from speq.errors import Broken
 from speq.files.alignment import aligned_bytes, prefer_huge_pages
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
@@ -72,7 +73,8 @@ class MappedWeights:
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0 or address + tensor.nbytes > self._regions[at].end:
             return None
-        assert tensor.is_contiguous()
+        if not tensor.is_contiguous():
+            raise Broken(f"a tensor of shape {list(tensor.shape)} lies scattered in its file")
         region = self._regions[at]
         return self._files[region.path], region.offset + address - region.start
 

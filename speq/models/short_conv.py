@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speq.errors import SpeqError
 from speq.kernels.convolution import convolved
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.layers.arguments import given_cache
 from speq.models.conv_inputs import ConvInputs, windows_in
 from speq.models.length import Length
 from speq.models.states import StateShape, layers_of_kind
@@ -51,7 +52,7 @@ class ConvLayer:
         inputs, tree = self._inputs, self._length.tree
         inputs.forget_other_text()
         inputs.settle()
-        if len(rows) > MAX_LINEAR_ROWS:
+        if self._length.reading and len(rows) > MAX_LINEAR_ROWS:
             return convolved(inputs.read(rows), parts.weight, parts.bias)
         places = inputs.write(rows)
         if tree is None:
@@ -85,19 +86,18 @@ class ShortConv:
         bias: Tensor | None = self._module.conv.bias
         return bias
 
-    def __call__(self, hidden_states: Tensor, past_key_values: Any = None, **others: Any) -> Tensor:
-        """hidden_states [1, T, H] to [1, T, H]. past_key_values: of all layers; None: the
-        tokens are a whole text.
-        """
+    def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        """hidden_states [1, T, H] to [1, T, H]. given: as `given_cache` has it."""
         module = self._module
+        cache = given_cache(self, given)
         before, behind, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
         inputs = before * given
-        if past_key_values is None:
+        if cache is None:
             taps = module.conv_kernel_size
             text = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
             mixed = convolved(windows_in(text, taps), self.weight, self.bias)
         else:
-            mixed = past_key_values.layers[module.layer_idx].run(inputs, self)
+            mixed = cache.layers[module.layer_idx].run(inputs, self)
         out: Tensor = module.out_proj((behind * mixed)[None])
         return out
 
@@ -132,10 +132,10 @@ def check_short_conv(config: Any, num_experts: int, where: object) -> None:
     if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {CONV, ATTENTION}:
         raise SpeqError(
             f"{where} has layer_types {kinds!r:.80}; it must name each of {layers} layers "
-            f"{CONV!r} or {ATTENTION!r}: download config.json again"
+            f"{CONV!r} or {ATTENTION!r}: download config.json again, or correct that value"
         )
     if not isinstance(config.conv_L_cache, int) or config.conv_L_cache < 1:
         raise SpeqError(
             f"{where} has conv_L_cache {config.conv_L_cache!r}; it must be at least 1: download "
-            "config.json again"
+            "config.json again, or correct that value"
         )

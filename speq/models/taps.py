@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speq.errors import Broken
+
 
 class Taps:
     """Hidden states in front of layers, of the pass that ran last.
@@ -34,6 +36,7 @@ class Taps:
     def take(self) -> Tensor:
         """Of all of them side by side: [T, N * H]."""
         states = [state for state in self._states if state is not None]
-        assert len(states) == len(self._states), "no pass has run since"
+        if len(states) != len(self._states):
+            raise Broken("features of a pass are asked for, and none has run")
         self._states = [None] * len(states)
         return torch.cat(states, -1)

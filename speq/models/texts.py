@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from speq.errors import Broken
 from speq.models.kv_cache import KVCache, KVLayer
 from speq.models.states import StateTexts
 from speq.models.tree import Tree
@@ -53,10 +54,16 @@ def spans_of(texts: Sequence[TextTokens]) -> list[Span]:
     spans, first = [], 0
     for text in texts:
         last = first + len(text.token_ids)
-        assert text.tree is None or text.tree.rows == last - first
+        check_rows(text.tree, last - first)
         spans.append(Span(text.cache, first, last, branching(text.tree)))
         first = last
     return spans
+
+
+def check_rows(tree: Tree | None, count: int) -> None:
+    """Raise Broken where a pass of so many tokens is of other nodes of a tree."""
+    if tree is not None and tree.rows != count:
+        raise Broken(f"{count} tokens are run as {tree.rows} nodes of a tree")
 
 
 def branching(tree: Tree | None) -> Tree | None:
@@ -78,7 +85,7 @@ class TextsLayer(CacheLayerMixin):
         pass
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Write [1, heads, T, width] behind each text; return all entries, text behind text."""
         pieces = zip(
@@ -93,7 +100,7 @@ class TextsLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self) -> int:
         return sum(layer.get_seq_length() for layer in self._layers)
 
     def get_max_length(self) -> int:

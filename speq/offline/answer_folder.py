@@ -17,7 +17,7 @@ from typing import Any
 
 from speq.errors import SpeqError
 from speq.files.alone import alone_in
-from speq.files.atomic_file import replacing, writing
+from speq.files.atomic_file import make_folder, replacing, writing
 from speq.files.journal import Journal
 from speq.files.json_file import parse_json
 from speq.offline.answer import Answer
@@ -162,8 +162,7 @@ def taken_up(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
 
     Raises SpeqError as `AnswerFolder.of`, and where another process has it.
     """
-    with writing(path, REMEDY):
-        path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     sentence = (
         f"another process writes answers to {path}; wait for its end, or give another file for "
         "the answers"

@@ -61,7 +61,7 @@ def header_of(
     sampling: SamplingParams,
     settings: BatchSettings,
 ) -> dict[str, Any]:
-    """What answers depend on. model: the checkpoint's fingerprint."""
+    """What answers depend on. model: a digest of all that the checkpoint holds."""
     options = run.as_json() | sampling.as_json()
     options |= {"served_model_name": settings.served_model_name}
     return {

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from speq.config import SamplingParams
 from speq.decode.logprobs import Logprobs
 from speq.decode.sequence import Sequence
-from speq.errors import SpeqError, checked_choice, checked_text
+from speq.errors import Broken, SpeqError, checked_choice, checked_text
 from speq.generator import Generator, Token
 from speq.offline.answer import Answer
 from speq.offline.request_file import RequestLine
@@ -110,7 +110,8 @@ class OpenAIForm:
             raise SpeqError("stream is true, and a file of answers has no streams; leave it out")
         if isinstance(body, ChatBody):
             return asyncio.run(self._service.chat(body))
-        assert isinstance(body, CompletionBody)
+        if not isinstance(body, CompletionBody):
+            raise Broken(f"a {type(body).__name__} is neither a chat nor a completion")
         return asyncio.run(self._service.completion(body))
 
     def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:

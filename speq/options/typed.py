@@ -110,14 +110,17 @@ class RunOptions(TypedDict, total=False):
     packed_copy: str
     """A packed copy of published experts in ~/.cache/speq/experts, for later runs, written while a
     run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are not all in
-    slots) or none; a run with codec auto reads a copy that is whole.
+    slots) or none; a run with codec auto reads a copy that is whole. `speq cache` lists and
+    removes copies.
     """
     profile: str | Path
     """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
     none, or a file.
     """
     verify_reads: bool
-    """Compare experts with the checksums of a pack at every read."""
+    """Compare experts with the checksums of a pack or a packed copy at every read, not only when
+    they are first read.
+    """
     reader_threads: int
     """Experts read from disk at a time."""
     host_budget: str | int | None
@@ -390,10 +393,13 @@ class TuneOptions(TypedDict, total=False):
     packed_copy: str
     """A packed copy of published experts in ~/.cache/speq/experts, for later runs, written while a
     run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are not all in
-    slots) or none; a run with codec auto reads a copy that is whole.
+    slots) or none; a run with codec auto reads a copy that is whole. `speq cache` lists and
+    removes copies.
     """
     verify_reads: bool
-    """Compare experts with the checksums of a pack at every read."""
+    """Compare experts with the checksums of a pack or a packed copy at every read, not only when
+    they are first read.
+    """
     reader_threads: int
     """Experts read from disk at a time."""
     host_budget: str | int | None

@@ -100,6 +100,14 @@ class Room:
     budget: Budget
     ways: Callable[[Subject], Sequence[Holding]]
 
+    @property
+    def device(self) -> str:
+        return "cpu" if self.budget.on_cpu else "cuda"
+
+    def with_dense(self, subject: Subject, form: str, usual: bool = False) -> Subject:
+        """As `Subject.with_dense`, as far as kernels take records where the run is to be."""
+        return subject.with_dense(form, usual, library.KERNELS[self.device])
+
     def fits(self, subject: Subject) -> bool:
         """Whether a model fits in any way."""
         fitting, _ = fitted(subject, self.ways(subject), self.budget)
@@ -128,7 +136,7 @@ def settle_dense(
     if form == "auto":
         chosen, reason = automatic(subject, room, trial)
         logger.info("dense layers %s: %s", chosen, reason)
-        return subject.with_dense(chosen)
+        return room.with_dense(subject, chosen)
     if not codes:
         raise SpeqError(
             f"dense {form} codes bfloat16 and the run computes in "
@@ -140,7 +148,7 @@ def settle_dense(
             "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
             "no such draft; use dense lossless"
         )
-    return subject.with_dense(form)
+    return room.with_dense(subject, form)
 
 
 def automatic(
@@ -149,12 +157,13 @@ def automatic(
     """lossless or raw, and why: lossless where a fast kernel runs it, and memory is short or it was
     measured to be no slower.
     """
-    device = "cpu" if room.budget.on_cpu else "cuda"
-    backend = library.backend_of("linear_lossless", device)
+    backend = library.backend_of("linear_lossless", room.device)
     if backend.name == "reference":
         return "raw", f"records of them have no fast kernel here ({backend.reason})"
-    if not room.holds_all(subject) and room.fits(subject.with_dense("lossless")):
-        return "lossless", "experts get the memory that is saved"
+    if not room.holds_all(subject):
+        if room.fits(room.with_dense(subject, "lossless")):
+            return "lossless", "experts get the memory that is saved"
+        return "raw", "to encode them while they are loaded takes more memory than the budget has"
     if trial is None:
         return "raw", "there is memory for all experts beside words"
     made = trial()

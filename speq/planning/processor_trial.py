@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from speq.errors import present
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
@@ -198,10 +199,11 @@ class ExpertTrial:
 
     def arena(self) -> Int4Arena:
         """A token's experts, all of them alike."""
-        assert self.layout is not None and self.base is not None, "asked for with a draft"
-        arena = Int4Arena(self.layout, 1, self.model.top_k, torch.device("cpu"))
+        no_draft = "INT4 experts are to be timed of a model without a draft"
+        layout, base = present(self.layout, no_draft), present(self.base, no_draft)
+        arena = Int4Arena(layout, 1, self.model.top_k, torch.device("cpu"))
         for slot in range(self.model.top_k):
-            arena.put(slot, self.base)
+            arena.put(slot, base)
         return arena
 
     def row(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from speq.errors import SpeqError
 from speq.files.atomic_file import write_whole
+from speq.files.cache_folder import PROFILES, cache_folder
 from speq.files.json_file import read_json
 from speq.governor.profile import Profile, ProfileKey
 from speq.machine import device_name
@@ -33,10 +34,8 @@ def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
 def kept_path(key: ProfileKey) -> Path | None:
     """Where a profile of that key is kept; None for a user without a home."""
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
-    try:
-        return Path.home() / ".cache" / "speq" / "profiles" / f"{digest}.json"
-    except RuntimeError:
-        return None
+    folder = cache_folder(PROFILES)
+    return None if folder is None else folder / f"{digest}.json"
 
 
 def read(path: Path) -> Profile:

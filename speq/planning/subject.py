@@ -16,6 +16,7 @@ from speq.files.json_file import read_json
 from speq.files.published_format import WORDS, format_of
 from speq.governor.planner import PassBytes
 from speq.heads.draft_head import HeadSizes
+from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
@@ -147,8 +148,11 @@ class Subject:
         saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
         return self.shape.resident_bytes(self.dtype) - saved_bytes
 
-    def with_dense(self, name: str, usual: bool = False) -> "Subject":
+    def with_dense(
+        self, name: str, usual: bool = False, kernels: Kernels = KERNELS["cpu"]
+    ) -> "Subject":
         """The same, its dense matrices in another form: as small as they can be there, or as usual.
+        kernels: that run them.
 
         Records have sizes that only loading tells, or a pack that holds them. A plan by the
         smallest refuses no budget that would do.
@@ -157,9 +161,16 @@ class Subject:
         if name == "raw":
             return replace(self, dense=DenseForm.raw(shapes, itemsize))
         sized = DenseForm.usual if usual else DenseForm.least
-        form = sized(name, shapes, itemsize)
+        form = sized(name, shapes, itemsize, kernels)
         if name == "lossless" and self.packed_dense:
-            form = form.in_pack(self.packed_dense)
+            form = form.in_pack(
+                [
+                    nbytes if nbytes is None or kernels.takes_record(nbytes, columns) else words
+                    for nbytes, words, (_, columns) in zip(
+                        self.packed_dense, form.words_bytes, shapes, strict=True
+                    )
+                ]
+            )
         return replace(self, dense=form)
 
     @property

@@ -4,7 +4,6 @@ What was counted of a model is kept beside it, or in the user's cache folder whe
 written.
 """
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speq.drafts.draft_file import FOLDER
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError
+from speq.files.cache_folder import COUNTS, cache_folder
 from speq.files.checkpoint import Checkpoint
 from speq.layers.expert_counts import ExpertCounts
 from speq.models.shape import ModelShape
@@ -75,7 +75,8 @@ class UsedExperts:
 
         Raises SpeqError for more experts than a layer has.
         """
-        assert asked is None or not isinstance(asked, str), "auto is for the planner"
+        if isinstance(asked, str):
+            raise Broken(f"the planner has not chosen how many experts {asked!r} are")
         if asked is None:
             return WHOLE
         count = math.ceil(asked * self.num_experts) if isinstance(asked, float) else asked
@@ -140,9 +141,9 @@ def places(checkpoint: Checkpoint) -> list[Path]:
     """Where counts of a model may be kept, the preferred place first."""
     digest = hashlib.sha256(checkpoint.fingerprint().encode()).hexdigest()[:16]
     name = f"expert-counts-{digest}.json"
-    paths = [checkpoint.path / FOLDER / name]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        paths.append(Path.home() / ".cache" / "speq" / "counts" / name)
+    paths, cache = [checkpoint.path / FOLDER / name], cache_folder(COUNTS)
+    if cache is not None:
+        paths.append(cache / name)
     return paths
 
 

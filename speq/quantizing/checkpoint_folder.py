@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,16 +23,12 @@ from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.int4 import whole_groups
-from speq.experts.pack import COPY_BYTES, whole
+from speq.experts.pack import COPY_BYTES, copy_whole, whole
 from speq.files.atomic_file import remove_abandoned, replacing
-from speq.files.checkpoint import (
-    EXPERTS_MANIFEST,
-    HUB_PATTERNS,
-    INDEX,
-    QUANTIZE_JOURNAL,
-    Checkpoint,
-)
+from speq.files.checkpoint import INDEX, QUANTIZE_JOURNAL, Checkpoint
 from speq.files.checksums import Sink, SummedFile, check_crc32
+from speq.files.contents import check_unchanged, content_digest, stamp
+from speq.files.copied_files import QUANTIZE_CONFIG, QUANTIZE_REPORT, copied_files, is_copied
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import header_of
@@ -42,16 +37,12 @@ from speq.quantizing.expert import QuantisedExpert
 from speq.quantizing.gptq import QuantisedMatrix
 from speq.quantizing.report import LayerReport, TextReport
 from speq.quantizing.settings import QuantizeSettings
-from speq.units import format_bytes
+from speq.units import Progress, format_bytes
 
 logger = logging.getLogger("speq")
 
-FORMAT = "speq-quantize-3"
-REPORT = "quantize_report.json"
-# Beside the weights these are copied: settings, tokenizers, templates, and what the licence asks.
-COPIED = (*HUB_PATTERNS, "LICENSE*", "NOTICE*")
-QUANTIZE_CONFIG = "quantize_config.json"
-NOT_COPIED = ("*.safetensors", "config.json", QUANTIZE_CONFIG, INDEX, EXPERTS_MANIFEST, REPORT)
+FORMAT = "speq-quantize-4"
+REPORT = QUANTIZE_REPORT
 CHECKPOINT_FORMAT = "gptq"
 # Loaders that know of `dynamic` leave every module alone but those inside `experts`.
 NOT_EXPERTS = r"-:^(?!.*\.experts(\.|$)).*"
@@ -169,9 +160,17 @@ class QuantizeFolder:
     text         what the finished draft made of the held-out text; None before that is known
     """
 
-    def __init__(self, out: Path, checkpoint: Checkpoint, calibration: str, shards: Shards) -> None:
+    def __init__(
+        self,
+        out: Path,
+        checkpoint: Checkpoint,
+        calibration: str,
+        shards: Shards,
+        progress: Progress | None = None,
+    ) -> None:
         self.out = out
         self.shards = shards
+        self._checkpoint, self._stamp = checkpoint, stamp(checkpoint)  # before all is read
         self._shard_crc32: int | None = None
         begun = (out / QUANTIZE_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
@@ -179,10 +178,11 @@ class QuantizeFolder:
         remove_abandoned(out)
         if out.exists() and not begun and (not out.is_dir() or any(out.iterdir())):
             raise SpeqError(f"{out} exists and holds other files; give a folder that is not there")
-        out.mkdir(parents=True, exist_ok=True)
         header = {
             "format": FORMAT,
-            "source": checkpoint.fingerprint(),
+            "source": content_digest(
+                checkpoint, None if progress is None else partial(progress, "reading the model")
+            ),
             "calibration": calibration,
             "settings": shards.settings.as_json(),
         }
@@ -263,6 +263,7 @@ class QuantizeFolder:
 
         leaving  CRC-32 of what leaves it
         """
+        check_unchanged(self._checkpoint, self._stamp)
         shard = self._shard_crc32 if report.layer in self.shards.layers else None
         self._journal.add({"layer": asdict(report), "shard": shard, "leaving": leaving})
         self.done.append(report)
@@ -280,6 +281,7 @@ class QuantizeFolder:
         needed = activation_bytes + sum(nbytes_of(self.shards.entries(at)) for at in absent)
         if not (self.out / self.shards.rest).exists():
             needed += nbytes_of(rest_of(checkpoint, self.shards))
+        needed += sum(path.stat().st_size for path in copied_files(checkpoint.path))
         free = shutil.disk_usage(self.out).free
         if needed > free:
             raise SpeqError(
@@ -299,10 +301,9 @@ class QuantizeFolder:
             weight_map |= dict.fromkeys(quantised, self.shards.name(layer))
             total += nbytes_of(quantised)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        for file_path in sorted(checkpoint.path.iterdir()):
-            if file_path.is_file() and is_copied(file_path.name):
-                with whole(self.out / file_path.name) as target:
-                    target.write(file_path.read_bytes())
+        for path in copied_files(checkpoint.path):
+            copy_whole(path, self.out / path.name)
+        check_unchanged(checkpoint, self._stamp)
         quantization = quantization_config(self.shards.settings, version, self.shards.left)
         config = checkpoint.config | {"quantization_config": quantization}
         self._write_json(INDEX, index)
@@ -316,12 +317,6 @@ class QuantizeFolder:
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         with whole(self.out / name) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
-
-
-def is_copied(name: str) -> bool:
-    """Whether a file beside a model's weights belongs to its quantised copy as well."""
-    wanted = any(fnmatch(name, pattern) for pattern in COPIED)
-    return wanted and not any(fnmatch(name, pattern) for pattern in NOT_COPIED)
 
 
 def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:

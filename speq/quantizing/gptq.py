@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speq.errors import present
 from speq.kernels.ops import quantize_int4
 from speq.kernels.windows import SIGN, WINDOW, window_starts, words_of
 
@@ -202,8 +203,7 @@ def scale_of(weights: Tensor) -> Tensor:
         else:
             best = torch.where(total < least, scale, best)
             least = torch.minimum(total, least)
-    assert best is not None
-    return best
+    return present(best, "no scale was tried")
 
 
 def rounded(matrix: Tensor, group_size: int) -> QuantisedMatrix:

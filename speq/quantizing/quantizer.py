@@ -20,7 +20,8 @@ from speq.experts.expert_store import (
     expert_slot,
     read_matrices,
 )
-from speq.files.atomic_file import writing
+from speq.files.alone import alone_in
+from speq.files.atomic_file import make_folder, writing
 from speq.layers.offloaded_experts import ExpertBank
 from speq.models import moe_model
 from speq.models.dense_parts import DenseShape
@@ -83,12 +84,16 @@ def quantize(
     loading = source.converted_bytes(dtype)
     dense = dense_of(source.shape, settings)
     plan = plan_of(source.shape, source.store, dtype, lanes, dense, loading, memory_budget)
-    with writing(out, "layers that are done are kept, the same command goes on from there"):
+    make_folder(out)
+    another = f"another process writes to {out}; wait for its end, or give another folder"
+    remedy = "layers that are done are kept, the same command goes on from there"
+    with alone_in(out, another), writing(out, remedy):
         folder = QuantizeFolder(
             out,
             source.checkpoint,
             calibration.digest(),
             Shards(layout, settings, dense, source.checkpoint.on_disk),
+            progress,
         )
         # The rows that enter a layer and those that leave it are kept until its line is written.
         kept = lanes.rows * layout.hidden_size * 4

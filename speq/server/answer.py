@@ -8,10 +8,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from speq.dashboard.live.event_stream import left
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.generator import Token
 from speq.server.api_error import ApiError, error_of
-from speq.server.engine_worker import EngineWorker
+from speq.server.engine_worker import End, EngineWorker
 from speq.server.forms import Chunk, Form, usage_of
 from speq.server.token_stream import TokenStream
 
@@ -49,8 +49,12 @@ class Answer(Response):
         raise NotImplementedError
 
     def _usage(self) -> Chunk:
-        assert self._stream.end is not None, "the stream was read to its end"
-        return usage_of(len(self._stream.request.prompt_ids), self._stream.end)
+        return usage_of(len(self._stream.request.prompt_ids), self._end)
+
+    @property
+    def _end(self) -> End:
+        """How the stream ended, which was read to its end."""
+        return present(self._stream.end, "a stream that is read to its end has none")
 
 
 class WholeAnswer(Answer):
@@ -64,8 +68,7 @@ class WholeAnswer(Answer):
         except SpeqError as error:
             await respond(error_of(error), send)
             return
-        end = self._stream.end
-        assert end is not None
+        end = self._end
         for _ in self._form.closing(end):
             continue
         body = json.dumps(self._form.whole(end, self._usage())).encode()
@@ -114,9 +117,7 @@ class StreamedAnswer(Answer):
             else:
                 yield opening + frames(self._form.chunks(token))
             opening = b""
-        end = self._stream.end
-        assert end is not None
-        last = frames(self._form.closing(end))
+        last = frames(self._form.closing(self._end))
         if self._includes_usage:
             last += frames([self._form.usage(self._usage())])
         yield opening + last + DONE

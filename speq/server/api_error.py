@@ -65,8 +65,6 @@ def error_of_fields(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     first = place(faults[0])[:1]
     fault = max((f for f in faults if place(f)[:1] == first), key=lambda f: len(place(f)))
     name = written(place(fault))
-    if fault["type"] == "json_invalid":
-        return ApiError(400, "the body is no JSON; send an object", code="invalid_json")
     if not name:
         return ApiError(400, "the body is no object of fields; send one as JSON")
     if fault["type"] == UNKNOWN:

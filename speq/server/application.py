@@ -1,9 +1,9 @@
 """The server's routes."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as Unanswered
 from starlette.requests import ClientDisconnect
@@ -11,10 +11,12 @@ from starlette.requests import ClientDisconnect
 from speq.dashboard.live.metrics import Metrics
 from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
-from speq.server.api_error import ApiError, error_of, error_of_fields
+from speq.server.api_error import ApiError, error_of
+from speq.server.body_route import BodyRoute
 from speq.server.engine_worker import EngineRequest, EngineWorker
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.server.forms import Form
+from speq.server.gate import OWNER_KEY
 from speq.server.service import Service
 from speq.version import __version__
 
@@ -38,6 +40,7 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     app = FastAPI(
         title="speq", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    app.router.route_class = BodyRoute
     model = {
         "id": service.name,
         "object": "model",
@@ -46,21 +49,21 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
         "max_model_len": service.max_context,
     }
 
-    def answer(body: SampledBody, request: EngineRequest, form: Form) -> Answer:
-        stream = worker.submit(request)
+    def answer(body: SampledBody, asked: Request, request: EngineRequest, form: Form) -> Answer:
+        stream = worker.submit(replace(request, owner=asked.scope.get(OWNER_KEY, "")))
         if body.stream:
             return StreamedAnswer(worker, stream, form, body.includes_usage)
         return WholeAnswer(worker, stream, form)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
-    async def chat_completions(body: ChatBody) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         check_stream(body)
-        return answer(body, *await service.chat(body))
+        return answer(body, request, *await service.chat(body))
 
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
-    async def completions(body: CompletionBody) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         check_stream(body)
-        return answer(body, *await service.completion(body))
+        return answer(body, request, *await service.completion(body))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -72,7 +75,7 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
         return JSONResponse(model)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         ids = await service.tokenize(body)
         told = {"count": len(ids), "max_model_len": service.max_context, "tokens": ids}
         return JSONResponse(told)
@@ -95,10 +98,6 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     @app.exception_handler(SpeqError)
     async def bad(_: Request, error: SpeqError) -> Response:
         return refusal(error_of(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_fields(_: Request, error: RequestValidationError) -> Response:
-        return refusal(error_of_fields(error.errors()))
 
     @app.exception_handler(Unanswered)
     async def unanswered(_: Request, error: Unanswered) -> Response:

@@ -219,14 +219,19 @@ class BatchWorker:
 
     def _next(self) -> UnderWay | None:
         """The request that a batch begins with; None where there will be none."""
-        while not self._awaited():
+        while True:
+            # Who waits may be cancelled before it is taken.
+            if self._awaited() and (taken := self._take(lambda context: True)) is not None:
+                return taken
             if self._draining or self.failure is not None:
                 return None
-            try:
-                self._engine.check_alive()
-            except SpeqError as error:
-                self._die(str(error))
-        return self._take(lambda context: True) or self._next()
+            self._look_alive()
+
+    def _look_alive(self) -> None:
+        try:
+            self._engine.check_alive()
+        except SpeqError as error:
+            self._die(str(error))
 
     def _awaited(self) -> bool:
         """Whether a request waits, or comes before the engine has been idle for long."""
@@ -277,6 +282,7 @@ class BatchWorker:
         try:
             options = cast(SamplingOptions, asdict(asked.sampling))
             sequence = self._engine.prepare(asked.prompt, None, options, asked.top_logprobs)
+            sequence.owner = asked.owner
             self._requests[batch.add(sequence, stream.asked_s)] = taken
         except SpeqError as error:
             self._end(taken, error)

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
-
 from speq.errors import SpeqError
 from speq.server.fields import Message, TextPart, Tool
 
@@ -13,7 +11,7 @@ HERMES, OTHERS = "<tool_call>", ("<function=", "<arg_key>", "<|channel|>", "[TOO
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them: texts, the role system, arguments as objects.
+    """Messages as OpenAI's API has them, without what templates do not know.
 
     Raises SpeqError for arguments that are no object, and for a message without content.
     """
@@ -26,61 +24,50 @@ def template_message(name: str, message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {
         # OpenAI's newer name of it.
         "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message.content),
+        "content": content_of(message.content),
     }
     if message.name is not None:
         made["name"] = message.name
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        made["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {
-                    "name": call.function.name,
-                    "arguments": arguments_of(f"{name}.tool_calls[{at}]", call.function.arguments),
-                },
-            }
-            for at, call in enumerate(message.tool_calls)
-        ]
+        for at, call in enumerate(message.tool_calls):
+            check_arguments(f"{name}.tool_calls[{at}]", call.function.arguments)
+        made["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return made
 
 
-def text_of(content: str | list[TextPart] | None) -> str:
-    """The parts of a text each begin a line."""
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def content_of(content: str | list[TextPart] | None) -> str | list[dict[str, str]] | None:
+    if isinstance(content, list):
+        return [{"type": part.type, "text": part.text} for part in content]
+    return content
 
 
-def arguments_of(name: str, text: str) -> dict[str, Any]:
+def check_arguments(name: str, text: str) -> None:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise SpeqError(f"{name}.function.arguments is {text!r:.80}; give an object as JSON")
-    return arguments
 
 
 def template_tools(tokenizer: Any, tools: list[Tool] | None) -> list[dict[str, Any]]:
-    """Tools as templates know them. Raises SpeqError where the model's has no place for them, or
-    would have the model call them in a form that is not parsed here.
+    """Tools as templates know them. Raises SpeqError where the model would call them in a form that
+    is not parsed here.
     """
     if not tools:
         return []
     made = [tool.model_dump(exclude_none=True) for tool in tools]
     try:
         template = tokenizer.get_chat_template(tools=made)
-        names = meta.find_undeclared_variables(Environment().parse(template))
-    except (ValueError, TemplateError) as error:
+    except ValueError as error:
         raise SpeqError(f"tools are given and the model has no chat template: {error}") from error
-    if "tools" not in names:
+    if HERMES in template and not any(each in template for each in OTHERS):
+        return made
+    if "tools" not in template:
         raise SpeqError("tools are given and the model's chat template has no place for them")
-    if HERMES not in template or any(each in template for each in OTHERS):
-        raise SpeqError(
-            "tools are given and the model calls them in a form that speq does not parse; only "
-            f"that of Hermes and Qwen is parsed, {HERMES}{{...}}</tool_call>"
-        )
-    return made
+    raise SpeqError(
+        "tools are given and the model calls them in a form that speq does not parse; only "
+        f"that of Hermes and Qwen is parsed, {HERMES}{{...}}</tool_call>"
+    )

@@ -16,12 +16,14 @@ class EngineRequest:
     prompt        text that is gone on from, or token ids
     prompt_ids    its token ids
     top_logprobs  tokens come with their odds and those of so many likeliest; None: without
+    owner         who may learn what it begins with: prompts of others take over nothing of it
     """
 
     prompt: Prompt
     prompt_ids: list[int]
     sampling: SamplingParams
     top_logprobs: int | None = None
+    owner: str = ""
 
     @property
     def context(self) -> int:

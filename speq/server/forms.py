@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from speq.generator import Token
 from speq.server.engine_worker import End
-from speq.server.token_odds import TokenTexts, chat_entry, completion_lists
+from speq.server.token_odds import chat_entry, completion_lists
 from speq.server.tool_calls import Call, CallParser, Piece
+from speq.text.vocabulary import Vocabulary
 
 # By our reason to finish.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "stopped": "stop"}
@@ -85,7 +86,7 @@ class ChatForm:
     """An answer of a chat. parser: tells calls of tools from text; None: there are no tools."""
 
     heading: Heading
-    texts: TokenTexts
+    vocabulary: Vocabulary
     parser: CallParser | None = None
     _said: list[str] = field(default_factory=list, init=False)
     _calls: list[Call] = field(default_factory=list, init=False)
@@ -95,8 +96,8 @@ class ChatForm:
         yield self._chunk({"role": "assistant", "content": ""})
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
-        piece = Piece(token.text) if self.parser is None else self.parser.feed(token.text)
-        odds = [] if token.odds is None else [chat_entry(self.texts, token)]
+        piece = Piece(token.text) if self.parser is None else self.parser.hear(token)
+        odds = [] if token.odds is None else [chat_entry(self.vocabulary, token)]
         self._odds += odds
         yield from self._told(piece, odds)
 
@@ -151,7 +152,7 @@ class CompletionForm:
     """An answer that goes on from a text."""
 
     heading: Heading
-    texts: TokenTexts
+    vocabulary: Vocabulary
     _tokens: list[Token] = field(default_factory=list, init=False)
     _length: int = field(default=0, init=False)
 
@@ -184,7 +185,7 @@ class CompletionForm:
         choice = {
             "index": 0,
             "text": "".join(token.text for token in tokens),
-            "logprobs": completion_lists(self.texts, tokens, offset) if told else None,
+            "logprobs": completion_lists(self.vocabulary, tokens, offset) if told else None,
             "finish_reason": reason,
         }
         return self.heading.chunk("text_completion", [choice], usage)

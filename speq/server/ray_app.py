@@ -25,7 +25,7 @@ from speq.server.server import BESIDE
 from speq.server.service import Service
 from speq.server.settings import ServeSettings
 
-APP_NAME = "speq"
+APP_NAME, ROUTE = "speq", "/"
 # Requests with the same `x-session-id` go to the same replica, which has what they began with.
 STICKY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 HEALTH_CHECK_S = 2.0
@@ -120,19 +120,26 @@ def replicas_on_ray(
 ) -> Iterator[str]:
     """Serve as long as the block lasts, on a cluster that we are connected to; the base URL.
 
-    Raises SpeqError where the port is not to be had, or no replica can be made.
+    A Serve that runs already goes on, with all that others have there. Raises SpeqError where it
+    listens elsewhere or has another application in our place, where the port is not to be had, and
+    where no replica can be made.
     """
     from ray import serve
 
-    with closing(port_of(settings.host, settings.port)) as listening:
-        host, port = listening.getsockname()[:2]
+    runs = running_serve()
+    if runs is None:
+        with closing(port_of(settings.host, settings.port)) as listening:
+            host, port = listening.getsockname()[:2]
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    else:
+        host, port = settings.host, settings.port
+        runs.check(host, port)
     spec = ReplicaSpec(model, name, run, settings, keys, authorities_of(host, port))
-    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     try:
         made = serve.deployment(serve.ingress()(Replica))
         options = deployment_options(run, settings, replicas)
         try:
-            serve.run(made.options(**options).bind(spec), name=APP_NAME, route_prefix="/")
+            serve.run(made.options(**options).bind(spec), name=APP_NAME, route_prefix=ROUTE)
         except RuntimeError as error:
             raise SpeqError(
                 "no replica could be made; `speq serve` without --ray says why, and so do Ray's "
@@ -140,4 +147,46 @@ def replicas_on_ray(
             ) from error
         yield f"http://{authority(host, port)}/v1"
     finally:
-        serve.shutdown()
+        # It would end all applications, and Serve may have got others meanwhile.
+        if runs is None and not set(serve.status().applications) - {APP_NAME}:
+            serve.shutdown()
+        else:
+            serve.delete(APP_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServe:
+    """What Ray Serve does on a cluster already. routes: where each application is reached."""
+
+    host: str | None
+    port: int
+    routes: dict[str, str | None]
+
+    def check(self, host: str, port: int) -> None:
+        """Raise SpeqError unless its proxy listens there, and has room for our application."""
+        if (self.host, self.port) != (host, port):
+            raise SpeqError(
+                f"Ray Serve runs on this cluster already and listens on {self.host} port "
+                f"{self.port}, and host and port say {host} and {port}; give --host and --port of "
+                "that, with --api-key-file where other machines reach it, or end it by `serve "
+                "shutdown`"
+            )
+        for name, route in self.routes.items():
+            if name == APP_NAME or route == ROUTE:
+                raise SpeqError(
+                    f"application {name!r} of Ray Serve is at {route} already, and speq would take "
+                    "its place; end it, or give another cluster"
+                )
+
+
+def running_serve() -> RunningServe | None:
+    """The Serve of the cluster that we are connected to; None where there is none."""
+    # Ray tells nobody else whether there is one, and where it listens.
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return None
+    options, found = client.http_config, client.get_serve_details()["applications"]
+    routes = {name: each.get("route_prefix") for name, each in found.items()}
+    return RunningServe(options.host, options.port, routes)

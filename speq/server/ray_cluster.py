@@ -1,19 +1,30 @@
 """A Ray cluster: one that runs, or one on this machine that ends with us."""
 
+import importlib.metadata
 import importlib.util
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.server.ray_settings import RaySettings
 
+# From 2.59 on a cluster of this machine's own asks whoever reaches its ports for a token.
+LEAST = (2, 60)
+
 
 def check_ray() -> None:
-    """Raise SpeqError where Ray is not installed."""
+    """Raise SpeqError where Ray is not installed, or an older one than we know."""
     if importlib.util.find_spec("ray") is None:
-        raise SpeqError("Ray is not installed here; pip install 'speq[ray]'")
+        raise SpeqError("Ray is not installed here; pip install 'ray[serve]'")
+    version = importlib.metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < LEAST:
+        wanted = ".".join(map(str, LEAST))
+        raise SpeqError(
+            f"Ray {version} is installed and {wanted} or newer is needed; "
+            "pip install -U 'ray[serve]'"
+        )
 
 
 @contextmanager
@@ -26,7 +37,7 @@ def cluster(settings: RaySettings) -> Iterator[None]:
             # Not None, which would have Ray look for clusters by itself.
             ray.init(
                 "local",
-                num_cpus=max(os.cpu_count() or 1, settings.most * settings.cpus),
+                num_cpus=max(processors(), settings.most * settings.cpus),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -1,9 +1,9 @@
 """Options of commands that run on a Ray cluster. Nothing here needs Ray."""
 
-import os
 from dataclasses import dataclass
 from typing import Annotated
 
+from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Switch, Text, Whole
@@ -44,7 +44,7 @@ class RaySettings(Options):
     @property
     def cpus(self) -> int:
         """Cores of a replica."""
-        return self.replica_cpus or max((os.cpu_count() or 1) // self.replicas, 1)
+        return self.replica_cpus or max(processors() // self.replicas, 1)
 
     @property
     def most(self) -> int:
@@ -56,7 +56,7 @@ class RaySettings(Options):
         stage has all cores of a machine, and on this machine a share of them.
         """
         shared = count if self.ray_address is None else 1
-        cpus = self.replica_cpus or max((os.cpu_count() or 1) // shared, 1)
+        cpus = self.replica_cpus or max(processors() // shared, 1)
         return RaySettings(True, count, cpus, 0, self.ray_address)
 
     def check_together(self) -> None:

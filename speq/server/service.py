@@ -12,9 +12,9 @@ from speq.server.chat_prompt import template_messages, template_tools
 from speq.server.engine_worker import EngineRequest
 from speq.server.fields import ChatBody, CompletionBody, Message, SampledBody, TokenizeBody, Tool
 from speq.server.forms import ChatForm, CompletionForm, Heading
-from speq.server.token_odds import TokenTexts
 from speq.server.tool_calls import CallParser
 from speq.text.prompts import Prompt, Tools
+from speq.text.vocabulary import Vocabulary
 
 # Of a completion that does not say, as in OpenAI's API.
 COMPLETION_TOKENS = 16
@@ -31,6 +31,9 @@ class Model(Protocol):
     """What is asked of a model beside text: `speq.Generator`."""
 
     tokenizer: Any
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
 
     @property
     def max_context(self) -> int: ...
@@ -50,11 +53,7 @@ class Service:
     name: str
     default_max_tokens: int
     defaults: dict[str, Any] = field(default_factory=dict)
-    _texts: TokenTexts = field(init=False)
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-
-    def __post_init__(self) -> None:
-        self._texts = TokenTexts(self.model.tokenizer)
 
     @property
     def max_context(self) -> int:
@@ -77,20 +76,19 @@ class Service:
             (body.top_logprobs or 0) if body.logprobs else None,
         )
         parser = CallParser() if called else None
-        return request, ChatForm(Heading(self.name, "chatcmpl"), self._texts, parser)
+        return request, ChatForm(Heading(self.name, "chatcmpl"), self.model.vocabulary, parser)
 
     async def completion(self, body: CompletionBody) -> tuple[EngineRequest, CompletionForm]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         prompt = one_prompt(body.prompt)
+        if isinstance(prompt, list):
+            # Ids are counted before they are looked at: there may be millions of them.
+            self._sampling(body, len(prompt), body.max_tokens, COMPLETION_TOKENS)
         ids = await self._encode(prompt)
-        request = EngineRequest(
-            prompt,
-            ids,
-            self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS),
-            body.logprobs,
-        )
-        return request, CompletionForm(Heading(self.name, "cmpl"), self._texts)
+        sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
+        request = EngineRequest(prompt, ids, sampling, body.logprobs)
+        return request, CompletionForm(Heading(self.name, "cmpl"), self.model.vocabulary)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text, or of messages as a chat would have them."""

@@ -1,55 +1,56 @@
 """The odds of tokens as OpenAI's API has them, in the form of chats and in that of completions."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from speq.decode.logprobs import TokenOdds
+from speq.errors import present
 from speq.generator import Token
-from speq.text.stream import REPLACEMENT
+from speq.text.vocabulary import Vocabulary
 
 
-@dataclass(slots=True)
-class TokenTexts:
-    """What single tokens are called: their own text, special ones' too."""
-
-    tokenizer: Any
-    _known: dict[int, str] = field(default_factory=dict)
-
-    def text(self, token_id: int) -> str:
-        if token_id not in self._known:
-            self._known[token_id] = str(self.tokenizer.decode([token_id]))
-        return self._known[token_id]
+def chat_entry(vocabulary: Vocabulary, token: Token) -> dict[str, Any]:
+    """One of `logprobs.content`."""
+    odds = _odds(token)
+    top = [_named(vocabulary, token_id, logprob) for token_id, logprob in odds.top]
+    return _named(vocabulary, token.id, odds.logprob) | {"top_logprobs": top}
 
 
-def chat_entry(texts: TokenTexts, token: Token) -> dict[str, Any]:
-    """One of `logprobs.content`. bytes: null where the token is a part of a character."""
-    assert token.odds is not None, "odds were asked for"
-    top = [_named(texts, token_id, logprob) for token_id, logprob in token.odds.top]
-    return _named(texts, token.id, token.odds.logprob) | {"top_logprobs": top}
+def _odds(token: Token) -> TokenOdds:
+    return present(token.odds, "a token of an answer with log-probabilities has none")
 
 
-def _named(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    text = texts.text(token_id)
-    written = None if REPLACEMENT in text else list(text.encode())
-    return {"token": text, "logprob": finite(logprob), "bytes": written}
+def _named(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+    data = [*vocabulary.data(token_id)]
+    return {"token": vocabulary.name(token_id), "logprob": finite(logprob), "bytes": data}
 
 
-def completion_lists(texts: TokenTexts, tokens: list[Token], offset: int) -> dict[str, Any]:
+def completion_lists(vocabulary: Vocabulary, tokens: list[Token], offset: int) -> dict[str, Any]:
     """`logprobs` of a completion. offset: characters of the text before these tokens."""
-    names = [texts.text(token.id) for token in tokens]
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token.text)
-    odds = [token.odds for token in tokens if token.odds is not None]
     return {
-        "tokens": names,
-        "token_logprobs": [finite(each.logprob) for each in odds],
-        "top_logprobs": [
-            {texts.text(token_id): finite(logprob) for token_id, logprob in each.top}
-            for each in odds
-        ],
+        "tokens": [vocabulary.name(token.id) for token in tokens],
+        "token_logprobs": [finite(_odds(token).logprob) for token in tokens],
+        "top_logprobs": [_table(vocabulary, token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _table(vocabulary: Vocabulary, token: Token) -> dict[str, float]:
+    """The likeliest tokens, and the one that was drawn, which is called as in `tokens`. Of others
+    that are called alike, all but the likeliest go by their ids.
+    """
+    odds, own = _odds(token), vocabulary.name(token.id)
+    table: dict[str, float] = {}
+    for token_id, logprob in odds.top:
+        name = vocabulary.name(token_id)
+        if token_id != token.id and (name == own or name in table):
+            name = f"token_id:{token_id}"
+        table[name] = finite(logprob)
+    table.setdefault(own, finite(odds.logprob))
+    return table
 
 
 def finite(logprob: float) -> float:

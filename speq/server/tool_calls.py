@@ -3,13 +3,17 @@
 <tool_call>
 {"name": "weather", "arguments": {"place": "Oslo"}}
 </tool_call>
+
+The marks are text, or special tokens.
 """
 
 import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
+
+from speq.generator import Token
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -46,40 +50,71 @@ class CallParser:
     """Tells calls from text, piece by piece.
 
     Text is held back while it may be the beginning of a call. White space before and behind a call
-    belongs to the form and is dropped. What looks like a call and is none stays text.
+    belongs to the form and is dropped. What looks like a call and is none stays text; of its marks,
+    those that are special tokens are not told. A call that the end of the text cuts off is one if
+    all of its JSON is there.
     """
 
     make_id: Callable[[], str] = new_id
     _held: str = field(default="", init=False)
+    # Inside a call: the mark that began it as it would be told, with white space before it.
+    _begin: str | None = field(default=None, init=False)
     _spoke: bool = field(default=False, init=False)
     _behind_call: bool = field(default=False, init=False)
+
+    def hear(self, token: Token) -> Piece:
+        """What is certain with a token, special ones before it included."""
+        parts, at = [], 0
+        for place, name in token.special:
+            parts += [self.feed(token.text[at:place]), self.mark(name)]
+            at = place
+        return joined([*parts, self.feed(token.text[at:])])
+
+    def mark(self, name: str) -> Piece:
+        """What is certain with a special token of this text."""
+        if name == BEGIN and self._begin is None:
+            before, self._held = self._held, ""
+            return self._opened(before, "")
+        if name == END and self._begin is not None:
+            inside, self._held = self._held, ""
+            return self._closed(inside, "")
+        return Piece()
 
     def feed(self, text: str) -> Piece:
         """What is certain with these characters."""
         self._held += text
-        told = ""
-        calls: list[Call] = []
+        parts = []
         while True:
-            before, begin, behind = self._held.partition(BEGIN)
-            inside, end, rest = behind.partition(END)
-            if not end:
-                certain = len(before.rstrip()) if begin else len(self._held) - open_end(self._held)
-                told += self._text(self._held[:certain])
-                self._held = self._held[certain:]
-                return Piece(told, tuple(calls))
-            call = call_of(inside, self.make_id)
-            if call is None:
-                told += self._text(before + begin + inside + end)
-            else:
-                told += self._text(before.rstrip())
-                calls.append(call)
-                self._behind_call = True
+            sought = BEGIN if self._begin is None else END
+            before, found, rest = self._held.partition(sought)
+            if not found:
+                break
             self._held = rest
+            close = self._opened if self._begin is None else self._closed
+            parts.append(close(before, found))
+        if self._begin is None:
+            certain = len(self._held) - open_end(self._held)
+            parts.append(Piece(self._text(self._held[:certain])))
+            self._held = self._held[certain:]
+        return joined(parts)
 
     def finish(self) -> Piece:
         """What was held back, once no more text comes."""
         rest, self._held = self._held, ""
-        return Piece(self._text(rest))
+        return Piece(self._text(rest)) if self._begin is None else self._closed(rest, "")
+
+    def _opened(self, before: str, mark: str) -> Piece:
+        told = before.rstrip()
+        self._begin = before[len(told) :] + mark
+        return Piece(self._text(told))
+
+    def _closed(self, inside: str, mark: str) -> Piece:
+        begin, self._begin = self._begin or "", None
+        calls = calls_of(inside, self.make_id)
+        if not calls:
+            return Piece(self._text(begin + inside + mark))
+        self._behind_call = True
+        return Piece("", calls)
 
     def _text(self, text: str) -> str:
         """Text to tell: what follows a call begins a line."""
@@ -90,6 +125,13 @@ class CallParser:
         if text:
             self._spoke, self._behind_call = True, False
         return text
+
+
+def joined(pieces: list[Piece]) -> Piece:
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        tuple(call for piece in pieces for call in piece.calls),
+    )
 
 
 def open_end(text: str) -> int:
@@ -103,15 +145,52 @@ def open_end(text: str) -> int:
     return 0
 
 
-def call_of(text: str, make_id: Callable[[], str]) -> Call | None:
-    """The call between two marks; None where there is none."""
+def calls_of(text: str, make_id: Callable[[], str]) -> tuple[Call, ...]:
+    """The calls between two marks, one or a list of them; none where one of them is no call."""
     try:
-        given = json.loads(text)
+        given = strict_json(text)
+        listed = given if isinstance(given, list) else [given]
+        called = [(name_of(each), json.dumps(arguments_of(each), **AS_IT_IS)) for each in listed]
+        for name, arguments in called:
+            (name + arguments).encode()  # half a character is none
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        return None
-    arguments = given.get("arguments", {})
+        return ()
+    return tuple(Call(make_id(), name, arguments) for name, arguments in called)
+
+
+# Letters of any script stay, and what JSON has not is refused.
+AS_IT_IS: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False}
+
+
+def strict_json(text: str) -> Any:
+    """Raises ValueError for what is no JSON, NaN and Infinity among it."""
+    return json.loads(text, parse_constant=refuse)
+
+
+def refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def name_of(given: Any) -> str:
+    """Of what is called. Raises ValueError where there is none."""
+    name = given.get("name") if isinstance(given, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call has a name")
+    return name
+
+
+def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Under either of two names, as an object or as a text that holds one. A call without them has
+    none. Raises ValueError where they may be under a name that is not known.
+    """
+    known = [given[name] for name in ("arguments", "parameters") if name in given]
+    if not known and given.keys() - {"name", "id", "type"}:
+        raise ValueError("arguments are missing")
+    arguments = known[0] if known else None
+    if isinstance(arguments, str):
+        arguments = strict_json(arguments) if arguments.strip() else None
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
-        return None
-    return Call(make_id(), given["name"], json.dumps(arguments, ensure_ascii=False))
+        raise ValueError("arguments are no object")
+    return arguments

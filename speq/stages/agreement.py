@@ -3,16 +3,20 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from functools import partial
 
 import torch
 import transformers
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import SpeqError, checked_choice
+from speq.files.contents import content_digest
+from speq.files.json_file import parse_json
 from speq.models.opened import Opened
 from speq.models.part import Part, parts_of
-from speq.stages.settings import counts_of
+from speq.options.declared import declared
+from speq.stages.settings import DRAFTERS_WITHOUT_PASSES, counts_of
+from speq.units import Progress
 from speq.version import __version__
 
 # Of messages; rises when they change.
@@ -23,7 +27,7 @@ PROTOCOL = 2
 class Agreement:
     """What is the same on all machines.
 
-    model     digest of config.json, and of the names, sizes and samples of tensors
+    model     digest of config.json, and of all that the shards hold
     versions  of what computes
     counts    layers of each stage
     """
@@ -33,8 +37,9 @@ class Agreement:
     counts: list[int]
 
     @classmethod
-    def of(cls, opened: Opened, counts: list[int]) -> "Agreement":
-        return cls(digest_of(opened), versions(), counts)
+    def of(cls, opened: Opened, counts: list[int], progress: Progress | None = None) -> "Agreement":
+        """progress: told while a model is read whose digest is not known"""
+        return cls(digest_of(opened, progress), versions(), counts)
 
     def check(self, theirs: "Agreement", who: str) -> None:
         """Raise SpeqError, in one sentence, where a stage's differ. who: that stage"""
@@ -61,9 +66,11 @@ class Agreement:
     def of_json(cls, text: bytes, who: str) -> "Agreement":
         """Raises SpeqError for what another program, or version, has put there."""
         try:
-            entries = json.loads(text)
+            entries = parse_json(text)
             model, numbers, counts = (entries[field.name] for field in fields(cls))
-            known = isinstance(model, str) and isinstance(numbers, dict)
+            known = (
+                isinstance(model, str) and isinstance(numbers, dict) and isinstance(counts, list)
+            )
             if not known or not all(type(count) is int for count in counts):
                 raise ValueError("other types")
         except (KeyError, TypeError, ValueError) as error:
@@ -93,8 +100,20 @@ class Shared:
 
     @classmethod
     def of_json(cls, text: bytes) -> "Shared":
-        entries: dict[str, Any] = json.loads(text)
-        return cls(**entries)
+        """Raises SpeqError for what another program, or version, has put there."""
+        names = [field.name for field in fields(cls)]
+        taken = {each.name: each for each in declared(RunConfig)}
+        try:
+            entries = parse_json(text)
+            if not isinstance(entries, dict) or set(entries) != set(names):
+                raise ValueError("other options")
+            checked_choice("drafter", entries["drafter"], DRAFTERS_WITHOUT_PASSES)
+            return cls(**{name: taken[name].check(entries[name]) for name in names})
+        except ValueError as error:  # a SpeqError is one
+            raise SpeqError(
+                f"the first stage says nothing that this version understands ({error}); run the "
+                "same version of speq on all machines"
+            ) from error
 
 
 def versions() -> dict[str, str]:
@@ -107,10 +126,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def digest_of(opened: Opened) -> str:
-    """Of a checkpoint: its config, and its shards' headers, sizes and samples."""
+def digest_of(opened: Opened, progress: Progress | None = None) -> str:
+    """Of a checkpoint: its config, and the bytes of its shards.
+
+    No stage can tell from its own layers alone that another has those of the same model, and
+    machines have nothing in common but bytes. So each reads the model once, and keeps the digest.
+    """
     config = json.dumps(opened.checkpoint.config, sort_keys=True)
-    return hashlib.sha256((config + opened.checkpoint.fingerprint()).encode()).hexdigest()
+    told = None if progress is None else partial(progress, "reading the model for its digest")
+    return hashlib.sha256((config + content_digest(opened.checkpoint, told)).encode()).hexdigest()
 
 
 def part_for(stages: str, layers: int, number: int) -> tuple[list[int], Part]:

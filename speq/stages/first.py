@@ -19,9 +19,11 @@ from speq.models.opened import Opened, open_model
 from speq.models.texts import Span
 from speq.planning.memory import MAX_CHUNK
 from speq.stages.agreement import Agreement, Shared, part_for
+from speq.stages.asked import Reservation
 from speq.stages.rendezvous import Meeting, check_gloo, open_ring
 from speq.stages.settings import StagesSettings, staged
-from speq.stages.wire import Kind, Message, Ring
+from speq.stages.wire import OTHER_PROTOCOL, Kind, Message, Ring
+from speq.units import Progress
 
 logger = logging.getLogger("speq")
 
@@ -29,6 +31,7 @@ logger = logging.getLogger("speq")
 CLOSING_S = 10.0
 CHECK_S = 60.0
 BROKEN_OFF = "a pass through the stages was broken off; start all of them again"
+OTHER_ANSWER = f"the stages gave the answer to another message; {OTHER_PROTOCOL}"
 OTHER_ROWS = "the stages gave back another number of rows; start all of them again"
 
 
@@ -50,7 +53,10 @@ class RingStages:
     def reserve(self, context: int) -> int:
         self.changes.clear()
         answer = self._asked(Message(Kind.RESERVE, {"context": context, "chunk": MAX_CHUNK}))
-        return int(answer.content["chunk"])
+        try:
+            return Reservation.of(answer).chunk
+        except SpeqError as error:
+            raise self._lose(str(error)) from error
 
     def begin(self, spans: Sequence[Span], reading: bool) -> None:
         texts = [
@@ -65,12 +71,15 @@ class RingStages:
         rows = bytes_of(hidden_states)
         answer = self._asked(Message(Kind.PASS, self._pass | {"changes": changes}, rows))
         if answer.rows.numel() != rows.numel():
-            self._lost = OTHER_ROWS
-            raise EngineLost(OTHER_ROWS)
+            raise self._lose(OTHER_ROWS)
         return answer.rows.view(hidden_states.dtype).view(hidden_states.shape)
 
     def check(self) -> None:
         self._asked(Message(Kind.CHECK), min(self.wait_s, CHECK_S))
+
+    def _lose(self, sentence: str) -> EngineLost:
+        self._lost = sentence
+        return EngineLost(sentence)
 
     def _asked(self, message: Message, wait_s: float | None = None) -> Message:
         if self._lost is not None:
@@ -80,15 +89,15 @@ class RingStages:
             self.ring.send(message, wait_s)
             answer = self.ring.receive(wait_s or self.wait_s)
         except SpeqError as error:
-            self._lost = str(error)
-            raise EngineLost(self._lost) from error
+            raise self._lose(str(error)) from error
         if answer.kind == Kind.FAILED:
-            sentence = str(answer.content.get("sentence", "failed"))
+            sentence = f"{answer.content.get('sentence', 'failed')!s:.1000}"
             if answer.content.get("ended"):
-                self._lost = sentence
-                raise EngineLost(sentence)
+                raise self._lose(sentence)
             self._lost = None
             raise SpeqError(sentence)
+        if answer.kind != message.kind:
+            raise self._lose(OTHER_ANSWER)
         self._lost = None
         return answer
 
@@ -116,11 +125,16 @@ def most_row_bytes(opened: Opened) -> int:
 
 
 def open_stage(
-    model: str, stages: str, number: int, verify_reads: bool = False
+    model: str,
+    stages: str,
+    number: int,
+    verify_reads: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[Opened, Agreement]:
     """The layers of one stage, opened, and what has to be the same on all.
 
     verify_reads  as of `open_model`. Raises SpeqError for packs that are read over a draft
+    progress      told (what, done, total) while a model is read whose digest is not known
     """
     path = locate(model)
     config = read_json(path / "config.json")
@@ -137,22 +151,29 @@ def open_stage(
             "codes, and the model runs in stages, which hold none; give the folder that was "
             "packed, or pack it with --codec lossless"
         )
-    return opened, Agreement.of(opened, counts)
+    try:
+        return opened, Agreement.of(opened, counts, progress)
+    except BaseException:
+        opened.close()
+        raise
 
 
 def open_first(
-    model: str, config: RunConfig, settings: StagesSettings, meeting: Meeting | None = None
+    model: str,
+    config: RunConfig,
+    settings: StagesSettings,
+    meeting: Meeting | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Opened, RunConfig, RingStages]:
     """The first stage's layers, its options, and the stages behind it, which have come.
 
     meeting  where they come to; None: to the rendezvous of the settings
     """
-    assert settings.stages is not None
-    if meeting is None and settings.rendezvous is None:
+    if settings.stages is None or (meeting is None and settings.rendezvous is None):
         raise SpeqError("stages is given and rendezvous is not; stages take both")
     check_gloo()
     config = staged(config)
-    opened, agreement = open_stage(model, settings.stages, 1, config.verify_reads)
+    opened, agreement = open_stage(model, settings.stages, 1, config.verify_reads, progress)
     try:
         ring = open_ring(
             meeting or Meeting.at(str(settings.rendezvous)),

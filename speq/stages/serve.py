@@ -3,25 +3,23 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from speq.config import RunConfig
 from speq.decode.engine import Engine
 from speq.devices.failures import in_a_sentence
-from speq.errors import SpeqError
+from speq.errors import Broken, SpeqError, present
 from speq.load import load
-from speq.models.kv_cache import Change, KVCache
 from speq.models.texts import TextTokens
-from speq.models.tree import Tree
 from speq.runtime import Runtime
 from speq.scheduler.row_pruning import Stakes
 from speq.stages.agreement import Shared
+from speq.stages.asked import Pass, Reservation
 from speq.stages.first import bytes_of, most_row_bytes, open_stage
 from speq.stages.rendezvous import join_ring
 from speq.stages.settings import StageSettings, staged
-from speq.stages.wire import OTHER_PROTOCOL, Kind, Message, Ring
+from speq.stages.wire import Kind, Message, Ring
 from speq.units import Progress
 
 # A server may rest for days. A process that ends is noticed at once.
@@ -59,7 +57,7 @@ class Stage:
                 try:
                     with in_a_sentence():
                         message = self._answer(message)
-                except SpeqError as error:
+                except (SpeqError, Broken) as error:
                     message = failed(self.ring, error)
             self.ring.send(message)
 
@@ -72,33 +70,23 @@ class Stage:
     def _answer(self, message: Message) -> Message:
         content = message.content
         if message.kind == Kind.RESERVE:
-            engine = self.runtime.reserve(int(content["context"]))
+            asked = Reservation.of(message)
+            engine = self.runtime.reserve(asked.context)
             for cache in engine.caches:
                 cache.clear()
-            chunk = min(int(content["chunk"]), engine.chunk)
-            return Message(Kind.RESERVE, content | {"chunk": chunk})
-        model = self.runtime.model
-        rows = message.rows.view(model.dtype).view(-1, self.runtime.shape.hidden_size)
-        return Message(Kind.PASS, content, bytes_of(self._pass(content, rows)))
+            return Message(Kind.RESERVE, content | {"chunk": min(asked.chunk, engine.chunk)})
+        return Message(Kind.PASS, content, bytes_of(self._pass(message)))
 
-    def _pass(self, content: dict[str, Any], rows: Tensor) -> Tensor:
-        """What the layers make of rows [T, H]: [T, H]."""
-        engine = self.runtime.engine
-        try:
-            changes = [
-                (int(number), str(name), given) for number, name, given in content["changes"]
-            ]
-            with engine.mending():
-                follow(changes, engine.caches)
-            texts = [text_of(entry, engine.caches) for entry in content["texts"]]
-            reading = bool(content["reading"])
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, SpeqError):
-                raise
-            raise SpeqError(f"a pass came that is none ({error!r}); {OTHER_PROTOCOL}") from error
-        if sum(len(text.token_ids) for text in texts) != len(rows):
-            raise SpeqError(f"a pass came with other rows than it says; {OTHER_PROTOCOL}")
-        return run_rows(engine, texts, rows, reading)
+    def _pass(self, message: Message) -> Tensor:
+        """What the layers make of rows: [T, H]."""
+        engine, dtype = self.runtime.engine, self.runtime.model.dtype
+        with engine.mending():
+            width = self.runtime.shape.hidden_size
+            asked = Pass.of(message, engine.caches, width, dtype, engine.chunk)
+        out = run_rows(engine, asked.texts, asked.rows, asked.reading)
+        for text in asked.texts:
+            text.cache.written = text.cache.length + len(text.token_ids)
+        return out
 
 
 def run_rows(engine: Engine, texts: list[TextTokens], rows: Tensor, reading: bool) -> Tensor:
@@ -111,7 +99,7 @@ def run_rows(engine: Engine, texts: list[TextTokens], rows: Tensor, reading: boo
             stack.enter_context(offload.stream.prompt(count, count, None))
         else:
             stack.callback(begin_verification(engine, texts))
-        out = engine.model.forward_rows(bank, texts, rows)
+        out = engine.model.forward_rows(bank, texts, rows, reading)
     offload.supply.report()
     engine.recorder.finish()
     return out
@@ -129,35 +117,7 @@ def begin_verification(engine: Engine, texts: list[TextTokens]) -> Callable[[], 
     return offload.rows.end
 
 
-def follow(changes: list[Change], caches: list[KVCache]) -> None:
-    """Do to caches what was done to those of the first stage."""
-    for number, name, given in changes:
-        cache = caches[number]
-        if name == "length":
-            cache.length = given
-        elif name == "settle":
-            cache.settle()
-        elif name == "keep_path":
-            cache.keep_path(given)
-        elif name == "take":
-            cache.take(caches[given[0]], given[1])
-        elif name == "erase":
-            cache.erase()
-        else:
-            raise SpeqError(f"a KV cache is to {name!r:.40}; {OTHER_PROTOCOL}")
-
-
-def text_of(entry: list[Any], caches: list[KVCache]) -> TextTokens:
-    """A text's rows in a pass: the number of its cache, how many, and whose nodes they are."""
-    number, count, parents = entry
-    tree = None if parents is None else Tree(tuple(map(int, parents)), count)
-    cache = caches[number]
-    if not 0 < count <= cache.capacity - cache.length:
-        raise SpeqError(f"a pass came for which there is no room; {OTHER_PROTOCOL}")
-    return TextTokens(cache, [0] * count, tree)
-
-
-def failed(ring: Ring, error: SpeqError, ended: bool = False) -> Message:
+def failed(ring: Ring, error: SpeqError | Broken, ended: bool = False) -> Message:
     """What a stage says in the place of an answer. ended: it answers no more."""
     where = f"stage {ring.number} of {ring.count}"
     return Message(Kind.FAILED, {"sentence": f"{where}: {error}", "ended": ended})
@@ -189,11 +149,10 @@ def run_stage(
     """
     config = staged(config)
     number = settings.stage
-    opened, agreement = open_stage(model, settings.stages, number, config.verify_reads)
+    opened, agreement = open_stage(model, settings.stages, number, config.verify_reads, progress)
     with ExitStack() as stack:
         stack.callback(opened.close)
-        part = opened.part
-        assert part is not None
+        part = present(opened.part, "a stage opened a whole model")
         named = f"stage {number} of {len(agreement.counts)}: layers {part.first} to {part.last - 1}"
         say(f"{named}, coming to {settings.rendezvous}")
         ring, shared = join_ring(

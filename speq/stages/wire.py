@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
+from speq.files.json_file import parse_json
 from speq.stages.waiting import Waiter
 
 MAGIC = 0x7370657131  # "speq1"
@@ -68,7 +69,7 @@ def sizes_of(head: Tensor, most_row_bytes: int) -> tuple[Kind, int, int]:
 def unpacked(kind: Kind, text_bytes: int, payload: Tensor) -> Message:
     """Raises SpeqError for what is no JSON object."""
     try:
-        content = json.loads(bytes(payload[:text_bytes].numpy()))
+        content = parse_json(bytes(payload[:text_bytes].numpy()))
     except ValueError as error:
         raise SpeqError(f"a stage sent what is no JSON ({error}); {OTHER_PROTOCOL}") from error
     if not isinstance(content, dict):

@@ -58,7 +58,7 @@ def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[i
 def _named(folder: Path, config: dict[str, Any]) -> tuple[frozenset[int], str]:
     """What the first file that names any says, and which it is."""
     path = folder / GENERATION_CONFIG
-    places = [(GENERATION_CONFIG, read_json(path) if path.exists() else {})]
+    places: list[tuple[str, Any]] = [(GENERATION_CONFIG, read_json(path) if path.exists() else {})]
     places += [("config.json", part) for part in (config, config.get("text_config"))]
     for name, fields in places:
         value = fields.get("eos_token_id") if isinstance(fields, dict) else None

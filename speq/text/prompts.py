@@ -1,11 +1,16 @@
 """What a prompt may be, and its token ids, which are known before a model is loaded."""
 
+import logging
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speq.errors import SpeqError
+from speq.text.chat_template import ChatTemplate
 from speq.text.tokenizer import tokens_of
+from speq.text.vocabulary import Vocabulary
+
+logger = logging.getLogger("speq")
 
 Message = Mapping[str, Any]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
@@ -19,13 +24,16 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
         self._vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
+        self._templates: dict[str, ChatTemplate] = {}
+        self._warned = False
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
 
-        tools  that chat messages may call; a template without a place for them ignores them
+        tools  that chat messages may call; refused where the template has no place for them
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
@@ -33,7 +41,7 @@ class PromptEncoder:
             raise SpeqError(
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
             )
-        elif prompt and all(isinstance(part, Mapping) for part in prompt):
+        elif is_written(prompt):
             ids = self._encode_chat(prompt, tools)  # type: ignore[arg-type]
         else:
             ids = list(prompt)  # type: ignore[arg-type]
@@ -41,10 +49,7 @@ class PromptEncoder:
             raise SpeqError("the prompt is empty; give at least one token")
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise SpeqError(
-                    f"the prompt holds {shown(token_id)}; token ids are whole numbers from "
-                    f"0 to {self._vocab_size - 1}"
-                )
+                raise SpeqError(self._why_unknown(token_id, given=not is_written(prompt)))
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
@@ -52,25 +57,60 @@ class PromptEncoder:
         if text != last:
             ids = tokens_of(self.tokenizer, text)
             self._last = (text, ids)
+            self._warn_of_two_beginnings(ids)
         return list(ids)
+
+    def _warn_of_two_beginnings(self, ids: list[int]) -> None:
+        """Once, where a text holds what the tokenizer puts before it as well."""
+        bos_id = self.tokenizer.bos_token_id
+        if not self._warned and bos_id is not None and ids[:2] == [bos_id] * 2:
+            self._warned = True
+            logger.warning(
+                "the prompt begins with %r, which the tokenizer puts before texts by itself; leave "
+                "it out, or the model reads it twice",
+                self.tokenizer.bos_token,
+            )
+
+    def _why_unknown(self, token_id: Any, given: bool) -> str:
+        """given: ids were, and not a text."""
+        if given or type(token_id) is not int:
+            return (
+                f"the prompt holds {shown(token_id)}; token ids are whole numbers from 0 to "
+                f"{self._vocab_size - 1}"
+            )
+        name = shown(self.vocabulary.name(token_id))
+        return (
+            f"the prompt holds the token {name} with the id {token_id}, and the model has "
+            f"embeddings of {self._vocab_size} tokens: they were not enlarged when the tokenizer "
+            "was; leave that token out, or take a checkpoint whose embeddings have it"
+        )
 
     def _encode_chat(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         if not self.tokenizer.chat_template:
             raise SpeqError("the model has no chat template; give the prompt as text")
         for message in messages:
             check_message(message)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except Exception as error:  # templates are programs: they fail in their own ways
-            raise SpeqError(
-                f"the model's chat template refuses these messages: {' '.join(str(error).split())}"
-            ) from error
+        described = [dict(tool) for tool in tools]
+        text = self._template(described).render(messages, described)
         return tokens_of(self.tokenizer, text, add_special_tokens=False)
+
+    def _template(self, tools: list[dict[str, Any]]) -> ChatTemplate:
+        """The model's, or of several the one for chats with tools, or without."""
+        try:
+            text = self.tokenizer.get_chat_template(tools=tools or None)
+        except ValueError as error:
+            raise SpeqError(f"the model has no chat template for this: {error}") from error
+        if text not in self._templates:
+            variables = dict(self.tokenizer.special_tokens_map)
+            self._templates[text] = ChatTemplate(text, variables)
+        return self._templates[text]
+
+
+def is_written(prompt: Prompt) -> bool:
+    """Whether a prompt is a text or messages, and not token ids."""
+    return isinstance(prompt, str) or (
+        bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+    )
 
 
 def check_message(message: Message) -> None:

@@ -1,91 +1,146 @@
 """Token ids in, text out, piece by piece, up to a stop string."""
 
-from typing import Any
+from typing import NamedTuple
 
-# What decoding makes of bytes that do not yet form a character.
-REPLACEMENT = "\ufffd"
-# Tokens of the context that are looked at.
-CONTEXT_TOKENS = 6
+from speq.text.decoding import TokenDecoder
+from speq.text.vocabulary import Vocabulary
+
+
+class Piece(NamedTuple):
+    """text: without special tokens; special: the text of each of these, behind how many characters
+    of `text` it stands.
+    """
+
+    text: str = ""
+    special: tuple[tuple[int, str], ...] = ()
+
+    def then(self, more: "Piece") -> "Piece":
+        behind = ((len(self.text) + at, name) for at, name in more.special)
+        return Piece(self.text + more.text, (*self.special, *behind))
+
+
+class Part(NamedTuple):
+    """A character, or a special token."""
+
+    text: str
+    special: bool
 
 
 class TextStream:
     """Decodes a growing list of tokens. The pieces add up to the text of all of them.
 
     A piece is held back while its last character is incomplete or while it may be the beginning of
-    a stop string; what follows a stop string, and the string itself, is never given out. Special
-    tokens have no text, so they cannot stop it either.
+    a stop string; what follows a stop string, and the string itself, is never given out. A stop
+    string that holds the text of a special token is looked for in text with special tokens, and any
+    other one in text without.
 
-    context_ids  the tokens of the text that is gone on from: some tokenizers put the space before
-                 a word into its token, and drop it where the word begins a text
+    context_ids  as of `TokenDecoder`
     """
 
     def __init__(
-        self, tokenizer: Any, stop: tuple[str, ...] = (), context_ids: list[int] | None = None
+        self,
+        vocabulary: Vocabulary,
+        stop: tuple[str, ...] = (),
+        context_ids: list[int] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._ids = [] if context_ids is None else context_ids[-CONTEXT_TOKENS:]
-        self._prefix = 0  # tokens before this one are needed no more
-        self._read = len(self._ids)  # tokens before this one have been decoded
-        self._held = ""
-        self._pieces: list[str] = []
+        self._special = vocabulary.special
+        self._decoder = TokenDecoder(vocabulary, context_ids or [])
+        self._stops = [(text, vocabulary.holds_special(text)) for text in stop]
+        self._held: list[Part] = []
+        self._late: list[Part] = []  # special tokens that came within a character
+        self._pieces: list[Piece] = []
         self.stopped = False
 
     def write(self, token_id: int, last: bool) -> bool:
         """Feed a token, the last one or not, and keep its piece; return whether it `stopped`."""
         piece = self.feed(token_id)
-        if last and not self.stopped:
-            piece += self.finish()
+        if last:
+            piece = piece.then(self.finish())
         self._pieces.append(piece)
         return self.stopped
 
-    def take(self) -> list[str]:
+    def take(self) -> list[Piece]:
         """The pieces of the tokens that were written since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def feed(self, token_id: int) -> str:
+    def feed(self, token_id: int) -> Piece:
         """Text that is certain now that `token_id` has come."""
-        self._ids.append(token_id)
-        known = self._decode(self._ids[self._prefix : self._read])
-        text = self._decode(self._ids[self._prefix :])
-        if len(text) <= len(known) or text.endswith(REPLACEMENT):
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return self._release(text[len(known) :])
+        name = self._special.get(token_id)
+        if name is None:
+            self._hold(self._decoder.feed(token_id))
+        else:
+            self._hold_special(Part(name, special=True))
+        return self._release(final=False)
 
-    def finish(self) -> str:
+    def finish(self) -> Piece:
         """What was held back, once no more tokens come."""
         if self.stopped:
-            return ""
-        known = self._decode(self._ids[self._prefix : self._read])
-        rest = self._decode(self._ids[self._prefix :])[len(known) :]
-        self._prefix = self._read = len(self._ids)
-        return self._release(rest, final=True)
+            return Piece()
+        self._hold(self._decoder.finish())
+        self._held += self._late
+        self._late = []
+        return self._release(final=True)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+    def _hold(self, text: str) -> None:
+        if text:
+            first, *others = characters(text)
+            self._held += [first, *self._late, *others]
+            self._late = []
 
-    def _release(self, piece: str, final: bool = False) -> str:
-        text = self._held + piece
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = 0 if final else self._stop_prefix(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+    def _hold_special(self, token: Part) -> None:
+        """It stands behind a character that it comes within, unless it ends the text there."""
+        if not (pending := self._decoder.pending):
+            self._held.append(token)
+            return
+        self._late.append(token)
+        ending = [*self._held, *characters(pending), *self._late]
+        if self._ends(ending):
+            self._held, self._late = ending, []
 
-    def _stop_prefix(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        lengths = [
-            n
-            for stop in self._stop
-            for n in range(1, min(len(stop) - 1, len(text)) + 1)
-            if text.endswith(stop[:n])
-        ]
-        return max(lengths, default=0)
+    def _release(self, final: bool) -> Piece:
+        ends = self._ends(self._held)
+        end = len(self._held)
+        if ends:
+            self.stopped, end = True, min(ends)
+        elif not final:
+            end = min(self._begun(), default=end)
+        told, self._held = self._held[:end], [] if self.stopped else self._held[end:]
+        return piece_of(told)
+
+    def _ends(self, parts: list[Part]) -> list[int]:
+        """Where stop strings begin that are whole."""
+        texts = [(stop, *text_of(parts, marked)) for stop, marked in self._stops]
+        return [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
+
+    def _begun(self) -> list[int]:
+        """Where stop strings begin that may go on."""
+        texts = [(stop, *text_of(self._held, marked)) for stop, marked in self._stops]
+        begun = [(places, length_begun(stop, text)) for stop, text, places in texts]
+        return [places[-length] for places, length in begun if length]
+
+
+def characters(text: str) -> list[Part]:
+    return [Part(character, special=False) for character in text]
+
+
+def text_of(parts: list[Part], marked: bool) -> tuple[str, list[int]]:
+    """Their text, with special tokens or without, and which of them each character is of."""
+    shown = [(at, part.text) for at, part in enumerate(parts) if marked or not part.special]
+    return "".join(text for _, text in shown), [at for at, text in shown for _ in text]
+
+
+def length_begun(stop: str, text: str) -> int:
+    """Length of the longest end of `text` that begins a stop string."""
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)
+
+
+def piece_of(parts: list[Part]) -> Piece:
+    text, special = "", []
+    for part in parts:
+        if part.special:
+            special.append((len(text), part.text))
+        else:
+            text += part.text
+    return Piece(text, tuple(special))

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from speq.errors import SpeqError
@@ -48,10 +49,15 @@ class TokenIdsOnly:
     What asks for text to be read raises SpeqError, with the reason.
     """
 
-    eos_token_id = None
+    eos_token_id = bos_token_id = None
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
+
+        self.added_tokens_decoder: dict[int, Any] = {}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
 
     def decode(self, ids: Any, **options: Any) -> str:
         return ""
@@ -73,14 +79,20 @@ def load_tokenizer(path: Path) -> Any:
     """
     check_folder(path, MAX_BYTES)
     check_readable(path)
+    config: dict[str, Any] = {}
     if (path / TOKENIZER_CONFIG).exists():
-        check_tokenizer_config(path / TOKENIZER_CONFIG)
+        config = check_tokenizer_config(path / TOKENIZER_CONFIG)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
+        put_ends(tokenizer, config.get("add_bos_token"), config.get("add_eos_token"))
         # Some damage shows only when it is used.
-        tokenizer.decode(tokens_of(tokenizer, "a b"), skip_special_tokens=True)
+        tokenizer.decode(
+            tokens_of(tokenizer, "a b"),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
     except Exception as error:  # tokenizers raise many kinds for a bad file
         raise SpeqError(
             f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}; "
@@ -89,6 +101,33 @@ def load_tokenizer(path: Path) -> Any:
     if not tokenizer.chat_template:
         tokenizer.chat_template = old_template(path)
     return tokenizer
+
+
+def put_ends(tokenizer: Any, bos: bool | None, eos: bool | None) -> None:
+    """Have a tokenizer put its first and last special token around texts, or not, as
+    tokenizer_config.json says: transformers ignores that where there is a tokenizer.json, which may
+    say otherwise. None: as tokenizer.json says.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # transformers heeds it
+        return
+    plain, put = (backend.encode("a", add_special_tokens=each).ids for each in (False, True))
+    at = next((at for at in range(len(put)) if put[at : at + len(plain)] == plain), None)
+    if at is None or not plain:
+        return
+    before, behind = put[:at], put[at + len(plain) :]
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and first is not None:
+        before = [first] * bos + [*before[before[:1] == [first] :]]
+    if eos is not None and last is not None:
+        behind = [*behind[: len(behind) - (behind[-1:] == [last])]] + [last] * eos
+    if before + plain + behind == put:
+        return
+    names = [[backend.id_to_token(token_id) for token_id in ids] for ids in (before, behind)]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*names[0], "$A", *names[1]],
+        special_tokens=[*zip(names[0] + names[1], before + behind, strict=True)],
+    )
 
 
 def check_readable(path: Path) -> None:
@@ -143,8 +182,10 @@ def old_template(path: Path) -> str | None:
     return template
 
 
-def check_tokenizer_config(path: Path) -> None:
-    """Raise SpeqError for values that a tokenizer takes and stumbles over later."""
+def check_tokenizer_config(path: Path) -> dict[str, Any]:
+    """What a file says. Raises SpeqError for values that a tokenizer takes and stumbles over later,
+    or that say nothing.
+    """
     config = read_json(path)
     length = config.get("model_max_length")
     if isinstance(length, bool) or not (length is None or isinstance(length, int | float)):
@@ -169,6 +210,13 @@ def check_tokenizer_config(path: Path) -> None:
                 f"{path} has a chat_template {found}; it must be a text of at most "
                 f"{MAX_TEMPLATE_CHARACTERS}: download it again"
             )
+    for name in ("add_bos_token", "add_eos_token"):
+        if not isinstance(config.get(name), bool | None):
+            raise SpeqError(
+                f"{path} has {name} {config[name]!r:.40}; it must be true or false: download it "
+                "again"
+            )
+    return config
 
 
 def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from speq.errors import present
 from speq.generator import Generator
 from speq.stats import StepStats
 from speq.units import Progress, no_progress
@@ -68,8 +69,8 @@ def measured(
             seed=done,
             ignore_eos=True,
         )
-        assert generator.last_run is not None
+        run = present(generator.last_run, "a text has ended and left no run")
         # The last drafts of a text are cut short.
-        steps += [s for s in generator.last_run.decode if s.draft_length == DRAFT_LENGTH]
+        steps += [s for s in run.decode if s.draft_length == DRAFT_LENGTH]
         progress("measuring acceptance", done + 1, len(prompts))
     return Acceptance.of(steps)

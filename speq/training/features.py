@@ -19,6 +19,7 @@ from torch import Tensor
 from speq.config import SamplingParams
 from speq.decode.drafter import DraftBounds, GoOn
 from speq.decode.sequence import Draft, Sequence
+from speq.errors import Broken, present
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.layers.draft_experts import OnRoute
@@ -90,7 +91,7 @@ class RouteEar:
         self._used[layer].append(route.host_ids.to(ID_DTYPE))
         if self._guessed is not None and layer < len(self._guessed):
             guess = route.foresee([*range(len(route.topk_ids))])
-            assert guess is not None
+            guess = present(guess, f"layer {layer} guesses nothing of the next one")
             self._guessed[layer].append(torch.tensor(guess.ids, dtype=ID_DTYPE))
 
     def used(self) -> Tensor:
@@ -168,7 +169,8 @@ class FeatureFile:
 
     def append(self, windows: Iterable[Window]) -> None:
         """Add some windows. They are on the disk when this returns."""
-        assert not self.journal.entries or "window" in self.journal.entries[-1]
+        if self.journal.entries and "window" not in self.journal.entries[-1]:
+            raise Broken("windows are added behind the end of the features")
         dtypes = [dtype for _, _, dtype in self._parts()]
         at = len(self)
         made = [

@@ -18,7 +18,7 @@ import torch
 
 from speq.errors import SpeqError
 from speq.files.alone import alone_in
-from speq.files.atomic_file import remove_abandoned, write_whole, writing
+from speq.files.atomic_file import make_folder, remove_abandoned, write_whole, writing
 from speq.files.checkpoint import locate
 from speq.files.journal import Journal
 from speq.generator import Generator
@@ -100,8 +100,8 @@ def trained(
     texts = Texts.of_folder(training.texts)
     run = HeadRun(model, settings, training, texts, progress)
     folder = run.folder()
+    make_folder(folder / WORK)
     with writing(folder, REMEDY):
-        (folder / WORK).mkdir(parents=True, exist_ok=True)
         another = (
             f"another process trains a head in {folder / WORK}; wait for its end, or give another "
             "--out"

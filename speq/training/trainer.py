@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.errors import SpeqError
+from speq.errors import SpeqError, present
 from speq.files.atomic_file import replacing
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import SafetensorsFile, header_of
@@ -229,17 +229,15 @@ class TrainedAttention:
         # its own row.
         text = (back >= 0) & (back < window - 1)
         self._second_mask = torch.cat((text, back == 0), dim=1)
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._first: tuple[Tensor, Tensor] | None = None
 
     def first(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self._keys, self._values = keys, values
+        self._first = keys, values
         return functional.scaled_dot_product_attention(queries, keys, values, self._mask)
 
     def second(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        assert self._keys is not None and self._values is not None
-        keys = torch.cat((self._keys, keys), dim=2)
-        values = torch.cat((self._values, values), dim=2)
+        before = present(self._first, "a second pass comes before the first")
+        keys, values = (torch.cat(each, dim=2) for each in zip(before, (keys, values), strict=True))
         return functional.scaled_dot_product_attention(queries, keys, values, self._second_mask)
 
 

@@ -155,6 +155,7 @@ def hold(go: threading.Event) -> None:
 
 def test_keys_are_given(tmp_path: Path) -> None:
     path = tmp_path / "keys"
+    path.touch(0o600)
     path.write_text("a-key-of-this-server\n")
     engine = ScriptedEngine(pieces(*TEXTS))
     with api_server(engine, ScriptedModel(max_context=4000), Keys.of(path)) as rig:

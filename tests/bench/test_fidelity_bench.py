@@ -311,8 +311,8 @@ def test_a_text_is_cut_to_the_context(tmp_path: Path) -> None:
 def test_settings_that_leave_nothing_to_compare_are_refused(tiny: Folder) -> None:
     for changes, message in (
         ({"draft": "none"}, "draft is none, and there is nothing to compare"),
-        ({"draft_length": 0}, "draft_length is 0; it must be from 1 to 64"),
-        ({"draft_length": 65}, "draft_length is 65; it must be from 1 to 64"),
+        ({"draft_length": 0}, "draft_length is 0; it must be from 1 to 63"),
+        ({"draft_length": 64}, "draft_length is 64; it must be from 1 to 63"),
         ({"max_tokens": 1}, "max_tokens is 1; it must be at least 2"),
         ({"num_prompts": 0}, "num_prompts is 0"),
         ({"memory_budget": "900KiB"}, "budget 900 KiB has no room for the draft"),

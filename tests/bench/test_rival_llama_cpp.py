@@ -111,7 +111,9 @@ def test_gpu_without_a_build_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -
 
 def test_llama_cpp_that_is_not_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(SpeqError, match=r"llama_cpp is not installed.*'speq\[rivals\]'"):
+    with pytest.raises(
+        SpeqError, match=r"llama_cpp is not installed.*pip install llama-cpp-python"
+    ):
         load(job)
 
 

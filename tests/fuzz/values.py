@@ -75,7 +75,7 @@ LOAD: dict[str, Callable[[Any], bool]] = {
     "dtype": named("auto", "bfloat16", "float16", "float32", "float64"),
     "context_length": lambda value: value is None or whole(value, 1),
     "draft": lambda value: isinstance(value, str) or value == {"odd": "path"},
-    "draft_length": lambda value: value in (None, "auto", "1") or whole(value, 0, 64),
+    "draft_length": lambda value: value in (None, "auto", "1") or whole(value, 0, 63),
     "tpot_slo_ms": lambda value: value is None or real(value, 1e-323),
     "latency_slo_ms": lambda value: value is None or real(value, 1e-323),
     "cache_policy": named(*CACHE_POLICIES.names),

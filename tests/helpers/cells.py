@@ -25,7 +25,9 @@ Folder = Callable[[str], Path]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    draft_length: int
+    """draft_length: None is auto."""
+
+    draft_length: int | None
     budget: str
     draft: str
     store: str = "plain"
@@ -134,26 +136,27 @@ def loaded(
     options  of the run, beside those of the cell
     """
     head = head_of(model, cell)
-    smallest, demand = two_slot_budget(
-        model,
-        context,
-        dtype,
-        cell.draft_length,
-        cell.readers,
-        draft,
-        cell.codec,
-        cell.drafter,
-        device=device,
-        graphs=cell.graphs,
-        dense=cell.dense,
-        draft_nodes=cell.draft_nodes,
-        max_batch=options.get("max_batch", 1),
-        head=head,
-        draft_experts=cell.draft_experts,
-    )
-    experts = demand.num_experts
-    more = (experts // 2 - 2) * demand.slot_bytes
-    budget = {"two slots": smallest, "half": smallest + more, "all": 1 << 30}[cell.budget]
+    budget = 1 << 30
+    if cell.budget != "all":
+        budget, demand = two_slot_budget(
+            model,
+            context,
+            dtype,
+            cell.draft_length,
+            cell.readers,
+            draft,
+            cell.codec,
+            cell.drafter,
+            device=device,
+            graphs=cell.graphs,
+            dense=cell.dense,
+            draft_nodes=cell.draft_nodes,
+            max_batch=options.get("max_batch", 1),
+            head=head,
+            draft_experts=cell.draft_experts,
+        )
+        if cell.budget == "half":
+            budget += (demand.num_experts // 2 - 2) * demand.slot_bytes
     generator = Generator.from_pretrained(
         model,
         budget,
@@ -176,4 +179,4 @@ def loaded(
     )
     if cell.trees == "pruned":
         generator.runtime.engine.offload.rows.policy = RandomRows(seed=5)
-    return generator, experts
+    return generator, generator.runtime.demand.num_experts

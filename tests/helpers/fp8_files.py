@@ -1,6 +1,4 @@
-"""Checkpoints in FP8 as they are published, and their words from the format's definition, in numpy:
-a second time, independent of what it tests.
-"""
+"""Checkpoints in FP8 as they are published, and their words from the format's definition."""
 
 import json
 import re
@@ -10,7 +8,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-BLOCK = 128
+from tests.reference.scaled import FP8_BLOCK as BLOCK
+from tests.reference.scaled import e4m3_values, fp8_words
+
 SETTINGS = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -23,28 +23,9 @@ LEFT = re.compile(
 )
 
 
-def e4m3_values() -> np.ndarray:
-    """What each of the 256 codes stands for, in float32."""
-    codes = np.arange(256)
-    exponents, mantissas = codes >> 3 & 15, codes & 7
-    normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7.0)
-    values = np.where(exponents > 0, normal, mantissas / 8 * 2.0**-6)
-    values[(codes & 0x7F) == 0x7F] = np.nan
-    return np.where(codes > 127, -values, values).astype(np.float32)
-
-
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to bfloat16, ties to even."""
-    bits = values.view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
-
-
 def words_of(codes: np.ndarray, scales: np.ndarray) -> torch.Tensor:
     """The bfloat16 words of codes [N, K] uint8 under scales of their blocks, float32."""
-    rows, columns = codes.shape
-    spread = scales.repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
-    words = bfloat16_bits(e4m3_values()[codes] * spread)
+    words = fp8_words(codes, scales)
     return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
 
 

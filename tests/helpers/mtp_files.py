@@ -198,10 +198,13 @@ class PlainMtp:
         x = (torch.cat(pair, -1) @ self.projection.T)[None]
         count = len(token_ids)
         mask = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)
+        positions = torch.arange(count)[None]
+        if hasattr(self.rotary, "mrope_section"):  # transformers 5.17 wants all three kinds
+            positions = positions.expand(3, 1, count)
         hidden = self.decoder(
             x,
             attention_mask=mask[None, None],
-            position_embeddings=self.rotary(x, torch.arange(count)[None]),
+            position_embeddings=self.rotary(x, positions),
         )[0]
         normed = self.normed(hidden, self.last)
         return (normed if self.layout.passed_normed else hidden), normed @ self.head.T

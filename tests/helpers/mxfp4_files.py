@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import experts_alone
+from tests.reference.scaled import E2M1 as VALUES
+from tests.reference.scaled import MXFP4_BLOCK as BLOCK
 
-BLOCK = 32
-VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight$")
 
 

@@ -16,7 +16,8 @@ from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.prompts import Prompt, PromptEncoder, Tools
-from speq.text.stream import TextStream
+from speq.text.stream import Piece, TextStream
+from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 
 # What `Request.figures` has for a text of so little.
@@ -43,6 +44,10 @@ class ScriptedModel:
     def __post_init__(self) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self._encoder = PromptEncoder(self.tokenizer, len(self.tokenizer))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._encoder.vocabulary
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         return self._encoder.encode(prompt, tools)
@@ -72,9 +77,10 @@ class ScriptedText(TextStream):
         self._fresh += 1
         return False
 
-    def take(self) -> list[str]:
+    def take(self) -> list[Piece]:
         fresh, self._fresh = self._fresh, 0
-        return [self._tokens.popleft().text for _ in range(fresh)]
+        tokens = [self._tokens.popleft() for _ in range(fresh)]
+        return [Piece(token.text, token.special) for token in tokens]
 
 
 class ScriptedOdds(Logprobs):

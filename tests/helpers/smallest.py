@@ -17,7 +17,7 @@ def two_slot_budget(
     model: Path,
     context: int,
     dtype: str,
-    draft_length: int,
+    draft_length: int | None,
     reader_threads: int = 2,
     draft: str = "auto",
     codec: str = "raw",

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,16 +14,13 @@ from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     PreTrainedTokenizerFast,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 from speq.config import SamplingParams
-from speq.decode.sampling import noise
 from tests.helpers.picture_files import put_beside_pictures
+from tests.reference import sampling_order
+from tests.reference.noise import noise
 
 VOCAB = 264
 EOS = 256
@@ -346,6 +344,18 @@ def write_model(
     transformers has no small whole of, as `put_beside_pictures` does.
     """
     config = config_of(model_type, **overrides)
+    return write_random(path, model_type, config, dtype, seed, max_shard_size)
+
+
+def write_random(
+    path: Path,
+    model_type: str,
+    config: Any,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """`write_model` of a configuration as `of_options` makes it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -369,7 +379,11 @@ def config_of(model_type: str, **overrides: Any) -> Any:
     """The configuration of a small model; of families in VISION with both parts, of others in
     BESIDE_PICTURES that of text.
     """
-    options = COMMON | FAMILY_OPTIONS[model_type] | overrides
+    return of_options(model_type, COMMON | FAMILY_OPTIONS[model_type] | overrides)
+
+
+def of_options(model_type: str, options: dict[str, Any]) -> Any:
+    """`config_of`, of all options that it is to have."""
     if model_type not in VISION:
         return AutoConfig.for_model(BESIDE_PICTURES.get(model_type, model_type), **options)
     return AutoConfig.for_model(
@@ -475,50 +489,41 @@ def load_plain(path: Path, dtype: torch.dtype | str = torch.float32) -> Any:
     ).eval()
 
 
-class Noised(LogitsProcessor):
-    """Makes the likeliest token one that is drawn, by the noise of a seed."""
+class Chosen(LogitsProcessor):
+    """Makes the likeliest token the one that is chosen as options say, drawn ones by the noise of
+    the seed.
+    """
 
-    def __init__(self, prompt: int, seed: int) -> None:
-        self.prompt, self.seed = prompt, seed
+    def __init__(self, prompt: int, options: SamplingParams) -> None:
+        self.prompt, self.options = prompt, options
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        position, size = input_ids.shape[1] - self.prompt, scores.shape[1]
-        return scores - noise(self.seed, position, size).to(scores.dtype).log()
+        options, tokens = self.options, input_ids[0].tolist()
+        logits = sampling_order.penalised(
+            scores[0].double().numpy(),
+            tokens[: self.prompt],
+            tokens[self.prompt :],
+            options.repetition_penalty,
+            options.presence_penalty,
+            options.frequency_penalty,
+        )
+        chosen = int(logits.argmax())
+        if not options.greedy:
+            assert options.seed is not None
+            probs = sampling_order.distribution(
+                logits, options.temperature, options.top_k, options.top_p, options.min_p
+            )
+            times = noise(options.seed, len(tokens) - self.prompt, len(logits))
+            chosen = sampling_order.drawn(probs, times.astype(np.float64))
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([chosen]), 0.0)
 
 
 def drawn_tokens(
     model: Any, prompt_ids: list[int], count: int, options: SamplingParams
 ) -> list[int]:
-    """As `greedy_tokens`, drawn as options say: temperature, top_k, min_p, penalties and seed."""
-    assert options.seed is not None
-    warpers = [
-        TemperatureLogitsWarper(options.temperature),
-        TopKLogitsWarper(options.top_k),
-        MinPLogitsWarper(options.min_p),
-        Noised(len(prompt_ids), options.seed),
-    ]
-    processors = [*penalties(len(prompt_ids), options), *warpers]
-    return greedy_tokens(model, prompt_ids, count, LogitsProcessorList(processors))
-
-
-class Counted(LogitsProcessor):
-    """Presence and frequency penalties as OpenAI defines them, over what was generated."""
-
-    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        times = torch.zeros_like(scores)
-        for token in input_ids[0, self.prompt :].tolist():
-            times[0, token] += 1
-        return scores - self.frequency * times - self.presence * (times > 0)
-
-
-def penalties(prompt: int, options: SamplingParams) -> LogitsProcessorList:
-    """What makes tokens of the text before less likely."""
-    repetition = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
-    counted = Counted(prompt, options.presence_penalty, options.frequency_penalty)
-    return LogitsProcessorList([repetition, counted])
+    """As `greedy_tokens`, chosen as options say: penalties, and what shapes a distribution."""
+    chosen = LogitsProcessorList([Chosen(len(prompt_ids), options)])
+    return greedy_tokens(model, prompt_ids, count, chosen)
 
 
 def greedy_tokens(

@@ -20,6 +20,8 @@ from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Bank
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
 from tests.helpers.backends import need_backend
+from tests.reference import int4
+from tests.reference.int4 import rounded
 
 POISON = 12345.0
 
@@ -32,13 +34,7 @@ def codes_and_scales(rows: int, columns: int, group: int, seed: int = 1) -> tupl
 
 
 def unpacked(qweight: Tensor, scales: Tensor) -> np.ndarray:
-    """code * scale in double precision, by numpy."""
-    packed = qweight.numpy()
-    codes = np.empty((packed.shape[0], 2 * packed.shape[1]))
-    codes[:, 0::2] = packed % 16
-    codes[:, 1::2] = packed // 16
-    group = codes.shape[1] // scales.shape[1]
-    return (codes - 8) * np.repeat(scales.double().numpy(), group, axis=1)
+    return int4.unpacked(qweight.numpy(), scales.numpy())
 
 
 def test_native_library_is_in_use() -> None:
@@ -115,16 +111,6 @@ def test_unpacked_codes_are_numpys(rows: int, columns: int, group: int) -> None:
     qweight, scales = codes_and_scales(rows, columns, group)
     ours = reference.unpack_int4(qweight, scales)
     assert np.array_equal(ours.double().numpy(), unpacked(qweight, scales))
-
-
-def rounded(row: np.ndarray) -> np.ndarray:
-    """A row of inputs rounded to INT8 in blocks of 32, by numpy."""
-    out = np.empty_like(row)
-    for at in range(0, len(row), 32):
-        block = row[at : at + 32]
-        step = np.abs(block).max() / 127
-        out[at : at + 32] = np.round(block / step) * step if step else 0
-    return out
 
 
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 100, 256])

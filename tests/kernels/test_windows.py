@@ -20,7 +20,7 @@ from speq.kernels.windows import (
 from speq.quantizing.expert import Between, FloatExpert, QuantisedExpert
 from speq.quantizing.gptq import QuantisedMatrix, nearest_decodable
 from speq.quantizing.residual import residual_of
-from tests.helpers.window_words import codes_left, high_bytes_of_zero, told, window_of
+from tests.reference.windows import codes_left, high_bytes_of_zero, told, window_of
 
 WORDS = torch.arange(65536, dtype=torch.int32)
 # Common ones, the ends of float16 (subnormal, largest), what is none, and those next to a power of

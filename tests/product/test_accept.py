@@ -12,8 +12,9 @@ from torch import Tensor
 
 from speq.config import SamplingParams
 from speq.decode.accept import accept, walk
-from speq.decode.sampling import chosen, noise
+from speq.decode.sampling import chosen
 from speq.decode.sequence import Draft, Outcome, Sequence
+from tests.reference.noise import noise
 
 V = 12
 DRAWS = 10_000
@@ -184,7 +185,7 @@ def walked(sampling: SamplingParams, seed: int) -> list[int]:
             if times := tokens[1:].count(token):
                 logits[token] -= sampling.presence_penalty + times * sampling.frequency_penalty
         if not sampling.greedy:
-            gumbel = -np.log(noise(seed, position, V).double().numpy())
+            gumbel = -np.log(noise(seed, position, V).astype(np.float64))
             logits = logits / sampling.temperature + gumbel
         tokens.append(int(logits.argmax()))
     return tokens[1:]

@@ -246,7 +246,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     ),
     "end of text is a word": (
         write("generation_config.json", b'{"eos_token_id": "x"}'),
-        r"eos_token_id of .*/generation_config\.json is 'x'; it must be a token id or a list of",
+        r"eos_token_id of .*generation_config\.json is 'x'; it must be a token id or a list",
     ),
     "no shard": (remove(SINGLE), r"holds neither model\.safetensors nor model\.safetensors\.index"),
     "pickles only": (only_pickles, "only safetensors checkpoints are read"),
@@ -538,7 +538,7 @@ def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
     (of_gguf / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
     (of_gguf / "config.json").write_text("{}")
     (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "file").write_text("")
+    (tmp_path / "none" / "notes").write_text("")
     in_gguf = "is in GGUF, whose files .* give the folder of the safetensors checkpoint"
     for model, message in (
         (tmp_path / "nope", "model folder '.*/nope' does not exist; give a folder, or a hub id"),
@@ -547,7 +547,14 @@ def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
         (gguf, f"model '.*/m.Q4_K_M.GGUF' {in_gguf}"),
         (of_gguf, f"model '.*/of' {in_gguf}"),
         (tmp_path / "n.gguf", "does not exist"),
-        (tmp_path / "none", r"config\.json cannot be read: No such file or directory; give the f"),
+        (
+            tmp_path,
+            r"holds no config\.json, but m\.Q4_K_M\.GGUF \(GGUF\); download the model's safe",
+        ),
+        (
+            tmp_path / "none",
+            r"config\.json cannot be read: No such file or directory; give the fol",
+        ),
         ("", "model is empty; give a folder or a hub id"),
         ("nope", "model folder 'nope' does not exist"),
         ("~nobody-at-all/model", "does not exist"),
@@ -649,7 +656,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         ({"context_length": 0}, "context_length is 0; it must be at least 1"),
         ({"context_length": -5}, "context_length is -5; it must be at least 1"),
         ({"context_length": 513}, "context_length is 513; the model's limit is 512"),
-        ({"draft_length": -1}, "draft_length is -1; it must be from 0 to 64"),
+        ({"draft_length": -1}, "draft_length is -1; it must be from 0 to 63"),
         ({"draft_length": "many"}, "draft_length is 'many'; it must be auto or a whole number"),
     ):
         with pytest.raises(SpeqError, match=re.escape(message)):
@@ -677,7 +684,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         (["--stop", ""], "stop is empty; give non-empty strings"),
         (["--device", "tpu"], "device is 'tpu'; it must be one of"),
         (["--dtype", "int8"], "dtype is 'int8'; it must be one of"),
-        (["--draft-length", "99"], "draft_length is 99; it must be from 0 to 64"),
+        (["--draft-length", "99"], "draft_length is 99; it must be from 0 to 63"),
         (["--draft", ""], "draft is empty; give auto, none, a folder or a hub id"),
         (["--cache-policy", "x"], "cache_policy is 'x'; it must be one of lru"),
     ],
@@ -793,7 +800,7 @@ def test_drafts_that_are_none(budget: int, tiny: Folder, tmp_path: Path, command
         (tmp_path / "nope", "draft folder '.*/nope' does not exist; give auto, none, a folder"),
         (tmp_path / "file", "draft '.*/file' is a file; give the folder"),
         ("x" * 5000, "does not exist; give auto, none, a folder, or a hub id"),
-        (tmp_path / "empty", "draft '.*/empty' is an empty folder; download it"),
+        (tmp_path / "empty", r"config\.json cannot be read"),
         (other, "does not fit the model: "),
         (fewer, "does not fit the model: .* lacks gate_proj of expert 4"),
         (packed, "has group_size None; it must be -1"),

@@ -79,7 +79,7 @@ def test_nvidia_ml_py_need_not_be_there(
         assert card_of("12-34") is None
         assert card_of("12-34") is None
     assert len(caplog.messages) == 1
-    assert "speq[gpu]" in caplog.text
+    assert "pip install nvidia-ml-py" in caplog.text
 
 
 class Counted:

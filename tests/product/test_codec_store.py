@@ -5,6 +5,7 @@ draft they were made with and no other.
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, exper
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
+from speq.files.checksums import sealed
 from speq.models import moe_model
 from speq.models.opened import Opened, open_model
 from tests.helpers.gptq_files import Packing, Written, write_gptq
@@ -273,8 +275,14 @@ def test_a_flipped_bit_is_found_at_the_read(source: Path, tmp_path: Path) -> Non
             byte = file.read(1)[0]
             file.seek(offset + nbytes // 3)
             file.write(bytes([byte ^ 1]))
-    with pytest.raises(SpeqError, match="is not what was packed; pack the model again"):
-        tokens_of(packed, verify_reads=True)
+    for verify_reads in (False, True):
+        with pytest.raises(SpeqError, match="is not what was packed; pack the model again"):
+            tokens_of(packed, verify_reads=verify_reads)
+    data = (packed / "experts.bin").read_bytes()
+    for record in manifest["records"]:  # as if it had been packed so
+        record[2] = zlib.crc32(data[record[0] : record[0] + record[1]])
+    del manifest["crc32"]
+    (packed / "experts.json").write_text(json.dumps(sealed(manifest)))
     tokens_of(packed)  # wrong words, and nothing worse
 
 

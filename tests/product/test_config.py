@@ -129,7 +129,7 @@ def test_run_config_takes_what_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "length"), [("auto", None), (None, None), (0, 0), ("0", 0), ("64", 64), (5, 5)]
+    ("given", "length"), [("auto", None), (None, None), (0, 0), ("0", 0), ("63", 63), (5, 5)]
 )
 def test_draft_lengths(given: Any, length: int | None) -> None:
     assert RunConfig.of("1GiB", given).draft_length == length
@@ -143,8 +143,8 @@ def test_draft_lengths(given: Any, length: int | None) -> None:
         ({"draft_length": "2.5"}, r"draft_length is '2\.5'; it must be auto or a whole number"),
         ({"draft_length": 2.5}, r"draft_length is 2\.5; it must be a whole number"),
         ({"draft_length": True}, r"draft_length is True; it must be a whole number"),
-        ({"draft_length": -1}, r"draft_length is -1; it must be from 0 to 64"),
-        ({"draft_length": "65"}, r"draft_length is 65; it must be from 0 to 64"),
+        ({"draft_length": -1}, r"draft_length is -1; it must be from 0 to 63"),
+        ({"draft_length": "64"}, r"draft_length is 64; it must be from 0 to 63"),
         ({"context_length": 0}, r"context_length is 0; it must be at least 1"),
         ({"context_length": "9"}, r"context_length is '9'; it must be a whole number"),
         ({"device": "tpu"}, r"device is 'tpu'; it must be one of auto, cpu, cuda"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from speq.errors import Broken
 from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_inputs
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING
@@ -130,9 +131,11 @@ def test_a_prompt_is_run_at_once_and_gone_on_from() -> None:
     rows, before = rows_of(MAX_LINEAR_ROWS + 9, 4), PARTS.prompts
     prompt = MAX_LINEAR_ROWS + 4
     layer, length = new_layer()
+    length.reading = True
     out = [layer.run(some(rows, slice(0, prompt)), PARTS)]
     assert PARTS.prompts == before + 1
     length.count = length.settled = prompt
+    length.reading = False
     out.append(layer.run(some(rows, slice(prompt, None)), PARTS))
     assert torch.equal(torch.cat(out), alone(rows))
 
@@ -213,5 +216,18 @@ def test_more_tokens_than_may_be_given_up_are_not_taken() -> None:
     layer, length = new_layer()
     layer.run(rows_of(MAX_LINEAR_ROWS, 1), PARTS)
     length.count = MAX_LINEAR_ROWS
-    with pytest.raises(AssertionError, match="settled"):
+    with pytest.raises(Broken, match="97 tokens of a text may be given up"):
         layer.run(rows_of(PENDING - MAX_LINEAR_ROWS + 1, 2), PARTS)
+
+
+@pytest.mark.parametrize("count", [MAX_LINEAR_ROWS, MAX_LINEAR_ROWS + 1, PENDING])
+def test_any_number_of_tokens_can_be_given_up(count: int) -> None:
+    """As a verification's, whose number says nothing: prompts alone need not go back."""
+    before, drafted, following = rows_of(3, 21), rows_of(count, 22), rows_of(2, 23)
+    layer, length = new_layer()
+    layer.run(before, PARTS)
+    length.count = length.settled = 3
+    assert torch.equal(layer.run(drafted, PARTS)[-1], alone(together(before, drafted))[-1])
+    length.count = length.settled = 4  # the pending token alone stands
+    kept = together(before, some(drafted, slice(0, 1)), following)
+    assert torch.equal(layer.run(following, PARTS), alone(kept)[-2:])

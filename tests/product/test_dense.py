@@ -15,6 +15,7 @@ from speq.devices.device import Processor
 from speq.drafts.dense_draft import DenseDraft
 from speq.governor.holding import Holding
 from speq.kernels import dense_ops, library, ops
+from speq.kernels.library import KERNELS
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.offloaded_experts import BankSwitch
@@ -30,6 +31,8 @@ from speq.planning.subject import Subject
 from speq.planning.ways import ways_of
 from speq.routing import Route
 from tests.helpers.cells import Folder
+from tests.helpers.host_device import host_device
+from tests.helpers.packing import pack_to
 from tests.helpers.picture_files import stored_tensors
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import BY_FAMILY, write_model
@@ -306,3 +309,52 @@ def test_plans_count_usual_records(tiny_bfloat16: Folder) -> None:
         found[dense] = made["items"]["non_expert_weights"]
     words = sum(2 * rows * columns for rows, columns in open_model(model).shape.dense)
     assert 0.2 * words < found["raw"] - found["lossless"] < 0.31 * words
+
+
+# Records that are too large for a GPU's kernels.
+
+LARGE = [(1_600_000, 1024), (64, 70_000), (300, 1024)]
+
+
+def test_no_record_is_planned_that_a_gpu_does_not_take() -> None:
+    """A record of 2.1 GiB, one of too many columns, and a usual one."""
+    words = tuple(2 * rows * columns for rows, columns in LARGE)
+    on_gpu = DenseForm.usual("lossless", LARGE, 2, KERNELS["cuda"]).sizes
+    assert on_gpu[:2] == words[:2]
+    assert on_gpu[2] < words[2]
+    on_cpu = DenseForm.usual("lossless", LARGE, 2, KERNELS["cpu"]).sizes
+    assert all(record < whole for record, whole in zip(on_cpu, words, strict=True))
+    assert on_cpu[0] > (1 << 31) > KERNELS["cuda"].max_record_bytes
+    assert on_cpu[2] == on_gpu[2]
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_words_stay_where_a_gpu_takes_no_record(
+    packed: bool, tmp_path: Path, tiny_bfloat16: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest matrices, by a limit that small models reach; and the plan knows it."""
+    model = tiny_bfloat16("olmoe")
+    if packed:
+        pack_to(model, tmp_path / "packed", codec="lossless").close()
+        model = tmp_path / "packed"
+    opened = open_model(model)
+    words = [2 * rows * columns for rows, columns in opened.shape.dense]
+    opened.close()
+    with host_device():
+        kernels = replace(library.KERNELS["cuda"], max_record_bytes=max(words) // 2)
+        monkeypatch.setitem(library.KERNELS, "cuda", kernels)
+        tokens = {}
+        for dense in ("raw", "lossless"):
+            generator = Generator.from_pretrained(
+                model, "64MiB", device="cuda", dense=dense, draft="none", packed_copy="none"
+            )
+            runtime = generator.runtime
+            made = generator.generate([5, 6, 7], max_new_tokens=8, ignore_eos=True)
+            tokens[dense], sizes = made.token_ids, runtime.model.dense_sizes
+            planned, held = runtime.plan.items["non_expert_weights"], runtime.model.nbytes
+            generator.close()
+    assert planned == held
+    assert tokens["raw"] == tokens["lossless"]
+    large = [size for size, whole in zip(sizes, words, strict=True) if whole == max(words)]
+    assert large == [max(words)] * 2  # the embedding and the head
+    assert sum(sizes) < sum(words)

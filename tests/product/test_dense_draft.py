@@ -19,7 +19,6 @@ from speq.drafts.dense_draft import DenseCodes, DenseDraft, DenseLayout, round_i
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.kernels import ops
 from speq.kernels.ops import Int4Weight
-from speq.kernels.reference import round_to_int8
 from speq.layers.int4_matrix import Int4Matrix
 from speq.models.opened import open_model
 from speq.planning.demand import Budget, demand_of
@@ -28,6 +27,7 @@ from speq.planning.ways import ways_of
 from tests.helpers.gptq_files import copy_folder
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import BY_FAMILY
+from tests.reference import int4
 
 Folder = Callable[[str], Path]
 GROUP = 32
@@ -38,11 +38,8 @@ def weights(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def unpacked(qweight: Tensor, scales: Tensor) -> np.ndarray:
-    """Numbers that INT4 codes stand for, from the format's description."""
-    codes = qweight.numpy().astype(np.int64)
-    values = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1) - 8
-    size = values.shape[1] // scales.shape[1]
-    return values * np.repeat(scales.double().numpy(), size, axis=1)
+    """Numbers that INT4 codes stand for."""
+    return int4.unpacked(qweight.numpy(), scales.numpy())
 
 
 def test_two_planes_hold_eight_bits() -> None:
@@ -85,7 +82,8 @@ def test_products_are_those_of_rounded_inputs(
     np.testing.assert_allclose(matrix.words().double().numpy(), words, rtol=1e-6)
     inputs, bias = weights(3, 96, seed=2).to(dtype).view(1, 3, 96), weights(1, 40, seed=3)[0]
     rows = inputs[0][:, order] if permuted else inputs[0]
-    wanted = torch.from_numpy(round_to_int8(rows).double().numpy() @ held.T)
+    seen = rows.double().numpy()
+    wanted = torch.from_numpy(np.stack([int4.rounded(row) for row in seen]) @ held.T)
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
     outputs = matrix.product(inputs, None)
     assert (outputs.shape, outputs.dtype) == ((1, 3, 40), dtype)

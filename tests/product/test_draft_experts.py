@@ -19,7 +19,6 @@ from speq.experts.int4 import Int4Arena, Int4Layout
 from speq.governor.holding import Holding
 from speq.governor.planner import acceptance_of_part
 from speq.governor.profile import Profile, ProfileKey
-from speq.kernels import reference
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
@@ -31,6 +30,9 @@ from speq.planning.used_experts import DraftPart, UsedExperts
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folder, Folders
 from tests.helpers.smallest import two_slot_budget
+from tests.reference.experts import ACTIVATIONS
+from tests.reference.experts import expert as expert_of
+from tests.reference.int4 import unpacked
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, EXPERTS = 64, 32, 2, 4
@@ -79,13 +81,11 @@ def summed(arena: Int4Arena, layer: int, rows: Tensor, chosen: list[dict[int, fl
     for at, weights in enumerate(chosen):
         for expert, weight in weights.items():
             base_slot = int(arena.base_slots[layer, expert])
-            (gate_up, steps), (down, down_steps), _ = bank.expert(base_slot)
-            inner, made = torch.empty(1, 2 * WIDTH), torch.empty(1, HIDDEN)
-            reference.linear_int4_out(rows[at : at + 1], gate_up, steps, None, inner)
-            gate, up = inner.chunk(2, -1)
-            products = torch.nn.functional.silu(gate) * up
-            reference.linear_int4_out(products, down, down_steps, None, made)
-            out[at] += weight * made[0]
+            parts = bank.expert(base_slot)[:2]
+            gate_up, down = (unpacked(codes.numpy(), steps.numpy()) for codes, steps in parts)
+            row = rows[at].double().numpy()
+            made = expert_of(row, gate_up, down, ACTIVATIONS["silu"], int8=True)
+            out[at] += weight * torch.from_numpy(made)
     return out
 
 

@@ -15,7 +15,6 @@ from speq.config import SamplingParams
 from speq.decode.drafter import DraftBase, DraftBounds
 from speq.decode.drafters.head import HeadDrafter
 from speq.decode.sampler import HostSampler
-from speq.decode.sampling import noise
 from speq.decode.sequence import Sequence
 from speq.heads.eagle_file import read_eagle
 from speq.heads.eagle_head import FAR, EagleHead
@@ -36,6 +35,7 @@ from tests.helpers.eagle_files import (
 )
 from tests.helpers.head_walk import assert_pieces_make_the_whole
 from tests.helpers.tiny_models import VOCAB, load_plain
+from tests.reference.noise import noise
 
 HIDDEN, WORDS, SAID = 16, 40, 25
 LLAMA3 = {
@@ -150,7 +150,7 @@ def test_drafts_are_the_likeliest_tokens(temperature: float, tmp_path: Path) -> 
         if not temperature:
             return int(scores.argmax())
         probs = (scores / temperature).softmax(-1).float()
-        return int((probs / noise(5, 1 + len(ahead), WORDS)).argmax())
+        return int((probs / torch.from_numpy(noise(5, 1 + len(ahead), WORDS))).argmax())
 
     for nodes in (None, 12):
         drafter = HeadDrafter(base)

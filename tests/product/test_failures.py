@@ -222,3 +222,35 @@ def test_the_hosts_budget_is_a_share_of_what_is_free_or_as_given(
         made = budget_of(RunConfig.of("1GiB", **given), 64, device)
         assert made.beside is not None and made.beside.host_bytes == wanted
         assert not made.on_cpu
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "said"),
+    [
+        (
+            1 << 20,
+            "2MiB",
+            r"the run would take 1\.\d+ MiB of the memory budget and 1 MiB are free here; give a "
+            "smaller budget, or the system may end the run",
+        ),
+        (
+            1 << 30,
+            "200GiB",
+            "the memory budget is 200 GiB and 1 GiB are free here; a longer context may take what "
+            "is not there: give a smaller budget, or a context_length",
+        ),
+        (1 << 30, "1GiB", None),
+    ],
+)
+def test_a_budget_beyond_what_is_free_is_said(
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    budget: str,
+    said: str | None,
+) -> None:
+    monkeypatch.setattr("speq.devices.device.available_bytes", lambda: free)
+    Generator.from_pretrained(tiny("olmoe"), memory_budget=budget, dtype="float32").close()
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert [bool(re.fullmatch(said, each)) for each in warned] == [True] if said else not warned

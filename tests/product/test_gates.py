@@ -12,6 +12,7 @@ from speq.layers.offloaded_experts import first_of
 from speq.models.families import FAMILIES as KNOWN
 from speq.models.families import MoEBlock
 from tests.helpers.tiny_models import BY_FAMILY, COMMON, FAMILY_OPTIONS, config_of
+from tests.reference import routing
 
 # Groups are left out of account among allowed experts.
 UNGROUPED = {"n_group": 1, "topk_group": 1}
@@ -91,3 +92,75 @@ def test_sparse_mixer_by_hand() -> None:
     (chosen,) = by_expert(*SparseMixer(0.01).choose(logits, allowed, 2))
     near = np.exp(10.0) / (np.exp(10.0) + np.exp(9.8))
     assert chosen == pytest.approx({0: near, 2: 1.0}, rel=1e-5)
+
+
+# As published: experts, and how many a row takes.
+SIZES = [(8, 3), (128, 8), (256, 8), (512, 10)]
+
+
+def some_of(experts: int, top_k: int, share: float) -> tuple[torch.Tensor, set[int]]:
+    """Experts that may be chosen, as many as a row takes at least."""
+    generator = torch.Generator().manual_seed(experts)
+    allowed = torch.rand(experts, generator=generator) < share
+    allowed[torch.randperm(experts, generator=generator)[:top_k]] = True
+    return allowed, set(allowed.nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize(("experts", "top_k"), SIZES)
+@pytest.mark.parametrize("of", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_choices_are_those_of_the_definition(
+    divided: bool, of: str, experts: int, top_k: int, share: float
+) -> None:
+    """In double precision, expert by expert: with a bias, factors and a scale."""
+    generator = torch.Generator().manual_seed(7)
+    logits = 3 * torch.randn(16, experts, generator=generator)
+    bias, factors = torch.rand(experts, generator=generator) / 9, torch.rand(experts) + 0.5
+    gate = ScoreGate(of == "sigmoid", divided, 2.5, bias, 1e-6, factors)
+    allowed, names = some_of(experts, top_k, share)
+    found = by_expert(*gate.choose(logits, allowed, top_k))
+    for row, chosen in zip(logits.double().numpy(), found, strict=True):
+        wanted = routing.by_scores(
+            row,
+            names,
+            top_k,
+            of=of,
+            divided=divided,
+            scale=2.5,
+            bias=bias.double().numpy(),
+            added=1e-6,
+            factors=factors.double().numpy(),
+        )
+        assert chosen == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_mixed_choices_are_those_of_the_definition(share: float) -> None:
+    logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(7)) * 4
+    logits[:, 1] = logits[:, 0] * 1.01  # near, on either side
+    allowed, names = some_of(16, 2, share)
+    found = by_expert(*SparseMixer(0.05).choose(logits, allowed, 2))
+    for row, chosen in zip(logits.double().numpy(), found, strict=True):
+        assert chosen == pytest.approx(routing.by_mixer(row, names, 2, 0.05), rel=1e-4)
+
+
+@torch.inference_mode()
+def test_groups_of_a_published_router() -> None:
+    """DeepSeek-V3's 256 experts in 8 groups, of which 4 are kept: transformers' router, which runs,
+    and the definition.
+    """
+    published = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+    config = config_of("deepseek_v3", **published)
+    torch.manual_seed(3)
+    with KNOWN["deepseek_v3"].without_experts():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    router = KNOWN["deepseek_v3"].routers(model)[-1]
+    router.weight.data.normal_(std=0.2)  # type: ignore[operator, union-attr]
+    router.e_score_correction_bias.data.normal_(std=0.2)  # type: ignore[operator, union-attr]
+    logits, weights, ids = router(torch.randn(16, COMMON["hidden_size"]))
+    bias = router.e_score_correction_bias.double().numpy()  # type: ignore[operator, union-attr]
+    for row, chosen in zip(logits.double().numpy(), by_expert(ids, weights), strict=True):
+        inside = routing.in_groups(routing.sigmoid(row) + bias, 8, 4, 2)
+        wanted = routing.by_scores(row, inside, 8, of="sigmoid", divided=True, scale=2.5, bias=bias)
+        assert chosen == pytest.approx(wanted, rel=1e-4)

@@ -3,9 +3,12 @@
 Tokens are compared with those of plain transformers.
 """
 
+import contextlib
 import gc
+import json
 import logging
 import re
+import shutil
 import threading
 import weakref
 from array import array
@@ -19,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from speq import Generator, SpeqError, Token
@@ -340,6 +344,38 @@ def test_a_stop_string_ends_within_an_accepted_run(trained: Subject, bundled: Pa
         assert result.finish_reason == "stop"
         assert result.stats["new_tokens"] == at + 1
     trained.check_ready(ids)
+
+
+def test_a_stop_string_may_be_a_special_token(tiny: Folder, tmp_path: Path) -> None:
+    """Whole, streamed and side by side; in a model that writes one by itself."""
+    prompt = [*b"ready?"]
+    ids = greedy_tokens(load_plain(tiny("qwen2_moe")), prompt, 12)
+    at = next(n for n in range(3, 12) if ids[n] not in ids[:n] and ids[n] < 256)
+    folder = tmp_path / "marked"
+    shutil.copytree(tiny("qwen2_moe"), folder)
+    written = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    written["model"]["vocab"] = {
+        "<|mark|>" if number == ids[at] else token: number for token, number in vocabulary.items()
+    }
+    marked = Tokenizer.from_str(json.dumps(written))
+    marked.add_special_tokens(["<|mark|>"])
+    marked.save(str(folder / "tokenizer.json"))
+    before = marked.decode(ids[:at])
+    with contextlib.closing(Generator.from_pretrained(folder, SCARCE)) as generator:
+        asked: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+        tokens = [*generator.stream(prompt, **asked)]
+        assert [name for token in tokens for _, name in token.special].count("<|mark|>") >= 1
+        assert "".join(token.text for token in tokens) == marked.decode(ids)
+        for stop, wanted in (("<|mark|>", before), (f"{before[-1]}<|mark|>", before[:-1])):
+            options = asked | {"stop": ["@@@@", stop]}
+            tokens = [*generator.stream(prompt, **options)]
+            assert "".join(token.text for token in tokens) == wanted
+            assert [token.id for token in tokens] == ids[: at + 1]
+            (beside,) = generator.generate_batch([prompt], **options)
+            for result in (generator.generate(prompt, **options), beside):
+                assert (result.text, result.finish_reason) == (wanted, "stop")
+                assert result.token_ids == ids[: at + 1]
 
 
 def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: Subject) -> None:

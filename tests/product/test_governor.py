@@ -9,7 +9,7 @@ import pytest
 
 from speq.bench.replay.governor_sim import Setting, Text, judge
 from speq.governor import measured_cycles as m
-from speq.governor.acceptance import HORIZON, Acceptance
+from speq.governor.acceptance import HORIZON, PRIOR, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.batches import Governors
 from speq.governor.cycle_model import CycleModel
@@ -157,6 +157,21 @@ def test_acceptance_follows_a_change_and_forgets_its_own_certainty() -> None:
         acceptance.observe(0, 0)
     assert acceptance.overall < 0.06
     assert acceptance.deviation > 3 * known
+
+
+def test_acceptance_of_long_runs_and_of_drafts_that_never_stand() -> None:
+    """Days without a draft, days of drafts in vain, and a plan that expects none to stand."""
+    idle, vain, hopeless = Acceptance(1), Acceptance(2), Acceptance(2)
+    for _ in range(200_000):
+        idle.observe(0, 0)
+    assert idle.overall == pytest.approx(PRIOR)
+    assert idle.accepted == pytest.approx(PRIOR)
+    for _ in range(60_000):
+        vain.observe(2, 0)
+    hopeless.believe(0.0, 5)
+    for acceptance in (vain, hopeless):
+        assert 0 < acceptance.overall < 1e-6
+        assert math.isfinite(acceptance.deviation / acceptance.overall)
 
 
 def test_the_share_that_stands_is_found() -> None:

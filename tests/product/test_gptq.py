@@ -16,7 +16,7 @@ from speq.quantizing.gptq import (
     rounded,
     scale_of,
 )
-from tests.helpers.window_words import codes_left
+from tests.reference.windows import codes_left
 
 INPUTS = 256
 GROUP_SIZES = (32, 64, 128, INPUTS)

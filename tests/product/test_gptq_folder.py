@@ -38,6 +38,7 @@ from tests.helpers.tiny_models import (
     load_plain,
     write_model,
 )
+from tests.reference.int4 import rounded, unpacked
 
 FOLDERS = DATA / "gptq"
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def unloaded(arena: Int4Arena, base_slot: int, down_order: np.ndarray) -> dict[s
     """Weights [N, K] in float16 by projection, in the order the model has them."""
     bank = arena.bank
     gate_up, down = (
-        reference.unpack_int4(codes[base_slot], scales[base_slot]).numpy()
+        unpacked(codes[base_slot].numpy(), scales[base_slot].numpy())
         for codes, scales in (bank.gate_up, bank.down)
     )
     width = len(down_order)
@@ -260,15 +261,8 @@ def change(
 # Kernels.
 
 
-def rounded(values: np.ndarray) -> np.ndarray:
-    """As the kernels see their inputs: INT8 in blocks of 32, in float32."""
-    return (
-        reference.round_to_int8(torch.from_numpy(values).float().unsqueeze(0))[0].double().numpy()
-    )
-
-
 def shuffled_and_rounded(values: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """The same in another order, put back where they were."""
+    """As INT4 products see inputs in another order, put back where they were."""
     out = np.empty_like(values)
     out[order] = rounded(values[order])
     return out
@@ -437,8 +431,11 @@ def test_a_draft_from_the_hub(
     write_gptq(tmp_path / "snapshot", tiny("olmoe"), Packing())
     asked = []
 
-    def download(name: str, revision: str | None, allow_patterns: list[str], **_: object) -> str:
+    def download(
+        name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
         asked.append((name, revision))
+        assert "*/*.safetensors" in ignore_patterns
         assert {"*.json", "*.safetensors"} <= set(allow_patterns)
         return str(tmp_path / "snapshot")
 

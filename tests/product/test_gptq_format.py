@@ -22,9 +22,9 @@ from speq.drafts.gptq_format import (
     unpack_codes,
     unpack_zeros,
 )
-from speq.kernels import reference
 from tests.helpers import gptq_files
 from tests.helpers.gptq_files import Packing
+from tests.reference.int4 import unpacked
 
 COLUMNS, ROWS = 256, 24
 
@@ -92,7 +92,7 @@ def test_weights_are_the_same_bit_for_bit(version: int, desc_act: bool, group_si
     ours = to_int4(packed, size)
     assert ours.qweight.shape == (ROWS, COLUMNS // 2)
     assert ours.scales.shape == (ROWS, COLUMNS // size)
-    values = reference.unpack_int4(ours.qweight, ours.scales)
+    values = torch.from_numpy(unpacked(ours.qweight.numpy(), ours.scales.numpy())).float()
     if desc_act and group_size != -1:
         assert ours.input_perm is not None
         in_order = torch.empty_like(values)
@@ -169,7 +169,9 @@ def test_layers_over_the_same_inputs_are_fused() -> None:
     ours = to_int4(fused([packed, alike]), 32)
     assert ours.input_perm is not None
     values = torch.empty(2 * ROWS, COLUMNS)
-    values[:, ours.input_perm] = reference.unpack_int4(ours.qweight, ours.scales)
+    values[:, ours.input_perm] = torch.from_numpy(
+        unpacked(ours.qweight.numpy(), ours.scales.numpy())
+    ).float()
     wanted = [parts, others | {"g_idx": parts["g_idx"]}]
     assert np.array_equal(
         values.numpy().astype(np.float16),

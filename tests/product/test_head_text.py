@@ -12,7 +12,6 @@ from speq.config import SamplingParams
 from speq.decode.drafter import DraftBase, DraftBounds
 from speq.decode.drafters.head import HeadDrafter
 from speq.decode.sampler import HostSampler
-from speq.decode.sampling import noise
 from speq.decode.sequence import Draft, Sequence
 from speq.governor.confidence import Confidence
 from speq.heads import head_text
@@ -22,6 +21,7 @@ from speq.heads.moe_head import HeadState, MoEHead
 from speq.models.kv_cache import KVCache
 from speq.models.tree import Tree
 from tests.helpers.heads import head_in_numpy, random_head
+from tests.reference.noise import noise
 
 HIDDEN, VOCAB = 16, 40
 
@@ -198,7 +198,9 @@ def likeliest(
         return int(probs.argmax())
     assert sampling.seed is not None
     tempered = probs ** (1 / sampling.temperature)
-    ticks = (tempered / tempered.sum()).float() / noise(sampling.seed, position, VOCAB)
+    ticks = (tempered / tempered.sum()).float() / torch.from_numpy(
+        noise(sampling.seed, position, VOCAB)
+    )
     return int(ticks.argmax())
 
 

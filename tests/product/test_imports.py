@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.helpers.paths import FOLDERS
+from tests.helpers.paths import FOLDERS, ROOT
 
 BARE_NAMES = frozenset({"scheduler", "governor", "bench"})
 
@@ -25,6 +25,7 @@ class Layer:
 
 LEAVES = (
     "speq.config",
+    "speq.control_groups",
     "speq.errors",
     "speq.listening",
     "speq.machine",
@@ -253,6 +254,9 @@ def _dangers(tree: ast.AST) -> Iterator[str]:
             refused = isinstance(node.value, ast.Constant) and node.value.value is False
             if not refused:
                 yield "does not set trust_remote_code to False"
+        # `python -O` leaves these out, and with them what they guard.
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "__debug__"):
+            yield "guards something under python without -O alone"
 
 
 def test_all_folders_are_read() -> None:
@@ -310,6 +314,8 @@ def test_library_keeps_to_the_table() -> None:
         ("speq.runtime", "import torch\ntorch.load('x')", "uses torch.load"),
         ("speq.runtime", "load(trust_remote_code=True)", "trust_remote_code"),
         ("speq.runtime", "load(trust_remote_code=wanted)", "trust_remote_code"),
+        ("speq.models.kv_cache", "def f(a):\n    assert a", "without -O alone"),
+        ("speq.scheduler.transfer", "if __debug__:\n    check()", "without -O alone"),
     ],
 )
 def test_checker_catches(module: str, source: str, sentence: str) -> None:
@@ -367,3 +373,18 @@ def test_rooms_have_no_circle() -> None:
     graph = TopologicalSorter(below)
     graph.prepare()  # raises CycleError, with the circle
     assert len(below) > 20
+
+
+def test_references_share_no_code_with_what_they_judge() -> None:
+    """They import numpy, the standard library and one another: not even torch."""
+    files = sorted((ROOT / "tests" / "reference").glob("*.py"))
+    assert len(files) > 5
+    allowed = {"numpy", "tests.reference", *sys.stdlib_module_names}
+    for path in files:
+        found = set(
+            imported(f"tests.reference.{path.stem}", ast.parse(path.read_text()), frozenset())
+        )
+        strange = {
+            name for name in found if not any(f"{name}.".startswith(f"{each}.") for each in allowed)
+        }
+        assert strange == set(), path.name

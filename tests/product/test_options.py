@@ -20,6 +20,7 @@ from speq import RunConfig, SamplingParams, SpeqError
 from speq.bench.settings import EqualMemorySettings, GovernorSettings, TpotSettings
 from speq.cli import app
 from speq.cli.bench import BENCHES, bench_app
+from speq.cli.cache import cache_app
 from speq.cli.from_dataclass import But, command
 from speq.cli.options import Output
 from speq.config import Model
@@ -211,7 +212,7 @@ def _untold(it: int) -> None:
 
 ALL = [
     (prefix, each)
-    for prefix, made in (((), app), (("bench",), bench_app))
+    for prefix, made in (((), app), (("cache",), cache_app), (("bench",), bench_app))
     for each in made.registered_commands
 ]
 
@@ -295,8 +296,9 @@ def test_json_and_trace_mean_one_thing() -> None:
             "train-head",
             "report",
             "bench widen",
+            *("cache verify", "cache clear", "cache limit"),
         )
-        assert has == (name not in (*none, "bench widen")), name
+        assert has == (name not in none), name
         if has:
             assert options["json"] == declared(Output)[0]
         assert ("trace" in options) == (name == "generate")

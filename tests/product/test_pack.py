@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+import speq
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.devices.device import Processor
@@ -25,7 +27,9 @@ from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_store import PackedExpertStore
 from speq.experts.passes import in_turn, made_at_once
+from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import sealed
+from speq.files.safetensors_file import SafetensorsFile
 from speq.models import moe_model
 from speq.models.opened import open_model
 from tests.helpers.damage import flip, last, line_of, lines, resized
@@ -104,6 +108,77 @@ def test_shards_keep_all_but_experts(tmp_path: Path) -> None:
     plain.close()
     opened.close()
     assert same(source, tmp_path / "packed")
+
+
+def test_a_pack_goes_on_with_the_weights_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shards of gigabytes the fingerprint misses a changed expert."""
+    source = write_model(tmp_path / "source", "olmoe")
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "the same")
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
+
+    def enough(what: str, done: int, total: int) -> None:
+        if what == "packing experts" and done == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_to(source, tmp_path / "packed", enough)
+    with SafetensorsFile(source / "model.safetensors") as shard:
+        info = shard.tensors["model.layers.0.mlp.experts.6.up_proj.weight"]
+    with (source / "model.safetensors").open("r+b") as file:
+        file.seek(info.offset)
+        file.write(bytes(info.nbytes))
+    pack_to(source, tmp_path / "packed").close()
+    pack_to(source, tmp_path / "anew").close()
+    for name in ("experts.bin", "experts.json"):
+        assert (tmp_path / "packed" / name).read_bytes() == (tmp_path / "anew" / name).read_bytes()
+
+
+def test_a_model_that_changes_while_it_is_packed_makes_no_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_model(tmp_path / "source", "olmoe")
+
+    def touched(what: str, done: int, total: int) -> None:
+        if what == "packing experts" and done == 9:
+            os.utime(source / "model.safetensors")
+
+    with pytest.raises(SpeqError, match="were changed or replaced while they were read"):
+        pack_to(source, tmp_path / "packed", touched)
+    assert not (tmp_path / "packed" / "config.json").exists()
+    pack_to(source, tmp_path / "packed").close()
+    assert same(source, tmp_path / "packed")
+
+
+def test_weights_of_other_kinds_stay_behind(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "olmoe")
+    foreign = ("pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "model.Q4_K.gguf")
+    taken = ("LICENSE", "NOTICE.txt", "README.md", "chat_template.jinja", "tokenizer.model")
+    for name in (*foreign, *taken):
+        (source / name).write_text(name)
+    pack_to(source, tmp_path / "packed").close()
+    names = {each.name for each in (tmp_path / "packed").iterdir()}
+    assert names >= {"config.json", *taken} and not names & set(foreign)
+
+
+def test_two_packers_do_not_write_one_folder(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "olmoe")
+
+    def second(what: str, done: int, total: int) -> None:
+        if what == "packing experts" and done == 9:
+            with pytest.raises(SpeqError, match=r"another process packs to .*packed; wait for"):
+                pack_to(source, tmp_path / "packed")
+
+    pack_to(source, tmp_path / "packed", second).close()
+    assert same(source, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("out", ["source/config.json", "/proc/no-folder"])
+def test_folders_that_cannot_be_written_are_refused_at_once(tmp_path: Path, out: str) -> None:
+    source = write_model(tmp_path / "source", "olmoe")
+    with pytest.raises(SpeqError, match=r"cannot be written: .*; choose another folder$"):
+        speq.pack(source, tmp_path / out)
 
 
 MOMENTS = (
@@ -419,9 +494,24 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for(packed: Path) -> None:
     with pytest.raises(SpeqError, match=f"expert 1 in MoE layer 1, {nbytes} bytes at {offset}"):
         opened.store.read(1, 1, record)
     opened.close()
-    trusting = open_model(packed)
-    trusting.store.read(1, 1, record)
-    trusting.close()
+    usual = open_model(packed)
+    with pytest.raises(SpeqError, match=f"expert 1 in MoE layer 1, {nbytes} bytes at {offset}"):
+        usual.store.read(1, 1, record)
+    usual.close()
+
+
+@pytest.mark.parametrize("every_read", [False, True])
+def test_records_are_compared_at_their_first_read_or_at_every_one(
+    packed: Path, every_read: bool
+) -> None:
+    opened = open_model(packed, verify_reads=every_read)
+    record = expert_slot(opened.store)
+    opened.store.read(0, 0, record)
+    with (packed / "experts.bin").open("r+b") as file:
+        file.write(b"rot")
+    with pytest.raises(SpeqError, match="is not what was packed") if every_read else nullcontext():
+        opened.store.read(0, 0, record)
+    opened.close()
 
 
 @pytest.mark.parametrize(
@@ -509,8 +599,8 @@ def test_folders_that_are_taken(packed: Path, tiny: Folder, tmp_path: Path) -> N
 
 
 def test_verifying_wants_a_pack(tiny: Folder, packed: Path) -> None:
-    with pytest.raises(SpeqError, match="has no checksums to verify reads by; `speq pack`"):
-        open_model(tiny("olmoe"), verify_reads=True)
+    with pytest.raises(SpeqError, match=r"has no checksums to verify reads by.*`speq pack`"):
+        Generator.from_pretrained(tiny("olmoe"), "64MiB", verify_reads=True)
     opened = open_model(packed, verify_reads=True)
     assert isinstance(opened.store, PackedExpertStore)
     assert opened.store.verify_reads

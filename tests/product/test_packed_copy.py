@@ -14,11 +14,17 @@ import pytest
 
 import speq
 from speq import Generator
+from speq.errors import SpeqError
 from speq.experts import packed_copy, record_writer
-from speq.experts.expert_store import SafetensorsExpertStore
-from speq.experts.packed_copy import Stopped, copy_folder, taken
+from speq.experts.copied_store import CopiedExperts
+from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
+from speq.experts.packed_copy import copy_folder
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
+from speq.files import kept
+from speq.files.alone import Taken, alone_in
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
+from speq.files.safetensors_file import SafetensorsFile
+from speq.models.opened import open_model
 
 PROMPT = [5, 17, 40, 3, 22, 9]
 BUDGET = "560KiB"
@@ -81,19 +87,24 @@ def test_later_runs_read_records_and_write_the_same(model: Path, tmp_path: Path)
     generator.close()
 
 
+def stop_at(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Let copies be stopped once so many experts are done."""
+    told = packed_copy.PackedCopy._told
+
+    def stopped(self: packed_copy.PackedCopy, done: int, total: int) -> None:
+        if done == count:
+            self._stopping = True
+        told(self, done, total)
+
+    patch.setattr(packed_copy.PackedCopy, "_told", stopped)
+
+
 def test_what_a_run_interrupts_the_next_one_ends(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
-    told = packed_copy.PackedCopy._told
-
-    def stop_at_three(self: packed_copy.PackedCopy, done: int, total: int) -> None:
-        if done == 3:
-            self._stopping = True
-        told(self, done, total)
-
     with monkeypatch.context() as patch:
-        patch.setattr(packed_copy.PackedCopy, "_told", stop_at_three)
+        stop_at(patch, 3)
         made(model)
     folder = kept_at(model)
     assert not (folder / EXPERTS_MANIFEST).exists()
@@ -156,12 +167,12 @@ def test_two_runs_do_not_write_one_copy(model: Path, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "speq")
     folder = kept_at(model)
     folder.mkdir(parents=True)
-    with taken(folder):
-        with pytest.raises(Stopped), taken(folder):
+    with alone_in(folder, "first"):
+        with pytest.raises(Taken), alone_in(folder, "second"):
             pass
         finish(loaded(model))
         assert not (folder / EXPERTS_JOURNAL).exists()
-    assert "0 of" in caplog.text
+    assert "another run writes to" in caplog.text
 
 
 def test_small_models_leave_no_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,3 +233,212 @@ def test_it_rests_while_tokens_are_generated_and_only_then(
     copy._told(4, 4)
     assert rests == [9 * 0.5, 9 * 1.0]
     generator.close()
+
+
+@pytest.fixture
+def own(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same model in a folder of the test's own, where no change of weights changes the
+    fingerprint, as few do in shards of gigabytes.
+    """
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "the same")
+    return Path(shutil.copytree(model, tmp_path / "own"))
+
+
+def zero(model: Path, expert: str) -> None:
+    """Let an expert's matrices be zero in a model's only shard."""
+    with SafetensorsFile(model / "model.safetensors") as file:
+        ranges = [
+            (info.offset, info.nbytes) for name, info in file.tensors.items() if expert in name
+        ]
+    assert ranges
+    with (model / "model.safetensors").open("r+b") as shard:
+        for offset, nbytes in ranges:
+            shard.seek(offset)
+            shard.write(bytes(nbytes))
+
+
+def published(model: Path) -> list[int]:
+    """What the files themselves make of the prompt."""
+    generator = loaded(model, packed_copy="none")
+    found = tokens(generator)
+    generator.close()
+    return found
+
+
+def read_from_copy(model: Path) -> list[int]:
+    generator = loaded(model)
+    assert isinstance(generator.runtime.opened.store, CopiedExperts)
+    found = tokens(generator)
+    generator.close()
+    return found
+
+
+def test_changed_weights_are_never_answered_with_the_old_ones(own: Path, tmp_path: Path) -> None:
+    first = made(own)
+    zero(own, ".mlp.experts.")
+    now = published(own)
+    assert now != first
+    assert made(own) == now
+    assert read_from_copy(own) == now
+    speq.pack(own, tmp_path / "packed", codec="lossless")
+    records = kept_at(own) / RECORDS_FILE
+    assert records.read_bytes() == (tmp_path / "packed" / RECORDS_FILE).read_bytes()
+
+
+def test_touched_files_are_compared_and_the_copy_stays(
+    own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(own)
+    records = kept_at(own) / RECORDS_FILE
+    inode = records.stat().st_ino
+    shard = own / "model.safetensors"
+    shard.write_bytes(shard.read_bytes())  # as a download of the same would
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert made(own) == first
+    assert "were touched or replaced since their packed copy was made" in caplog.text
+    read: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        compared = record_writer.Words.crc32
+        patch.setattr(
+            record_writer.Words, "crc32", lambda self, at: (read.append(at), compared(self, at))[1]
+        )
+        assert made(own) == first
+    assert read[0] == 3  # where the last run was stopped
+    assert read_from_copy(own) == first
+    moved = tmp_path / "moved"
+    own.rename(moved)
+    assert made(moved) == first
+    assert read_from_copy(moved) == first
+    assert [each.model for each in kept.in_cache()] == [str(moved)]
+    assert records.stat().st_ino == inode
+
+
+def test_a_copy_goes_on_with_the_weights_of_now(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        made(own)
+    zero(own, "layers.0.mlp.experts.2.")
+    made(own)
+    speq.pack(own, tmp_path / "packed", codec="lossless")
+    records = kept_at(own) / RECORDS_FILE
+    assert records.read_bytes() == (tmp_path / "packed" / RECORDS_FILE).read_bytes()
+
+
+def test_files_that_change_while_they_are_copied_leave_no_copy(
+    own: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = packed_copy.PackedCopy._told
+
+    def changing(self: packed_copy.PackedCopy, done: int, total: int) -> None:
+        if done == 3:
+            zero(own, "layers.0.mlp.experts.0.")
+        told(self, done, total)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_copy.PackedCopy, "_told", changing)
+        made(own)
+    assert not (kept_at(own) / EXPERTS_MANIFEST).exists()
+    assert "were changed or replaced while they were read" in caplog.text
+    made(own)
+    assert read_from_copy(own) == published(own)
+
+
+def test_damaged_records_are_read_from_the_model_and_mended(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = made(model)
+    records = kept_at(model) / RECORDS_FILE
+    whole = records.read_bytes()
+    spoilt = bytearray(whole)
+    for at in range(0, len(whole), 4096):
+        spoilt[at + 9] ^= 0x5A
+    with records.open("r+b") as file:
+        file.write(spoilt)
+    assert read_from_copy(model) == first
+    assert "was read from the model, and mended" in caplog.text
+    assert caplog.text.count("mended") == 1
+    store = open_copy(model)
+    slot = expert_slot(store)
+    for at in range(store.num_layers * store.num_experts):
+        store.read(*divmod(at, store.num_experts), slot)
+    store.close()
+    assert records.read_bytes() == whole
+
+
+def open_copy(model: Path) -> CopiedExperts:
+    opened = open_model(model)
+    assert isinstance(opened.store, SafetensorsExpertStore)
+    store = packed_copy.kept_copy(opened.checkpoint, opened.shape.experts, opened.store)
+    assert store is not None
+    return store
+
+
+def test_damaged_records_of_a_model_that_changed_are_refused(own: Path) -> None:
+    made(own)
+    store = open_copy(own)
+    zero(own, "layers.0.mlp.experts.1.")
+    with (kept_at(own) / RECORDS_FILE).open("r+b") as file:
+        file.seek(store.manifest.records[1].offset)
+        file.write(b"rot")
+    slot = expert_slot(store)
+    store.read(0, 0, slot)
+    with pytest.raises(SpeqError, match="damaged record of expert 1 in MoE layer 0, and the model"):
+        store.read(0, 1, slot)
+    store.close()
+
+
+def test_each_record_is_compared_once_or_at_every_read(model: Path) -> None:
+    made(model)
+    store = open_copy(model)
+    slot = expert_slot(store)
+    for _ in range(3):
+        store.read(0, 2, slot)
+    size = store.record_bytes(0, 2)
+    assert store.verified.nbytes == size
+    store.verify_reads = True
+    for _ in range(3):
+        store.read(0, 2, slot)
+    assert store.verified.nbytes == 4 * size
+    store.close()
+    generator = loaded(model, verify_reads=True)
+    stats = generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True).stats
+    generator.close()
+    assert stats["verified_bytes"] == stats["moved_bytes"] + stats["prefill_moved_bytes"] > 0
+
+
+def test_a_copy_needs_room_for_its_rest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 1)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 12)
+        made(model)
+    folder = kept_at(model)
+    there = (folder / RECORDS_FILE).stat().st_size
+    opened = open_model(model)
+    assert isinstance(opened.store, SafetensorsExpertStore)
+    copy = packed_copy.PackedCopy(opened.checkpoint, opened.store, folder)
+    rest = copy.usual_bytes - there
+    assert 0 < rest < copy.usual_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=rest - 1))
+    assert not copy._has_room()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=rest))
+    copy.begin()
+    copy.wait()
+    assert (folder / EXPERTS_MANIFEST).exists()
+
+
+def test_copies_of_what_a_folder_held_before_go(
+    own: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(own)
+    old = kept_at(own)
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "another")
+    made(own)
+    assert not old.exists()
+    assert (kept_at(own) / EXPERTS_MANIFEST).exists()
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "a third one")
+    made(model)  # of another folder
+    assert len(list(kept.in_cache())) == 2

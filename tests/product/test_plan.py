@@ -564,6 +564,17 @@ def test_a_draft_must_save_its_margin() -> None:
     assert chosen.codec == "raw" and not chosen.drafts
 
 
+def test_a_length_that_was_asked_for_is_drafted() -> None:
+    """What plain decoding would take beside a draft is no reason to hold that one."""
+    speeds = replace(outlook().speeds, head_token_s=1e-2, expert_s={"raw": 0.0, "residual": 1e-4})
+    of = replace(outlook(speeds=speeds, head_stand=(0.05,)), lengths=(3,))
+    head, draft = (replace(way, slots=8 * 32) for way in (HEAD, DRAFT))
+    plain_s = [replace(way, expected=of.cycle(way, 0)).cost_s for way in (head, draft)]
+    assert plain_s[0] < plain_s[1]
+    assert of.weighed(head).cost_s > of.weighed(draft).cost_s
+    assert choose(of, [head, draft])[0].drafter == "int4"
+
+
 @pytest.mark.parametrize("link", [1e5, 3e5, 1e6, 3e6])
 def test_below_the_break_even_acceptance_speculation_loses(link: float) -> None:
     of, holdings = outlook(link), [PLAIN, DRAFT]
@@ -799,22 +810,21 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_only_a_config_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
-    asked: list[tuple[str, list[str], str | None]] = []
+    asked: list[tuple[str, str | None]] = []
 
-    def download(
-        name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
-    ) -> str:
-        asked.append((name, allow_patterns, revision))
+    def download(name: str, revision: str | None, **patterns: list[str]) -> str:
+        asked.append((name, revision))
+        files = ["config.json", "model.safetensors", "tokenizer.json", "original/config.json"]
+        assert [*filter_repo_objects(files, **patterns)] == ["config.json"]
         return str(QWEN)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = json.loads(run("Qwen/x", "--memory-budget", "16GiB", "--preset", "rtx-4090", *JSON))
     assert found["model"] == "Qwen/x"
     run("Qwen/x@main", "--memory-budget", "16GiB", "--preset", "rtx-4090")
-    # And what quantisers say beside it.
-    files = ["config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"]
-    assert asked == [("Qwen/x", files, None), ("Qwen/x", files, "main")]
+    assert asked == [("Qwen/x", None), ("Qwen/x", "main")]
 
 
 def test_rates() -> None:

@@ -4,6 +4,7 @@ run that reuses nothing.
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from speq import Generator
 from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
 from speq.decode.drafters.head import HeadDrafter
-from speq.decode.prefixes import Prefixes
+from speq.decode.prefixes import Prefixes, chunk_end
 from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache, common_prefix
@@ -299,7 +300,7 @@ def cache(number: int, known: list[int]) -> KVCache:
         for tensor in layer.row:
             tensor += torch.arange(64.0)[:, None] + 100 * number
     made.advance(len(known))
-    made.known = [*known]
+    made.known, made.ends = [*known], [*range(2, len(known) + 1, 2)]
     return made
 
 
@@ -317,17 +318,123 @@ def test_rows_by_hand() -> None:
     assert (caches[1].length, caches[1].known) == (6, prompt[:6])
     assert caches[1].layers[0].row[0][0, :, 0].tolist()[:7] == [0, 1, 2, 3, 4, 5, 106]
     prefixes.read(1, [7])
-    assert caches[1].known == prompt[:6]  # no whole chunk
+    assert (caches[1].known, caches[1].ends) == (prompt[:6], [2, 4, 6])  # no whole chunk
     caches[1].advance(2)
     prefixes.read(1, [7, 8])
-    assert caches[1].known == [*prompt, 8]
+    assert (caches[1].known, caches[1].ends) == ([*prompt, 8], [2, 4, 6, 8])
     caches[1].rewind(3)
-    assert caches[1].known == prompt[:5]
+    assert (caches[1].known, caches[1].ends) == (prompt[:5], [2, 4])
+    assert prefixes.common(1, prompt) == 4
     caches[1].erase()
-    assert caches[1].known == []
+    assert (caches[1].known, caches[1].ends) == ([], [])
     nothing = Prefixes(caches, 2)
     assert nothing.begin(0, prompt) == 0
     assert (caches[0].length, caches[0].known) == (0, [])
+
+
+def test_ends_of_chunks() -> None:
+    def ends(length: int, chunk: int) -> list[int]:
+        found = [0]
+        while found[-1] < length:
+            found.append(chunk_end(found[-1], length, chunk))
+        return found[1:]
+
+    wanted = {
+        (1, 4096): [1],
+        (255, 4096): [255],
+        (256, 4096): [256],
+        (257, 4096): [256, 257],
+        (511, 4096): [256, 511],
+        (512, 4096): [512],
+        (819, 4096): [512, 819],
+        (877, 4096): [512, 877],
+        (4095, 4096): [2048, 4095],
+        (4096, 4096): [4096],
+        (4097, 4096): [4096, 4097],
+        (9000, 4096): [4096, 8192, 8704, 9000],
+        (819, 512): [512, 768, 819],
+        (1024, 512): [512, 1024],
+        (600, 256): [256, 512, 600],
+        (40, 16): [16, 32, 40],
+    }
+    assert {key: ends(*key) for key in wanted} == wanted
+    for length in range(1, 3000):
+        found = ends(length, 1024)
+        # Each place but the last follows from those before it: whoever begins there goes on alike.
+        assert found[-1] == length
+        assert all(b - a <= 1024 for a, b in pairwise([0, *found]))
+        assert len(found) <= -(-length // 1024) + 1
+
+
+def test_owners_share_nothing() -> None:
+    caches = [cache(0, [1, 2, 3, 4]), cache(1, [])]
+    caches[0].owner = "one"
+    prefixes, prompt = Prefixes(caches, 2, "chunks"), [1, 2, 3, 4, 5]
+    assert [prefixes.common(0, prompt, owner) for owner in ("", "one", "two")] == [0, 4, 0]
+    assert prefixes.begin(1, prompt, "two") == 0
+    caches[1].advance(2)
+    prefixes.read(1, [1, 2])
+    assert [prefixes.common(row, prompt, "two") for row in (0, 1)] == [0, 2]
+    assert prefixes.begin(1, prompt, "one") == 4
+    assert (caches[1].known, caches[1].owner) == ([1, 2, 3, 4], "one")
+
+
+# Tokens of the prompts of a chat, and how many of them are there from the turn before.
+TURNS = {300: 0, 320: 256, 819: 0, 848: 512, 877: 512, 1100: 0, 1101: 1024}
+BOTH = ["float32", "bfloat16"]
+FAMILY_DTYPES = [(family, BOTH[at % 2]) for at, family in enumerate(("gpt_oss", "deepseek_v3"))]
+FAMILY_DTYPES += [("olmoe", dtype) for dtype in BOTH]
+OTHER_FAMILIES = [
+    (family, dtype)
+    for family in ("gpt_oss", "deepseek_v3", "gemma4", "qwen3_moe", "glm4_moe")
+    for dtype in BOTH
+    if (family, dtype) not in FAMILY_DTYPES
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*FAMILY_DTYPES, *(pytest.param(*each, marks=pytest.mark.wide) for each in OTHER_FAMILIES)],
+)
+def test_turns_shorter_than_a_chunk(
+    family: str, dtype: str, tmp_path: Path, long_prompt: list[int]
+) -> None:
+    """What is taken over is bit for bit what the prompt has alone: entries, logits and text."""
+    folder = write_model(tmp_path / "long", family, max_position_embeddings=2048)
+    generator = Generator.from_pretrained(
+        folder, "256MiB", dtype=dtype, draft_length=0, context_length=1200
+    )
+    engine = generator.runtime.engine
+    scored: list[Tensor] = []
+    own = engine.model.score_last
+    engine.model.score_last = lambda last: scored.append(own(last)) or scored[-1]  # type: ignore
+    try:
+        assert engine.chunk > max(TURNS)
+
+        def asked(prompt: list[int]) -> tuple[int, list[int], Tensor, list[Tensor]]:
+            told = generator.generate(prompt, max_new_tokens=3, ignore_eos=True)
+            found = entries(generator, 0, len(prompt) + 2)
+            return told.stats["cached_tokens"], told.token_ids, scored[-1].logits, found
+
+        for length, wanted in TURNS.items():
+            cached, text, logits, found = asked(long_prompt[:length])
+            assert cached == wanted, length
+            if cached:
+                kept = engine.cache.known, engine.cache.ends
+                generator.forget()
+                count, alone, alone_logits, alone_entries = asked(long_prompt[:length])
+                assert (count, alone) == (0, text)
+                assert torch.equal(alone_logits, logits)
+                assert alike(alone_entries, found)
+                assert (engine.cache.known, engine.cache.ends) == kept
+    finally:
+        generator.close()
+
+
+@pytest.fixture(scope="module")
+def long_prompt() -> list[int]:
+    dice = random.Random(5)
+    return [dice.randrange(3, 250) for _ in range(max(TURNS))]
 
 
 def test_common_prefix() -> None:

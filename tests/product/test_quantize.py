@@ -23,6 +23,8 @@ from speq import SpeqError
 from speq.cli import app
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
+from speq.files.alone import alone_in
+from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import quantize_int4
 from speq.kernels.windows import words_of
 from speq.machine import PROCESS_BYTES
@@ -47,7 +49,7 @@ from tests.helpers.tiny_models import (
     put_matrices,
     write_model,
 )
-from tests.helpers.window_words import told
+from tests.reference.windows import told
 
 Folder = Callable[[str], Path]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -559,9 +561,14 @@ def test_folders_that_are_taken(small: Path, tmp_path: Path) -> None:
     with pytest.raises(SpeqError, match="out exists and holds other files"):
         quantise_to(out, small)
     (out / "notes.txt").unlink()
-    with pytest.raises(SpeqError, match=r"notes.txt exists and holds other files"):
+    with pytest.raises(SpeqError, match=r"notes.txt cannot be written: .*; choose another folder"):
         (tmp_path / "notes.txt").touch()
         quantise_to(tmp_path / "notes.txt", small)
+    with (
+        alone_in(out, ""),
+        pytest.raises(SpeqError, match=r"another process writes to .*out; wait"),
+    ):
+        quantise_to(out, small)
     (out / "quantize.journal").write_text("nonsense")
     (out / "notes.txt").touch()
     with pytest.raises(SpeqError, match=r"journal is damaged, and .* holds notes\.txt; remove the"):
@@ -579,7 +586,11 @@ def interrupted(model: Path, out: Path, settings: QuantizeSettings = SETTINGS) -
         quantise_to(out, model, settings, progress=enough)
 
 
-def test_going_on_wants_the_same(small: Path, tmp_path: Path) -> None:
+def test_going_on_wants_the_same(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in shards of gigabytes, where the fingerprint misses a change of few weights.
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "the same")
     out = tmp_path / "out"
     interrupted(small, out)
     for change in (
@@ -599,6 +610,12 @@ def test_going_on_wants_the_same(small: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(SpeqError, match="was begun with another model"):
         quantise_to(out, other)
+    changed = Path(shutil.copytree(small, tmp_path / "changed"))
+    with next(changed.glob("model*.safetensors")).open("r+b") as shard:
+        shard.seek(-1000, os.SEEK_END)
+        shard.write(bytes(64))
+    with pytest.raises(SpeqError, match="was begun with another model"):
+        quantise_to(out, changed)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ from tests.helpers.tiny_models import (
     matrices_of,
     write_model,
 )
+from tests.reference.int4 import unpacked
 
 Folder = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -530,7 +531,7 @@ def test_draft_of_the_file_is_what_the_kernels_unpack(tiny: Folder) -> None:
     draft_file.quantize(arena, store)
     for slot, (gate_up, down) in enumerate(plain_experts(path)):
         for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
-            values = reference.unpack_int4(codes[slot], scales[slot])
+            values = torch.from_numpy(unpacked(codes[slot].numpy(), scales[slot].numpy()))
             group = matrix.shape[1] // scales.shape[2]
             steps = scales[slot].float().repeat_interleave(group, dim=1)
             assert ((values - matrix).abs() <= steps * (0.5 + 7 * 2**-10)).all()

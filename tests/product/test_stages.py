@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Processor
 from speq.errors import EngineLost, SpeqError
 from speq.experts.passes import by_layer
+from speq.files import contents
 from speq.files.alignment import aligned_bytes
+from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
 from speq.heads.named import head_named
 from speq.models import moe_model
@@ -29,9 +33,9 @@ from speq.models.opened import Opened, open_model
 from speq.models.part import Part, parts_of
 from speq.models.shape import DTYPES
 from speq.stages.agreement import Agreement, Shared, part_for, versions
+from speq.stages.asked import follow
 from speq.stages.first import RingStages, open_first, open_stage
 from speq.stages.rendezvous import Meeting, join_ring, open_ring
-from speq.stages.serve import follow
 from speq.stages.settings import StagesSettings, address_of, counts_of, stage_count, staged
 from speq.stages.waiting import Waiter
 from speq.stages.wire import Kind, Message, Ring, sizes_of, unpacked
@@ -55,7 +59,7 @@ DRAWN = SamplingParams(temperature=0.8, top_k=40, seed=3, ignore_eos=True)
 def logits_of(generator: Generator) -> list[torch.Tensor]:
     """A prompt in chunks, a chain, a tree of which a branch is kept, and what follows that."""
     engine = generator.runtime.reserve(100)
-    engine.chunk = 16
+    engine.chunk = engine.prefixes.chunk = 16
     text = Sequence(generator.encode(PROMPT * 2), SamplingParams(), frozenset())
     engine.start(text)
     found = [engine.verify(5, Draft.chain([6, 7])).logits]
@@ -295,6 +299,7 @@ def test_caches_follow_one_another() -> None:
             written = torch.arange(8.0).view(1, 1, 8, 1) + 10 * cache.number
             cache.layers[0].keys.copy_(written)
             cache.layers[0].values.copy_(-written)
+            cache.written = 8
         return caches
 
     here, there, changes = made(), made(), []
@@ -306,7 +311,10 @@ def test_caches_follow_one_another() -> None:
     here[0].rewind(1)
     here[0].known = [1, 2]
     here[1].take(here[0], 2)
+    follow(json.loads(json.dumps(changes)), there)
+    changes.clear()
     here[1].advance(2)
+    there[1].written = 4  # by a pass in between
     follow(json.loads(json.dumps(changes)), there)
     for one, other in zip(here, there, strict=True):
         assert (one.length, one._length.settled) == (other.length, other._length.settled)
@@ -314,7 +322,7 @@ def test_caches_follow_one_another() -> None:
     assert here[0].layers[0].keys.flatten().tolist()[:6] == [0, 1, 2, 3, 5, 6]
     changes.clear()
     here[0].erase()
-    follow(changes, there)
+    follow(json.loads(json.dumps(changes)), there)
     assert not there[0].length and not there[0].tensors()[0].any()
 
 
@@ -393,6 +401,52 @@ def test_stages_that_differ_are_refused() -> None:
     for text in (b"{}", b"7", b'{"model": 1, "versions": {}, "counts": []}', b"\x80"):
         with pytest.raises(SpeqError, match="nothing that this version understands"):
             Agreement.of_json(text, "it")
+
+
+def test_a_stage_with_other_weights_of_the_same_shapes_is_refused(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shards of gigabytes the fingerprint misses a changed expert."""
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "the same")
+    first = tiny("olmoe")
+    second, third = (Path(shutil.copytree(first, tmp_path / name)) for name in ("two", "three"))
+    with (third / "model.safetensors").open("r+b") as shard:
+        shard.seek(-1000, os.SEEK_END)
+        shard.write(bytes(64))
+    found = []
+    for model in (first, second, third):
+        opened, agreement = open_stage(str(model), "2", 1)
+        opened.close()
+        found.append(agreement)
+    found[0].check(found[1], "stage 2 of 2")
+    with pytest.raises(SpeqError, match="stage 2 of 2 has another checkpoint"):
+        found[0].check(found[2], "stage 2 of 2")
+
+
+def test_a_digest_is_kept_until_a_file_is_touched(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(tiny("olmoe"), tmp_path / "model"))
+    read: list[int] = []
+    of_files = contents._read
+    monkeypatch.setattr(
+        contents, "_read", lambda files, *more: (read.append(len(files)), of_files(files, *more))[1]
+    )
+
+    def digest() -> str:
+        with closing(Checkpoint(model)) as checkpoint:
+            return contents.content_digest(checkpoint)
+
+    before = digest()
+    assert digest() == before
+    assert read == [1]
+    os.utime(model / "model.safetensors")
+    assert digest() == before
+    assert read == [1, 1]
+    with (model / "model.safetensors").open("r+b") as shard:
+        shard.seek(-1, os.SEEK_END)
+        shard.write(b"\x01")
+    assert digest() != before
 
 
 SHARED = Shared("float32", "ngram", None, None, 1)

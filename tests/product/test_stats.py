@@ -323,7 +323,9 @@ def test_every_figure_has_a_meaning() -> None:
 
 
 def test_summary_of_a_run() -> None:
-    figures = run_of([PREFILL, *DECODE]).summary()
+    run = run_of([PREFILL, *DECODE])
+    run.verified_bytes, run.verified_s = 700, 0.25
+    figures = run.summary()
     decode_tokens = 3 + 3 + 1
     expected: dict[str, Any] = {
         "new_tokens": 1 + decode_tokens,
@@ -359,6 +361,8 @@ def test_summary_of_a_run() -> None:
         "prefill_read_bytes": 9800,
         "prefill_stall_s": 100.0,
         "prefill_s": 3.5,
+        "verified_bytes": 700,
+        "verified_s": 0.25,
         "prefill_moved_bytes": 9000,
         "prefill_hit_rate": 12 / 30,
         "cached_tokens": 0,

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speq.text.stream import TextStream
+from speq.text.stream import Piece, TextStream
+from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 from tests.helpers.tiny_models import VOCAB, write_tokenizer
 
@@ -74,10 +75,14 @@ def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
     """A piece for each token, up to a stop."""
     pieces = []
     for token_id in ids:
-        pieces.append(stream.feed(token_id))
+        pieces.append(stream.feed(token_id).text)
         if stream.stopped:
             break
     return pieces
+
+
+def texts_of(pieces: list[Piece]) -> list[str]:
+    return [piece.text for piece in pieces]
 
 
 def random_ids(tokenizer: Any, rng: random.Random, count: int) -> list[int]:
@@ -91,11 +96,10 @@ def test_random_tokens_add_up(tokenizer: Any) -> None:
     incomplete = 0
     for _ in range(60):
         ids = random_ids(tokenizer, rng, rng.randint(0, 50))
-        stream = TextStream(tokenizer)
+        stream = TextStream(Vocabulary(tokenizer))
         pieces = pieces_of(stream, ids)
-        assert not any(piece.endswith("\ufffd") for piece in pieces)
-        last = stream.finish()
-        incomplete += bool(last)
+        last = stream.finish().text
+        incomplete += "" in pieces
         assert "".join(pieces) + last == decode(tokenizer, ids)
     assert incomplete > 0
 
@@ -103,10 +107,10 @@ def test_random_tokens_add_up(tokenizer: Any) -> None:
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:5])
 def test_texts_add_up(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
-    stream = TextStream(tokenizer)
+    stream = TextStream(Vocabulary(tokenizer))
     pieces = pieces_of(stream, ids)
-    assert not any(piece.endswith("\ufffd") for piece in pieces)
-    assert "".join(pieces) + stream.finish() == text
+    assert "".join(pieces).count("\ufffd") == text.count("\ufffd")
+    assert "".join(pieces) + stream.finish().text == text
 
 
 @pytest.mark.parametrize("text", TEXTS[:5], ids=lambda text: text[:5])
@@ -114,12 +118,12 @@ def test_characters_come_once_their_last_byte_does(byte_tokenizer: Any, text: st
     data = text.encode()
     ids = byte_tokenizer(text)["input_ids"]
     assert len(ids) == len(data)
-    stream = TextStream(byte_tokenizer)
+    stream = TextStream(Vocabulary(byte_tokenizer))
     so_far = ""
     for count, token_id in enumerate(ids, start=1):
-        so_far += stream.feed(token_id)
+        so_far += stream.feed(token_id).text
         assert so_far == data[:count].decode(errors="ignore")
-    assert stream.finish() == ""
+    assert stream.finish().text == ""
 
 
 def test_spaces_between_words_are_kept(spaced_tokenizer: Any) -> None:
@@ -140,29 +144,29 @@ def test_spaces_between_words_are_kept(spaced_tokenizer: Any) -> None:
     for _ in range(200):
         chosen = rng.choices(parts, k=rng.randint(1, 12))
         ids = [vocabulary[token] for part in chosen for token in part]
-        stream = TextStream(spaced_tokenizer)
+        stream = TextStream(Vocabulary(spaced_tokenizer))
         pieces = pieces_of(stream, ids)
         assert "\ufffd" not in "".join(pieces)
-        assert "".join(pieces) + stream.finish() == decode(spaced_tokenizer, ids)
+        assert "".join(pieces) + stream.finish().text == decode(spaced_tokenizer, ids)
     ids = [vocabulary[token] for token in ("\u2581one", "\u2581two", "\u2581three")]
-    assert pieces_of(TextStream(spaced_tokenizer), ids) == ["one", " two", " three"]
+    assert pieces_of(TextStream(Vocabulary(spaced_tokenizer)), ids) == ["one", " two", " three"]
 
 
 def test_special_tokens_leave_no_text(byte_tokenizer: Any) -> None:
     end = byte_tokenizer.eos_token_id
     euro = byte_tokenizer("€")["input_ids"]
-    stream = TextStream(byte_tokenizer)
+    stream = TextStream(Vocabulary(byte_tokenizer))
     ids = [end, *euro[:2], end, euro[2], end, end]
     assert pieces_of(stream, ids) == ["", "", "", "", "€", "", ""]
-    assert stream.finish() == ""
+    assert stream.finish().text == ""
 
 
 def test_incomplete_character_comes_at_the_end(byte_tokenizer: Any) -> None:
     ids = byte_tokenizer("ab€")["input_ids"]
-    stream = TextStream(byte_tokenizer)
+    stream = TextStream(Vocabulary(byte_tokenizer))
     assert pieces_of(stream, ids[:-1]) == ["a", "b", "", ""]
-    assert stream.finish() == "\ufffd"
-    assert stream.finish() == ""
+    assert stream.finish().text == "\ufffd"
+    assert stream.finish().text == ""
 
 
 def given_out(text: str, stops: tuple[str, ...]) -> str:
@@ -206,14 +210,14 @@ def expected_pieces(
 def test_stop_strings(tokenizer: Any, stops: tuple[str, ...]) -> None:
     ids = tokenizer(STOPPED)["input_ids"]
     shown, stopped = expected_pieces(tokenizer, ids, stops)
-    stream = TextStream(tokenizer, stops)
+    stream = TextStream(Vocabulary(tokenizer), stops)
     so_far = ""
     pieces = pieces_of(stream, ids)
     for piece, wanted in zip(pieces, shown, strict=True):
         so_far += piece
         assert so_far == wanted
     assert stream.stopped is stopped
-    rest = stream.finish()
+    rest = stream.finish().text
     assert so_far + rest == (shown[-1] if stopped else STOPPED)
 
 
@@ -228,71 +232,75 @@ def test_random_texts_with_overlapping_stops(byte_tokenizer: Any) -> None:
         )
         ids = byte_tokenizer(text)["input_ids"]
         shown, stopped = expected_pieces(byte_tokenizer, ids, stops)
-        stream = TextStream(byte_tokenizer, stops)
+        stream = TextStream(Vocabulary(byte_tokenizer), stops)
         pieces = pieces_of(stream, ids)
         assert ["".join(pieces[: n + 1]) for n in range(len(pieces))] == shown
         assert stream.stopped is stopped
-        assert "".join(pieces) + stream.finish() == (shown[-1] if stopped else text)
+        assert "".join(pieces) + stream.finish().text == (shown[-1] if stopped else text)
         outcomes[stopped] += 1
     assert min(outcomes.values()) > 30
 
 
 class Words:
-    """A tokenizer whose tokens are whole strings."""
+    """A tokenizer whose tokens are whole strings, and which tells nothing more of them."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
+        self.added_tokens_decoder: dict[int, Any] = {}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: token_id for token_id, word in enumerate(self.words)}
 
     def decode(self, ids: list[int], **options: Any) -> str:
         return "".join(self.words[token_id] for token_id in ids)
 
 
 def test_stop_inside_one_piece() -> None:
-    stream = TextStream(Words("before STOP after"), ("STOP",))
-    assert stream.feed(0) == "before "
+    stream = TextStream(Vocabulary(Words("before STOP after")), ("STOP",))
+    assert stream.feed(0).text == "before "
     assert stream.stopped
-    assert stream.finish() == ""
+    assert stream.finish().text == ""
 
 
 def test_earliest_of_several_stops_in_one_piece_wins() -> None:
-    stream = TextStream(Words("a second b first c"), ("first", "second", " b first"))
-    assert stream.feed(0) == "a "
+    stream = TextStream(Vocabulary(Words("a second b first c")), ("first", "second", " b first"))
+    assert stream.feed(0).text == "a "
     assert stream.stopped
 
 
 def test_stop_over_several_pieces() -> None:
-    stream = TextStream(Words("x #", "#", "#", " y"), ("###",))
+    stream = TextStream(Vocabulary(Words("x #", "#", "#", " y")), ("###",))
     assert pieces_of(stream, [0, 1, 2, 3]) == ["x ", "", ""]
     assert stream.stopped
 
 
 def test_beginning_of_a_stop_that_is_none_is_given_out() -> None:
-    stream = TextStream(Words("x ##", "! ##", "##", " y"), ("##!?", "###!"))
+    stream = TextStream(Vocabulary(Words("x ##", "! ##", "##", " y")), ("##!?", "###!"))
     assert pieces_of(stream, [0, 1, 2, 3]) == ["x ", "##! ", "#", "### y"]
     assert not stream.stopped
 
 
 def test_nothing_is_held_back_after_the_end() -> None:
-    stream = TextStream(Words("x ##", "#"), ("####",))
+    stream = TextStream(Vocabulary(Words("x ##", "#")), ("####",))
     assert pieces_of(stream, [0, 1]) == ["x ", ""]
-    assert stream.finish() == "###"
+    assert stream.finish().text == "###"
     assert not stream.stopped
-    assert stream.finish() == ""
+    assert stream.finish().text == ""
 
 
 def test_stop_at_the_very_end() -> None:
-    stream = TextStream(Words("x", " end"), (" end",))
+    stream = TextStream(Vocabulary(Words("x", " end")), (" end",))
     assert pieces_of(stream, [0, 1]) == ["x", ""]
     assert stream.stopped
-    assert stream.finish() == ""
+    assert stream.finish().text == ""
 
 
 def test_stop_that_only_the_end_completes(byte_tokenizer: Any) -> None:
     ids = byte_tokenizer("ab€")["input_ids"]
-    stream = TextStream(byte_tokenizer, ("b\ufffd",))
+    stream = TextStream(Vocabulary(byte_tokenizer), ("b\ufffd",))
     assert "".join(pieces_of(stream, ids[:-1])) == "a"
     assert not stream.stopped
-    assert stream.finish() == ""
+    assert stream.finish().text == ""
     assert stream.stopped
 
 
@@ -312,22 +320,75 @@ def test_text_that_goes_on_keeps_its_first_space() -> None:
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert fast.decode([0, 1, 2]) == "a dog runs"
-    going_on = TextStream(fast, context_ids=[0, 1])
-    assert going_on.feed(2) + going_on.finish() == " runs"
-    beginning = TextStream(fast)
-    assert beginning.feed(2) + beginning.finish() == "runs"
+    going_on = TextStream(Vocabulary(fast), context_ids=[0, 1])
+    assert going_on.feed(2).text + going_on.finish().text == " runs"
+    beginning = TextStream(Vocabulary(fast))
+    assert beginning.feed(2).text + beginning.finish().text == "runs"
 
 
 def test_written_tokens_have_a_piece_each_and_the_last_one_the_rest() -> None:
-    stream = TextStream(Words("x #", "#", " y", " #", "#", "#"), ("###",))
+    stream = TextStream(Vocabulary(Words("x #", "#", " y", " #", "#", "#")), ("###",))
     assert [stream.write(token, last=False) for token in range(3)] == [False] * 3
-    assert stream.take() == ["x ", "", "## y"]
+    assert texts_of(stream.take()) == ["x ", "", "## y"]
     assert [stream.write(token, last=token == 4) for token in (3, 4)] == [False] * 2
-    assert stream.take() == [" ", "##"]
+    assert texts_of(stream.take()) == [" ", "##"]
     assert stream.take() == []
 
 
 def test_a_written_token_tells_of_the_stop_string_it_completes() -> None:
-    stream = TextStream(Words("x #", "#", "# y"), ("###",))
+    stream = TextStream(Vocabulary(Words("x #", "#", "# y")), ("###",))
     assert [stream.write(token, last=token == 2) for token in range(3)] == [False, False, True]
-    assert "".join(stream.take()) == "x "
+    assert "".join(texts_of(stream.take())) == "x "
+
+
+MARKED_STOPS = (
+    ("<|end|>",),
+    ("b<|end|>",),
+    ("<|end|>c", "zz"),
+    ("a<|end|><|end|>b", "<|end|>c"),
+    ("<|end|>\nb", "ab"),
+)
+
+
+@pytest.mark.parametrize("stops", MARKED_STOPS, ids=str)
+def test_stops_that_hold_special_tokens(byte_tokenizer: Any, stops: tuple[str, ...]) -> None:
+    """Beside the same search in the text with special tokens, from the start at each token."""
+    rng = random.Random(24)
+    end = byte_tokenizer.eos_token_id
+    outcomes = {True: 0, False: 0}
+    for _ in range(200):
+        ids = rng.choices([end, *byte_tokenizer("abc\n")["input_ids"]], k=rng.randint(1, 12))
+        stream = TextStream(Vocabulary(byte_tokenizer), stops)
+        told = ""
+        for count, token_id in enumerate(ids, start=1):
+            told += stream.feed(token_id).text
+            seen = byte_tokenizer.decode(ids[:count])
+            plain = decode(byte_tokenizer, ids[:count])
+            at = [seen.find(stop) for stop in stops if "<" in stop and stop in seen]
+            before = [len(seen[:cut].replace("<|end|>", "")) for cut in at]
+            before += [plain.find(stop) for stop in stops if "<" not in stop and stop in plain]
+            assert stream.stopped is bool(before)
+            if before:
+                assert told == plain[: min(before)]
+                break
+            assert plain.startswith(told)
+        outcomes[stream.stopped] += 1
+        if not stream.stopped:
+            assert told + stream.finish().text == decode(byte_tokenizer, ids)
+    assert min(outcomes.values()) > 20
+
+
+def test_a_stop_that_is_spelled_stops_as_well(byte_tokenizer: Any) -> None:
+    """As text of many tokens, where the tokenizer has a special one of the same text."""
+    letters = [byte_tokenizer.convert_tokens_to_ids(letter) for letter in "ab<|end|>c"]
+    stream = TextStream(Vocabulary(byte_tokenizer), ("<|end|>",))
+    assert "".join(pieces_of(stream, letters)) == "ab"
+    assert stream.stopped
+
+
+def test_special_tokens_in_held_text_come_with_it(byte_tokenizer: Any) -> None:
+    end = byte_tokenizer.eos_token_id
+    stream = TextStream(Vocabulary(byte_tokenizer), ("xyz",))
+    ids = byte_tokenizer("axy")["input_ids"]
+    fed = [stream.feed(token_id) for token_id in [*ids, end, *byte_tokenizer("b")["input_ids"]]]
+    assert fed == [("a", ()), ("", ()), ("", ()), ("", ()), ("xyb", ((2, "<|end|>"),))]

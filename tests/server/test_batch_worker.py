@@ -14,7 +14,7 @@ from speq.config import SamplingParams
 from speq.errors import EngineLost
 from speq.server import batch_worker
 from speq.server.answer import with_heartbeats
-from speq.server.batch_worker import BatchWorker
+from speq.server.batch_worker import BatchWorker, UnderWay
 from speq.server.engine_worker import EngineFailed, EngineRequest, QueueFull, Unavailable
 from speq.server.token_stream import TokenStream
 from tests.helpers.command import PATIENCE_S
@@ -125,6 +125,23 @@ def test_a_full_queue_refuses() -> None:
 
     counted = run(engine, ask, max_waiting=2)
     assert counted.reasons == ["eos"] * 3
+
+
+def test_any_number_of_requests_are_cancelled_as_they_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than Python's functions may call themselves."""
+    take, gone = BatchWorker._take, iter(range(5000))
+
+    def cancelled(worker: BatchWorker, takes: Callable[[int], bool]) -> UnderWay | None:
+        return None if next(gone, None) is not None else take(worker, takes)
+
+    monkeypatch.setattr(BatchWorker, "_take", cancelled)
+
+    async def ask(worker: BatchWorker) -> None:
+        assert await texts_of(worker.submit(request_of())) == ["a"]
+
+    assert run(ScriptedEngine(pieces("a")), ask).reasons == ["eos"]
 
 
 def hold(go: threading.Event) -> None:

@@ -34,6 +34,7 @@ def rig(model: ScriptedModel) -> Iterator[Rig]:
 @pytest.fixture
 def keys(tmp_path: Path) -> Keys:
     path = tmp_path / "keys"
+    path.touch(0o600)
     path.write_text(f"{FIRST}\n\n  {SECOND}\n")
     return Keys.of(path)
 
@@ -84,6 +85,7 @@ def test_health_needs_no_key(model: ScriptedModel, keys: Keys) -> None:
 )
 def test_files_without_keys(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "keys"
+    path.touch(0o600)
     path.write_text(content)
     with pytest.raises(SpeqError) as refused:
         Keys.of(path)
@@ -91,6 +93,24 @@ def test_files_without_keys(tmp_path: Path, content: str, sentence: str) -> None
     assert not any(line.strip() and line in str(refused.value) for line in content.splitlines())
     with pytest.raises(SpeqError, match="none"):
         Keys.of(tmp_path / "none")
+
+
+def test_a_file_of_keys_is_its_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(FIRST)
+    for mode in (0o644, 0o640, 0o604, 0o620, 0o610):
+        path.chmod(mode)
+        with pytest.raises(SpeqError, match=rf"\(its mode is {mode:04o}\).*chmod 600 .*keys`"):
+            Keys.of(path)
+    for mode in (0o600, 0o400):
+        path.chmod(mode)
+        assert Keys.of(path).hold(FIRST)
+    path.chmod(0o444)
+    owner = path.stat().st_uid
+    monkeypatch.setattr("os.getuid", lambda: owner + 1)  # a file that the system gives
+    assert Keys.of(path).hold(FIRST)
 
 
 def test_strangers_are_refused_where_there_are_no_keys(rig: Rig) -> None:

@@ -44,7 +44,7 @@ def test_where_ray_is_absent_a_sentence_says_what_to_install(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "ray" else own(name, *a)
     )
-    with pytest.raises(SpeqError, match=r"Ray is not installed here; pip install 'speq\[ray\]'"):
+    with pytest.raises(SpeqError, match=r"Ray is not installed here; pip install 'ray\[serve\]'"):
         check_ray()
     (tmp_path / "requests.jsonl").write_text('{"prompt": "a"}')
     files = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
@@ -56,7 +56,7 @@ def test_where_ray_is_absent_a_sentence_says_what_to_install(
 
 
 def test_cores_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("speq.server.ray_settings.processors", lambda: 8)
     here, there = RaySettings(True), RaySettings(True, ray_address="auto")
     assert (here.of_stages(3).cpus, here.of_stages(3).most) == (2, 3)
     assert there.of_stages(3).cpus == 8

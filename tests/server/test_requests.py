@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from speq.decode.logprobs import TokenOdds
+from speq.generator import Token
 from tests.helpers.api_server import NAME, QUESTION, Rig, api_server
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces, with_template
 
@@ -422,6 +424,30 @@ def test_tools(tmp_path: Path) -> None:
         assert plain["message"]["content"] == "".join(CALL_TEXTS)
         assert "tool_calls" not in plain["message"]
         assert engine.asked[-1][0] == model.encode(QUESTION)
+
+
+def test_tools_whose_marks_are_special_tokens(tmp_path: Path) -> None:
+    model = with_template(tmp_path / "tools", TOOLS_TEMPLATE)
+    body, odds = '{"name": "weather", "arguments": {"place": "Oslo"}}', TokenOdds(-0.5, ())
+    tokens = [
+        Token(400, "Let me", odds),
+        Token(401, " look.\n", odds, ((7, "<tool_call>"),)),
+        Token(402, body, odds),
+        Token(403, "", odds, ((0, "</tool_call>"), (0, "<|im_end|>"))),
+    ]
+    function = {"name": "weather", "arguments": '{"place": "Oslo"}'}
+    with api_server(ScriptedEngine(tokens), model) as rig:
+        choice = rig.chat(tools=[WEATHER]).json["choices"][0]
+        assert choice["message"]["content"] == "Let me look."
+        assert [call["function"] for call in choice["message"]["tool_calls"]] == [function]
+        assert choice["finish_reason"] == "tool_calls"
+        chunks = rig.chat(tools=[WEATHER], stream=True, logprobs=True).chunks
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
+        ((told,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert told["function"] == function
+        plain = rig.chat().json["choices"][0]["message"]["content"]
+        assert plain == f"Let me look.\n{body}"
 
 
 def test_calls_and_their_results_in_messages(tmp_path: Path) -> None:

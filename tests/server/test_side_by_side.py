@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from speq import Generation, Generator
+from speq.server.keys import Keys, digest
 from speq.stats import StepStats
-from tests.helpers.api_server import NAME, Rig
+from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 TOKENS = 24
@@ -224,3 +225,26 @@ def test_a_full_batch_and_a_full_queue(side_by_side: Rig) -> None:
     while (stats := side_by_side.worker.stats()).running or stats.waiting:
         side_by_side.get("/health")
     assert side_by_side.complete(max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_holders_of_keys_learn_nothing_of_each_other(several: bool, batched: Generator) -> None:
+    """Where there are several keys, a prompt takes over what was asked with the same one."""
+    ours, theirs = "our-key-0123456789", "their-key-0123456789"
+    keys = (ours, theirs) if several else (ours,)
+    prompt = [*range(3, 363)]
+    batched.forget()
+    with api_server(batched, batched, Keys(tuple(map(digest, keys)))) as rig:
+
+        def cached(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"model": NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+            usage = rig.post("/v1/completions", body, **headers).json["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert [cached(key) > 255 for key in (ours, keys[-1], ours, keys[-1])] == [
+            False,
+            not several,
+            True,
+            True,
+        ]

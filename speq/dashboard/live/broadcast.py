@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from speq.errors import present
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -140,8 +142,7 @@ class Broadcast:
 
     @property
     def _now(self) -> Told:
-        assert self._told is not None, "a generation has begun"
-        return self._told
+        return present(self._told, "a text goes on that has not begun")
 
     def _wake(self) -> None:
         # Under the lock: a listener that has left may have taken with it what `wake` needs.

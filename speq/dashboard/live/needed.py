@@ -8,10 +8,10 @@ SERVE = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def check_serve(names: tuple[str, ...] = SERVE) -> None:
-    """Raise SpeqError where the extra `serve` is not installed."""
+    """Raise SpeqError where packages of the extra `serve` are not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise SpeqError(
             f"pages and answers are served by {', '.join(missing)}, not installed here; "
-            "pip install 'speq[serve]'"
+            f"pip install {' '.join(missing).replace('_', '-')}"
         )

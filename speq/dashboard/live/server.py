@@ -6,6 +6,7 @@ import uvicorn
 
 from speq.dashboard.live.application import application
 from speq.dashboard.live.broadcast import Broadcast
+from speq.dashboard.live.connection import Connection
 from speq.dashboard.live.guard import App, Guard, checked_host
 from speq.dashboard.live.metrics import Metrics
 from speq.dashboard.live.session import Shown
@@ -65,7 +66,7 @@ def config_of(app: App, patience_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from speq.decode.drafter import DraftBase
 from speq.decode.drafters.twin import TwinDrafter
+from speq.errors import present
 
 # What its leads mean at first, as `Confidence.assume` has it: it errs by whole experts.
 LEAD_SCALE = 1.0
@@ -19,7 +20,7 @@ class CachedDrafter(TwinDrafter):
     needs_int4: ClassVar[bool] = False
 
     def __init__(self, base: DraftBase) -> None:
-        assert base.residents is not None, "made with the slots"
+        residents = present(base.residents, "drafter cached begins without slots")
         base.confidence.assume(LEAD_SCALE)
         # The host has its part in each layer: passes are launched, not recorded.
-        super().__init__(base, base.residents, None)
+        super().__init__(base, residents, None)

@@ -15,6 +15,7 @@ from speq.decode.drafter import DraftBase, DraftBounds, GoOn
 from speq.decode.drafters.best_first import BestFirst
 from speq.decode.drafters.next_token import Chosen, next_token_on
 from speq.decode.sequence import Draft, Sequence
+from speq.errors import Broken, present
 from speq.heads.draft_head import HeadState
 from speq.heads.head_text import HeadText
 from speq.layers.draft_experts import OnRoute
@@ -37,9 +38,9 @@ class HeadDrafter:
     needs_int4: ClassVar[bool] = False
 
     def __init__(self, base: DraftBase) -> None:
-        assert base.head is not None, "read before the weights"
-        self._text = HeadText(base.model, base.head, base.cache.capacity)
-        self.shape, self.says_after = base.head.shape, base.head.beyond
+        head = present(base.head, "drafter head begins without a head")
+        self._text = HeadText(base.model, head, base.cache.capacity)
+        self.shape, self.says_after = head.shape, head.beyond
         self._confidence = base.confidence
         self._confidence.assume(LEAD_SCALE)
         self.next_token = next_token_on(base.sampler, OTHERS)
@@ -62,7 +63,9 @@ class HeadDrafter:
         if not bounds.length:
             return Draft()
         text = self._text
-        assert text.heard == len(sequence.prompt_ids) + len(sequence.generated_ids) - 1
+        tokens = len(sequence.prompt_ids) + len(sequence.generated_ids) - 1
+        if text.heard != tokens:
+            raise Broken(f"a head has heard {text.heard} of {tokens} tokens that it drafts behind")
         state = text.root(sequence.pending_id)
         root = text.cache.length
         self._name(0, sequence.pending_id, None, on_route)

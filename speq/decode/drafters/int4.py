@@ -5,6 +5,7 @@ from typing import ClassVar
 from speq.decode.drafter import DraftBase
 from speq.decode.drafters.cached import LEAD_SCALE
 from speq.decode.drafters.twin import TwinDrafter
+from speq.errors import present
 
 
 class Int4Drafter(TwinDrafter):
@@ -13,7 +14,7 @@ class Int4Drafter(TwinDrafter):
     needs_int4: ClassVar[bool] = True
 
     def __init__(self, base: DraftBase) -> None:
-        assert base.int4 is not None, "planned for"
-        if not base.int4.whole:  # as one that makes do with slots, it errs by whole experts
+        held = present(base.int4, "drafter int4 begins without an INT4 copy of experts")
+        if not held.whole:  # as one that makes do with slots, it errs by whole experts
             base.confidence.assume(LEAD_SCALE)
-        super().__init__(base, base.int4, base.graphs_on)
+        super().__init__(base, held, base.graphs_on)

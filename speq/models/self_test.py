@@ -1,0 +1,268 @@
+"""Whether layers of ours compute what those of the installed transformers do.
+
+transformers may change under us: what it gives to a layer, and by which name. So before a model is
+loaded, a tiny one of the same configuration with random weights runs a prompt and some steps behind
+it, and is compared with transformers' own pass over the whole text.
+"""
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from speq.devices.device import Processor
+from speq.errors import SpeqError
+from speq.kernels import decoder_ops, ops
+from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
+from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
+from speq.models.families import Family
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel, quiet_transformers
+from speq.routing import Route
+from speq.version import TESTED, is_tested, transformers_version
+
+logger = logging.getLogger("speq")
+
+# Sizes of the tiny model, of those that its configuration has. Heads keep their widths: positions
+# turn by them.
+SIZES = {
+    "vocab_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_global_key_value_heads": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "sliding_window": 8,
+    "n_group": 2,
+    "topk_group": 1,
+}
+HIDDEN_SIZE, EXPERTS, TOP_K = 64, 8, 2
+# A prompt longer than what the walk takes, a few tokens behind it, and two steps.
+PASSES = (MAX_LINEAR_ROWS + 1, 5, 1, 1)
+# Of the largest hidden state. Rounding of other orders of sums is some hundred times smaller, and a
+# state that is lost changes some hundred times more.
+TOLERANCE = 1e-3
+# Rounding may choose another expert, but not with all of these weights.
+SEEDS = (1, 2, 3)
+
+_passed: set[tuple[str, tuple[str, ...]]] = set()
+
+
+class WordsBank:
+    """Runs experts out of the words that transformers' own experts have.
+
+    words  of each MoE layer: [E, 2F, H] and [E, H, F]
+    """
+
+    drafts: ClassVar[bool] = False
+
+    def __init__(self, words: list[tuple[Tensor, Tensor]], activation: str) -> None:
+        self._words, self._activation = words, activation
+        self.biases: list[ExpertBiases] = []
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        out = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
+        table = torch.arange(EXPERTS)
+        biases = self.biases[layer] if self.biases else None
+        ops.moe_grouped(
+            hidden_states, route.topk_ids, table, *self._words[layer], self._activation, out, biases
+        )
+        return decoder_ops.combine(out, route.topk_weights, hidden_states.dtype)
+
+
+def check_transformers(family: Family, config: Any) -> None:
+    """Compare, once a process for each family and its kinds of layers. Warns of a transformers
+    that was not tested.
+
+    config  of a checkpoint, as transformers reads it
+
+    Raises SpeqError where layers differ.
+    """
+    types: list[str] = list(getattr(config, "layer_types", None) or [])
+    key = family.model_type, tuple(sorted({*types}))
+    if key in _passed:
+        return
+    version = transformers_version()
+    if not is_tested(version):
+        logger.warning("transformers %s was not tested with speq; %s were", version, TESTED)
+    layers = 1 + max((types.index(kind) for kind in {*types}), default=0)
+    with quiet_transformers(), torch.inference_mode():
+        found = differing(family, config, layers)
+        # The first layers of all, as long as these are enough to differ.
+        for fewer in range(1, layers if found else 1):
+            less = differing(family, config, fewer)
+            if less is not None:
+                found, layers = less, fewer
+                break
+    if found is not None:
+        kind = f"layer of kind {types[layers - 1]}" if types else "layer"
+        raise SpeqError(
+            f"with transformers {version}, a {kind} of family {family.model_type} does not compute "
+            f"what transformers' own does ({found}), and tokens would be wrong; install {TESTED}"
+        )
+    _passed.add(key)
+
+
+def differing(family: Family, config: Any, layers: int) -> str | None:
+    """How tiny models of so many layers, or as many more as it takes for experts, differ from
+    transformers' own with each of some weights; None: one of them does not.
+    """
+    found = None
+    for seed in SEEDS:
+        try:
+            model, words, theirs = own_pass(family, config, layers, seed)
+        except Exception as error:  # an unusual configuration, of which nothing is known then
+            logger.warning(
+                "speq cannot compare its layers with those of transformers %s: %s: %s",
+                transformers_version(),
+                type(error).__name__,
+                " ".join(str(error).split())[:200],
+            )
+            return None
+        try:
+            found = difference(family, model, words, theirs)
+        except Exception as error:  # whatever transformers calls them with
+            found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if found is None:
+            return None
+    return found
+
+
+def own_pass(
+    family: Family, config: Any, layers: int, seed: int
+) -> tuple[Any, list[tuple[Tensor, Tensor]], Tensor]:
+    """A tiny model of transformers, with ours in place of its experts; their words, and the hidden
+    states [T, H] that its own pass made of a text.
+    """
+    tiny = tiny_config(family, config, layers)
+    with family.with_experts(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            tiny, dtype=torch.float32, attn_implementation="eager"
+        )
+    model = model.to_empty(device="cpu").eval()
+    blocks = [block for layer in model.model.layers if (block := block_of(family, layer))]
+    if not blocks and layers < config.num_hidden_layers:
+        return own_pass(family, config, min(2 * layers, config.num_hidden_layers), seed)
+    fill(model, seed)
+    model.config._experts_implementation = "eager"
+    theirs = model.model(input_ids=text()[None], use_cache=False).last_hidden_state[0]
+    model.set_attn_implementation(family.attention_by)
+    words = [with_ours(family, block, model.config) for block in blocks]
+    return model, words, theirs
+
+
+def block_of(family: Family, layer: nn.Module) -> nn.Module | None:
+    """The block of a layer that has experts of transformers' own."""
+    name = family.names.blocks[0]
+    block = getattr(layer, name, None) if name else layer
+    experts = getattr(block, family.names.experts, None)
+    return block if type(experts).__name__ == family.experts_class else None
+
+
+def with_ours(family: Family, block: Any, config: Any) -> tuple[Tensor, Tensor]:
+    """Put ours in the place of a block's experts; the words of these, [E, 2F, H] and [E, H, F]."""
+    experts = getattr(block, family.names.experts)
+    ours = (BiasedExperts if family.biased else OffloadedExperts)(config)
+    for name, _ in [*ours.named_parameters()]:
+        setattr(ours, name, getattr(experts, name))
+    setattr(block, family.names.experts, ours)
+    gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
+    if family.transposed:  # gate and up in turns
+        in_turns = gate_up.mT
+        gate_up = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
+        down = down.mT
+    return gate_up.contiguous(), down.contiguous()
+
+
+def difference(
+    family: Family, model: Any, words: list[tuple[Tensor, Tensor]], theirs: Tensor
+) -> str | None:
+    """How passes of ours over a text, one behind another, differ from transformers' one; None: they
+    do not.
+    """
+    config = model.config
+    act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
+    bank, ours = (
+        WordsBank(words, family.activation or act),
+        MoEModel(model, family, Processor(), {}),
+    )
+    bank.biases = ours.biases
+    shape = family.attention(config)
+    cache = KVCache(
+        config.num_hidden_layers,
+        shape.kv_shapes,
+        sum(PASSES),
+        torch.float32,
+        torch.device("cpu"),
+        states=family.states(config),
+        by_layer=shape.by_layer,
+    )
+    allowed = TOLERANCE * float(theirs.abs().max())
+    for count in PASSES:
+        first = cache.length
+        rows = slice(first, first + count)
+        made = ours.forward(bank, cache, text()[None, rows])[0]
+        largest = float((made - theirs[rows]).abs().max())
+        if not largest <= allowed:  # also where it is no number
+            what = "a prompt" if not first else f"{count} tokens behind {first}"
+            return f"{what}: by {largest:.2g}, of numbers up to {allowed / TOLERANCE:.2g}"
+        cache.advance(count)
+        cache.settle()
+    return None
+
+
+def text() -> Tensor:
+    """Token ids [T] of all passes."""
+    return (torch.arange(sum(PASSES)) * 29 + 7) % SIZES["vocab_size"]
+
+
+def tiny_config(family: Family, config: Any, layers: int) -> Any:
+    """A configuration of the same class and kinds of layers: its first ones, and small sizes."""
+    given: dict[str, Any] = config.to_dict()
+    heads, count = given["num_attention_heads"], given["num_hidden_layers"]
+    shared = (given.get("num_key_value_heads") or heads) < heads
+    sizes = SIZES | {
+        "hidden_size": HIDDEN_SIZE
+        if given.get("head_dim")
+        else 2 * (given["hidden_size"] // heads),
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 1 if shared else 2,
+    }
+    for name, size in sizes.items():
+        if given.get(name):
+            given[name] = min(size, given[name])
+    for name, value in given.items():
+        if isinstance(value, list) and len(value) == count:
+            given[name] = value[:layers]
+    given["pad_token_id"] = None
+    # Of heterogeneous layers, which are made of the rest.
+    given.pop("per_layer_config", None)
+    tiny = type(config).from_dict(given)
+    for name, size in ((family.num_experts, EXPERTS), (family.top_k, TOP_K)):
+        setattr(tiny, name, size)
+    return tiny
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    """Random weights, and numbers in (0, 1) in buffers, which no generator of others makes."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or "norm" not in name:
+            parameter.data.normal_(std=0.2, generator=generator)
+        elif "self_attn" in name:  # sharp attention would multiply rounding
+            parameter.data.uniform_(0.1, 0.4, generator=generator)
+        else:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(generator=generator)
+        else:
+            buffer.zero_()

@@ -1,0 +1,164 @@
+"""A model's chat template, and in which of several forms it takes messages.
+
+What it takes is seen in what it writes: small chats with words of their own are rendered once.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from speq.errors import SpeqError
+from speq.text.render_process import RENDERER, RenderError
+
+# Words that no template has by itself.
+NAME, KEY, VALUE, FIRST, SECOND = "qzname", "qzkey", "qzvalue", "qzfirst", "qzsecond"
+USER = {"role": "user", "content": "qzuser"}
+RESULT = {"role": "tool", "name": NAME, "tool_call_id": "qzid00001", "content": "qzresult"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "qzdescription",
+        "parameters": {"type": "object", "properties": {KEY: {"type": "string"}}, "required": []},
+    },
+}
+CALLED = {"role": "assistant", "content": None}
+CALL = {"id": "qzid00001", "type": "function"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template takes messages that call tools.
+
+    null     content that there is none of is None, and otherwise an empty text
+    as_text  arguments are JSON, and otherwise an object
+    """
+
+    null: bool
+    as_text: bool
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        made = {**message, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
+        if made.get("content") is None:
+            made["content"] = None if self.null else ""
+        return made
+
+    def _call(self, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        arguments = function["arguments"]
+        if self.as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self.as_text and isinstance(arguments, str):
+            arguments = object_of(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+# The first one that a template writes whole is taken.
+CALL_FORMS = tuple(CallForm(null, as_text) for as_text in (False, True) for null in (True, False))
+# What a template is given that writes no calls.
+USUAL = CallForm(null=False, as_text=False)
+
+
+@dataclass
+class ChatTemplate:
+    """text: in Jinja's language; variables: names that it knows, of special tokens."""
+
+    text: str
+    variables: dict[str, Any]
+    _takes_parts: dict[str, bool] = field(default_factory=dict)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """The text of a chat, up to where an answer begins.
+
+        Messages are as OpenAI's API has them. A list of parts is joined by line feeds where the
+        template takes only text. Raises SpeqError for messages that the template refuses, and for
+        tools and calls that it would not write.
+        """
+        if tools and not self.takes_tools:
+            raise SpeqError("tools are given and the model's chat template has no place for them")
+        try:
+            return self._rendered([self._message(message) for message in messages], tools)
+        except RenderError as error:
+            raise SpeqError(f"the model's chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it writes which tools there are."""
+        return NAME in self._tried([USER], [TOOL])
+
+    @cached_property
+    def calls(self) -> CallForm | None:
+        """How it takes calls of tools; None where it drops them."""
+        written = {form: self._tried([USER, form.message(called()), RESULT]) for form in CALL_FORMS}
+        for form, text in written.items():
+            # A template may write what is no text as Python would.
+            texts = text, written[CallForm(null=False, as_text=form.as_text)]
+            pythonic = texts[0].count("None") > texts[1].count("None") and bool(texts[1])
+            if is_call(text) and not pythonic:
+                return form
+        return None if any(written.values()) else USUAL
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether it writes contents of a role that are a list of parts."""
+        if role not in self._takes_parts:
+            parts = [{"type": "text", "text": text} for text in (FIRST, SECOND)]
+            message = {"role": role, "content": parts}
+            before = {"user": [], "system": []}.get(role, [USER])
+            if role == "tool":
+                before = [USER, (self.calls or USUAL).message(called())]
+                message = RESULT | message
+            behind = [] if role in ("user", "tool") else [USER]
+            text = self._tried([*before, message, *behind])
+            whole = FIRST in text and SECOND in text
+            self._takes_parts[role] = whole and "'type'" not in text and '"type"' not in text
+        return self._takes_parts[role]
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        made = {key: value for key, value in message.items() if value is not None}
+        if made.get("tool_calls"):
+            if self.calls is None:
+                raise SpeqError(
+                    "messages hold calls of tools, which the model's chat template drops"
+                )
+            made = self.calls.message(made)
+        content = made.get("content")
+        if isinstance(content, list) and not self.takes_parts(str(made.get("role"))):
+            texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            if None not in texts:
+                made["content"] = "\n".join(map(str, texts))
+        return made
+
+    def _tried(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """What it writes; nothing where it refuses these messages."""
+        try:
+            return self._rendered(messages, tools or [])
+        except RenderError:
+            return ""
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return RENDERER.render(self.text, messages, tools or None, self.variables)
+
+
+def called() -> dict[str, Any]:
+    function = {"name": NAME, "arguments": json.dumps({KEY: VALUE})}
+    return CALLED | {"tool_calls": [CALL | {"function": function}]}
+
+
+def is_call(text: str) -> bool:
+    """Whether a text has the arguments of the call, neither in Python's words nor quoted twice."""
+    whole = KEY in text and VALUE in text
+    return whole and f"'{KEY}'" not in text and f'\\"{KEY}\\"' not in text
+
+
+def object_of(text: str) -> Any:
+    """What a text says as JSON; the text where it is none."""
+    try:
+        return json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,305 @@
+"""The plain torch versions of ops, which judge the kernels and run where there are none, against
+their definitions in double precision: tests/reference, which shares no code with them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speq.kernels import (
+    reference,
+    reference_compact,
+    reference_decoder,
+    reference_delta,
+    reference_dense,
+)
+from speq.kernels.scaled_words import fp8_words, mxfp4_words
+from tests.reference import compact_record, decoder, experts, int4, scaled
+from tests.reference.int4 import codes_of, spread, unpacked
+
+HIDDEN, WIDTH, EXPERTS, SLOTS, ROWS, TOP_K = 96, 40, 9, 11, 7, 3
+Random = Callable[..., Tensor]
+
+
+@pytest.fixture
+def random() -> Random:
+    generator = torch.Generator().manual_seed(17)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def numbers(tensor: Tensor) -> np.ndarray:
+    return tensor.double().numpy()
+
+
+def routed() -> tuple[Tensor, Tensor]:
+    """Experts of rows, some of them several times, and their slots, the first expert in none."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(EXPERTS, (ROWS, TOP_K), generator=generator)
+    ids[0], ids[1] = torch.tensor([2, 0, 2]), torch.tensor([0, 5, 8])
+    return ids, torch.randperm(SLOTS, generator=generator)[:EXPERTS]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+def test_grouped_experts(activation: str, biased: bool, random: Random) -> None:
+    rows, (ids, slots) = random(ROWS, HIDDEN), routed()
+    slots[0] = -1
+    gate_up, down = random(SLOTS, 2 * WIDTH, HIDDEN) * 0.3, random(SLOTS, HIDDEN, WIDTH) * 0.3
+    biases = (random(EXPERTS, 2 * WIDTH), random(EXPERTS, HIDDEN)) if biased else ()
+    out = torch.full((ROWS, TOP_K, HIDDEN), torch.nan)
+    reference.moe_grouped_out(rows, ids, slots, gate_up, down, activation, out, *biases)
+    for row in range(ROWS):
+        for place, expert in enumerate(ids[row].tolist()):
+            if expert == 0:
+                assert out[row, place].isnan().all()
+                continue
+            wanted = experts.expert(
+                numbers(rows[row]),
+                numbers(gate_up[slots[expert]]),
+                numbers(down[slots[expert]]),
+                experts.ACTIVATIONS[activation],
+                *(numbers(bias[expert]) for bias in biases),
+            )
+            np.testing.assert_allclose(out[row, place].numpy(), wanted, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
+def test_int4_experts(activation: str, biased: bool, permuted: bool, random: Random) -> None:
+    """A value on the edge between two INT8 codes may fall to the other one: few outputs differ, by
+    little.
+    """
+    generator = torch.Generator().manual_seed(8)
+    rows, (ids, slots), weights = random(ROWS, HIDDEN), routed(), random(ROWS, TOP_K)
+
+    def coded(outputs: int, columns: int, group: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(256, (SLOTS, outputs, columns // 2), generator=generator)
+        return codes.byte(), (0.05 * random(SLOTS, outputs, columns // group)).half()
+
+    gate_up, down = coded(2 * WIDTH, HIDDEN, 32), coded(HIDDEN, WIDTH, 8)
+    orders = [torch.randperm(HIDDEN, generator=generator) for _ in range(SLOTS)]
+    order = torch.stack(orders).int() if permuted else None
+    biases = (random(EXPERTS, 2 * WIDTH), random(EXPERTS, HIDDEN)) if biased else ()
+    out = torch.full((ROWS, HIDDEN), torch.nan)
+    reference.moe_int4_out(
+        rows, ids, weights, slots, *gate_up, *down, order, activation, out, *biases
+    )
+    close = []
+    for row in range(ROWS):
+        wanted = np.zeros(HIDDEN)
+        for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
+            slot, seen = int(slots[expert]), numbers(rows[row])
+            wanted += weight * experts.expert(
+                seen if order is None else seen[order[slot].numpy()],
+                unpacked(gate_up[0][slot].numpy(), gate_up[1][slot].numpy()),
+                unpacked(down[0][slot].numpy(), down[1][slot].numpy()),
+                experts.ACTIVATIONS[activation],
+                *(numbers(bias[expert]) for bias in biases),
+                int8=True,
+            )
+        error = np.abs(out[row].numpy() - wanted).max() / np.abs(wanted).max()
+        close.append(error < 1e-5)
+        assert error < 0.03
+    assert sum(close) > ROWS // 2
+
+
+def test_codes_are_the_nearest(random: Random) -> None:
+    """Of each weight, to a scale that has the largest of its group at 7."""
+    weight = random(6, 96)
+    weight[1, :32] = 0
+    qweight, scales = reference.quantize_int4(weight, 32)
+    steps = np.abs(numbers(weight).reshape(6, 3, 32)).max(2) / 7
+    assert np.array_equal(numbers(scales), steps.astype(np.float16).astype(np.float64))
+    exact = spread(scales.numpy(), 96)
+    grid = np.arange(-8, 8)
+    for row, column in np.ndindex(6, 96):
+        found = codes_of(qweight.numpy())[row, column]
+        away = np.abs(grid * exact[row, column] - float(weight[row, column]))
+        assert found == 0 if not exact[row, column] else away[found + 8] <= away.min() + 1e-9
+
+
+def test_rounded_inputs(random: Random) -> None:
+    rows = random(4, 100)
+    rows[1] *= 1e4
+    found = reference.round_to_int8(rows)
+    for row, wanted in zip(found, numbers(rows), strict=True):
+        np.testing.assert_allclose(row.numpy(), int4.rounded(wanted), rtol=1e-6, atol=0)
+
+
+def test_norm(random: Random) -> None:
+    rows, added, weight = random(5, 33), random(5, 33), random(33)
+    sums, out = torch.empty_like(rows), torch.empty_like(rows)
+    reference_decoder.rms_norm_out(rows, added, weight, 1e-3, sums, out)
+    for row, wanted in zip(out.numpy(), numbers(rows + added), strict=True):
+        np.testing.assert_allclose(
+            row, decoder.rms_norm(wanted, numbers(weight), 1e-3), rtol=1e-5, atol=1e-6
+        )
+
+
+CHAIN = [-1, 0, 1, 2, 3, 4, 5]
+TREE = [-1, 0, 0, 1, 1, 2, 5]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize(("parents", "rows"), [(CHAIN, 7), (TREE, 7), (TREE, 3)])
+def test_attention(
+    parents: list[int], rows: int, window: int | None, sinks: bool, random: Random
+) -> None:
+    """Rows are the last of the nodes; each of two heads of keys serves two of queries, and half of
+    a head is turned.
+    """
+    heads, kv_heads, width, rotary, before = 4, 2, 8, 4, 6
+    start = before + len(parents) - rows
+    queries, keys, values = (random(rows, count * width) for count in (heads, kv_heads, kv_heads))
+    norms, angles = (random(width), random(width)), random(rows, rotary // 2).repeat(1, 2)
+    cached = random(kv_heads, 20, width), random(kv_heads, 20, width)
+    sink, out = random(heads) if sinks else None, torch.empty(rows, heads * width)
+    reference_decoder.attention_out(
+        queries, keys, values, *norms, 1e-5, angles.cos(), angles.sin(), *cached, start,
+        window or 1 << 40, 0.3, torch.tensor(parents) if parents == TREE else None, out, sink,
+    )  # fmt: skip
+
+    def head(tensor: Tensor, row: int, at: int, norm: Tensor) -> np.ndarray:
+        part = numbers(tensor[row]).reshape(-1, width)[at]
+        return decoder.turned(
+            decoder.rms_norm(part, numbers(norm), 1e-5),
+            numbers(angles[row].cos()),
+            numbers(angles[row].sin()),
+        )
+
+    for row in range(rows):
+        node = len(parents) - rows + row
+        seen = decoder.seen_by(node, parents, before, window)
+        for at in range(kv_heads):
+            mine = cached[0][at, start + row].numpy(), cached[1][at, start + row].numpy()
+            np.testing.assert_allclose(mine[0], head(keys, row, at, norms[1]), rtol=1e-4, atol=1e-5)
+            assert np.array_equal(mine[1], values[row].reshape(-1, width)[at].numpy())
+        for at in range(heads):
+            entries = (numbers(each[at // (heads // kv_heads)][seen]) for each in cached)
+            beside = None if sink is None else float(sink[at])
+            wanted = decoder.attended(head(queries, row, at, norms[0]), *entries, 0.3, beside)
+            found = out[row].reshape(-1, width)[at].numpy()
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_routes(normalised: bool, random: Random) -> None:
+    logits, weights = random(20, 512) * 3, torch.empty(20, 10)
+    ids = torch.empty(20, 10, dtype=torch.int64)
+    reference_decoder.route_out(logits, normalised, weights, ids)
+    for row, said in enumerate(numbers(logits)):
+        chances = np.exp(said) / np.exp(said).sum()
+        wanted = np.argsort(-chances)[:10]
+        assert ids[row].tolist() == wanted.tolist()
+        given = chances[wanted] / (chances[wanted].sum() if normalised else 1)
+        np.testing.assert_allclose(weights[row].numpy(), given, rtol=1e-5)
+
+
+def test_outputs_are_combined(random: Random) -> None:
+    outputs, weights = random(4, 3, 10), random(4, 3)
+    wanted = np.einsum("tkh,tk->th", numbers(outputs), numbers(weights))
+    found = reference.combine(outputs, weights, torch.float32).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_delta_rule(random: Random) -> None:
+    """Two heads of keys for four of values."""
+    tokens, keys, heads, width, values = 5, 2, 4, 6, 10
+    mixed = random(tokens, 2 * keys * width + heads * values)
+    decays, betas = -random(tokens, heads).abs(), random(tokens, heads).sigmoid()
+    state, out = random(heads, width, values), torch.empty(tokens, heads, values)
+    states = numbers(state)
+    reference_delta.delta_rule_out(mixed, decays, betas, 1e-6, state, out)
+    for token in range(tokens):
+        row = numbers(mixed[token])
+        parts = row[: keys * width], row[keys * width : 2 * keys * width]
+        by_head = [part.reshape(keys, width) for part in parts]
+        value = row[2 * keys * width :].reshape(heads, values)
+        for head in range(heads):
+            query, key = (part[head * keys // heads] for part in by_head)
+            given = float(decays[token, head]), float(betas[token, head])
+            states[head], wanted = decoder.delta_step(
+                states[head], query, key, value[head], *given, 1e-6
+            )
+            np.testing.assert_allclose(out[token, head].numpy(), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.numpy(), states, rtol=1e-4, atol=1e-5)
+
+
+# Whole blocks and quads, and parts of them.
+SHAPES = [(64, 8), (70, 13), (130, 6)]
+
+
+def words_of(matrix: Tensor) -> np.ndarray:
+    return matrix.view(torch.int16).numpy().view(np.uint16)
+
+
+def recorded(size: int, encode: Callable[[Tensor, Tensor], None]) -> bytes:
+    record, nbytes = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    encode(record, nbytes)
+    return record[: int(nbytes)].numpy().tobytes()
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize(("hidden", "width"), SHAPES)
+def test_lossless_records(hidden: int, width: int, spoilt: bool, random: Random) -> None:
+    """As the format says, and not only as one decoder reads what one encoder wrote."""
+    gate_up, down = (random(*shape).bfloat16() for shape in ((2 * width, hidden), (hidden, width)))
+    if spoilt:
+        gate_up = gate_up.view(torch.int16).bitwise_xor(0x5555).view(torch.bfloat16)
+    record = recorded(
+        1 << 16, lambda *out: reference_compact.encode_lossless_out(gate_up, down, *out)
+    )
+    found = compact_record.lossless(record, [(width, hidden), (width, hidden), (hidden, width)])
+    for words, matrix in zip(found, [*gate_up.chunk(2), down], strict=True):
+        assert np.array_equal(words, words_of(matrix))
+    record = recorded(1 << 16, lambda *out: reference_dense.encode_dense_lossless_out(down, *out))
+    assert np.array_equal(compact_record.lossless(record, [(hidden, width)])[0], words_of(down))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("hidden", "width"), [(64, 8), (70, 12), (130, 6)])
+def test_residual_records(hidden: int, width: int, own: bool, random: Random) -> None:
+    """Over codes of the same words, and over codes that say little of them."""
+    gate_up, down = (random(*shape).bfloat16() for shape in ((2 * width, hidden), (hidden, width)))
+    coded = gate_up if own else random(2 * width, hidden), down if own else random(hidden, width)
+    pairs = [reference.quantize_int4(each, 2) for each in coded]
+    record = recorded(
+        1 << 16,
+        lambda *out: reference_compact.encode_residual_out(
+            gate_up, down, *pairs[0], *pairs[1], *out
+        ),
+    )
+    codes = [
+        (codes_of(qweight.numpy()), spread(scales.numpy(), 2 * qweight.shape[1]))
+        for qweight, scales in pairs
+    ]
+    halves = [tuple(part[at * width : (at + 1) * width] for part in codes[0]) for at in (0, 1)]
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    found = compact_record.residual(record, shapes, [*halves, codes[1]])  # type: ignore[list-item]
+    for words, matrix in zip(found, [*gate_up.chunk(2), down], strict=True):
+        assert np.array_equal(words, words_of(matrix))
+
+
+def test_words_of_mxfp4() -> None:
+    """Every byte under every exponent that is a number, subnormal words among them."""
+    packed = torch.arange(256, dtype=torch.uint8).expand(255, -1).contiguous()
+    exponents = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 16).contiguous()
+    with np.errstate(over="ignore"):
+        wanted = scaled.mxfp4_values(packed.numpy(), exponents.numpy()).astype(np.float32)
+    assert np.array_equal(mxfp4_words(packed, exponents).float().numpy(), wanted)
+
+
+def test_words_of_fp8() -> None:
+    """Every code under scales of all sizes, in blocks of which the last ones are shorter."""
+    codes = torch.arange(256, dtype=torch.uint8).expand(200, -1).contiguous()
+    scales = torch.tensor([[1e-40, 3.3e-5], [0.7, 1e35]])
+    found = words_of(fp8_words(codes.view(torch.float8_e4m3fn), scales))
+    wanted = scaled.fp8_words(codes.numpy(), scales.numpy())
+    numbers_alone = (codes.numpy() & 0x7F) != 0x7F
+    assert np.array_equal(found[numbers_alone], wanted[numbers_alone])
+    assert ((found[~numbers_alone] & 0x7FFF) > 0x7F80).all()

@@ -1,0 +1,174 @@
+"""What chat templates are given, and what they may take: against transformers' own rendering."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from speq.errors import SpeqError
+from speq.text.chat_template import ChatTemplate
+from speq.text.prompts import PromptEncoder
+from speq.text.render_process import RenderError, RenderProcess
+from tests.helpers.paths import BUNDLED
+
+USER = {"role": "user", "content": "Where?"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def calling(arguments: Any, content: str | None = None) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, {"bos_token": "<s>"})
+
+
+HERMES = """
+{%- if tools %}[{{ tools | tojson }}]{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}"""
+# As DeepSeek-R1's: calls where the content is none, with arguments that are texts.
+WHERE_NONE = """
+{%- for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
+{%- for c in m['tool_calls'] %}{% set f = c['function'] %}
+{{- '(' + f['name'] + ' ' + f['arguments'] + ')' }}{% endfor %}
+{%- elif m['role'] == 'assistant' %}{{ m['content'] + '$' }}
+{%- else %}{{ m['content'] }}{% endif %}{% endfor %}"""
+# As Qwen3's: contents are cut like texts, and both kinds of arguments are taken.
+AS_TEXT = """
+{%- for m in messages %}{{ m.content.strip() }}{% for c in m.tool_calls or [] %}
+{%- set a = c.function.arguments %}({{ c.function.name }} {{ a if a is string else a | tojson }})
+{%- endfor %}{% endfor %}"""
+# As Qwen3-Coder's: names and values of arguments one by one.
+ONE_BY_ONE = """
+{%- for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+{%- for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}
+{%- endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        (
+            HERMES,
+            "<user>Where?<assistant><tool_call>"
+            '{"name": "look", "arguments": {"a": "é"}}</tool_call>',
+        ),
+        (WHERE_NONE, 'Where?(look {"a": "é"})'),
+        (AS_TEXT, 'Where?(look {"a": "é"})'),
+        (ONE_BY_ONE, "Where?<a>é"),
+    ],
+    ids=["hermes", "where none", "as text", "one by one"],
+)
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}], ids=["JSON", "object"])
+def test_calls_are_given_as_the_template_takes_them(
+    text: str, written: str, arguments: Any
+) -> None:
+    assert template(text).render([USER, calling(arguments)], []) == written
+
+
+def test_calls_beside_a_text_keep_it() -> None:
+    assert template(AS_TEXT).render([USER, calling("{}", "So.")], []) == "Where?So.(look {})"
+
+
+def test_calls_that_a_template_would_drop_are_refused() -> None:
+    dropping = template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert dropping.render([USER], []) == "Where?"
+    with pytest.raises(SpeqError, match="calls of tools, which the model's chat template drops"):
+        dropping.render([USER, calling("{}")], [])
+
+
+PARTS = """
+{%- for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}{{ part.text }}{% endfor %}{% endif %};{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        (PARTS, "AB;CD;"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "A\nB;C\nD;"),
+        ("{% for m in messages %}{{ m.content | trim }};{% endfor %}", "A\nB;C\nD;"),
+        ("{% for m in messages %}{{ m.content + ';' }}{% endfor %}", "A\nB;C\nD;"),
+        (PARTS.replace("is string", "is string or m.role == 'system'"), "A\nB;CD;"),
+    ],
+    ids=["parts", "text", "trimmed", "added", "parts but for the system"],
+)
+def test_parts_are_given_as_the_template_takes_them(text: str, written: str) -> None:
+    def parts(first: str, second: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": first}, {"type": "text", "text": second}]
+
+    messages = [
+        {"role": "system", "content": parts("A", "B")},
+        {"role": "user", "content": parts("C", "D")},
+    ]
+    assert template(text).render(messages, []) == written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HERMES,
+        HERMES.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
+        HERMES.replace("{% endfor %}", "{% if loop.index > 9 %}{% break %}{% endif %}{% endfor %}"),
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}" + HERMES,
+        "{% set tools = tools or [] %}" + HERMES,
+        "{% macro m(tools) %}{{ tools | tojson }}{% endmacro %}{{ m(tools) }}",
+    ],
+    ids=["plain", "generation", "break", "defined", "set", "macro"],
+)
+def test_templates_with_a_place_for_tools(text: str) -> None:
+    assert '"name": "look"' in template(text).render([USER], [TOOL])
+
+
+def test_tools_without_a_place_are_refused() -> None:
+    with pytest.raises(SpeqError, match="tools are given and the model's chat template has no pl"):
+        template("{% if tools %}tools{% endif %}{{ messages }}").render([USER], [TOOL])
+
+
+def test_chats_are_those_of_transformers() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    encoder = PromptEncoder(tokenizer, len(tokenizer))
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    messages += [{"role": "assistant", "content": "Here\u2028 é\n"}, USER]
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert encoder.encode(messages) == wanted
+
+
+def test_templates_that_take_too_much_are_ended() -> None:
+    """Time, memory and text, and what comes next is rendered."""
+    process = RenderProcess(max_cpu_s=0, max_memory_bytes=128 << 20, max_characters=1000)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for text, sentence in (
+        ("{{ 'a' * 300000000 }}", "it takes more than 128 MiB"),
+        (
+            "{% set n = namespace(a='a') %}{% for i in range(99) %}"
+            "{% set n.a = n.a * 2 %}{% endfor %}",
+            "MiB",
+        ),
+        ("{{ 'a' * 1001 }}", "it writes 1001 characters of at most 1000"),
+        ("{{ raise_exception('no') }}", "^no$"),
+        ("{% nothing %}", "unknown tag 'nothing'"),
+        (endless, "it takes more than 0 s of processor time"),
+    ):
+        with pytest.raises(RenderError, match=sentence):
+            process.render(text, [USER], None, {})
+        assert process.render("{{ messages[0].content }}", [USER], None, {}) == "Where?"
+    process.close()
+
+
+def test_several_threads_have_what_they_asked_for() -> None:
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with ThreadPoolExecutor(4) as threads:
+        asked = [[USER | {"content": f"{number} " * 500}] for number in range(40)]
+        written = [*threads.map(lambda messages: template(text).render(messages, []), asked)]
+    assert written == [messages[0]["content"] for messages in asked]
+
+
+def test_messages_that_are_no_json() -> None:
+    with pytest.raises(SpeqError, match="no JSON"):
+        template(HERMES).render([USER | {"more": object()}], [])

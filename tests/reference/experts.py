@@ -1,0 +1,69 @@
+"""Experts of a block: down(act(gate(x), up(x))), for each expert of a row's route."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.reference.int4 import rounded
+
+Activation = Callable[[np.ndarray, np.ndarray], np.ndarray]
+erf = np.vectorize(math.erf, otypes=[float])
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate * sigmoid(gate) * up
+
+
+def gelu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """By the normal distribution itself."""
+    return gate * (1 + erf(gate / math.sqrt(2))) / 2 * up
+
+
+def gelu_tanh(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return gate * (1 + np.tanh(inner)) / 2 * up
+
+
+def relu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return np.maximum(gate, 0) * up
+
+
+def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """gpt_oss': gate ends at 7, up at 7 and -7, and the sigmoid is 1.702 times as steep."""
+    gate, up = np.minimum(gate, 7.0), np.minimum(np.maximum(up, -7.0), 7.0)
+    return (up + 1) * gate * sigmoid(1.702 * gate)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": relu,
+    "clamped": clamped,
+}
+
+
+def expert(
+    row: np.ndarray,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    act: Activation,
+    gate_up_bias: np.ndarray | None = None,
+    down_bias: np.ndarray | None = None,
+    int8: bool = False,
+) -> np.ndarray:
+    """One row [H] through gate_up [2F, H], gate over up, and down [H, F].
+
+    int8  inputs of both products are rounded, as INT4 experts round them
+    """
+    seen = rounded if int8 else np.asarray
+    both = gate_up @ seen(row) + (0 if gate_up_bias is None else gate_up_bias)
+    width = len(both) // 2
+    inner = act(both[:width], both[width:])
+    return down @ seen(inner) + (0 if down_bias is None else down_bias)

@@ -1,0 +1,108 @@
+"""Runs the keystone on other releases of transformers than the installed one.
+
+    python -m tools.releases newest                  a short one, on the newest of the index
+    python -m tools.releases --whole oldest newest   all of it; `oldest` is the oldest supported
+
+Each has an environment of its own beside this one, `.venv-newest` and the like, which is kept. It
+shares all packages of this one but those that the release wants otherwise.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+from speq.version import TESTED_TRANSFORMERS, is_tested
+
+ROOT = Path(__file__).parent.parent
+RELEASES = {
+    "oldest": f"transformers=={TESTED_TRANSFORMERS[0]}",
+    "pinned": f"transformers=={TESTED_TRANSFORMERS[1]}",
+    "newest": "transformers",
+}
+EXACTNESS = "tests/product/test_exactness.py"
+# What depends on what transformers gives to layers, and gets of them.
+LAYERS = tuple(
+    f"tests/product/test_{name}.py"
+    for name in (
+        *("self_test", "families", "short_conv", "delta", "mtp", "gemma4", "gpt_oss"),
+        *("text_part", "kv_cache", "chain", "stages"),
+    )
+)
+# One family that is walked, and one of each kind that keeps states.
+SHORT = tuple(
+    f"{EXACTNESS}::test_greedy_tokens_are_the_exact_models[{family}]"
+    for family in ("mixtral", "qwen3_next", "lfm2_moe")
+)
+
+
+def packages_of(folder: Path) -> Path:
+    """Where an environment has its packages."""
+    places = {"base": str(folder), "platbase": str(folder)}
+    return Path(sysconfig.get_path("purelib", "venv", places))
+
+
+def environment(name: str) -> Path:
+    """The interpreter of an environment with that release. Exits where it cannot be fetched."""
+    folder = Path(f"{sys.prefix}-{name}")
+    python, shared = folder / "bin" / "python", packages_of(folder) / "shared.pth"
+    # Its own packages come first; .pth files of the shared ones count too, such as speq's.
+    line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    if not python.exists() or not shared.exists() or shared.read_text(encoding="utf-8") != line:
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, symlinks=True)
+        shared.write_text(line, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--upgrade"]
+    done = subprocess.run(
+        [*pip, "--disable-pip-version-check", RELEASES[name]], capture_output=True, text=True
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"]
+        sys.exit(f"releases: {RELEASES[name]} ({name}) cannot be fetched: {said[-1]}")
+    return python
+
+
+def version_in(python: Path) -> str:
+    """Of the transformers that an interpreter imports."""
+    asked = "import json, transformers; print(json.dumps(transformers.__version__))"
+    done = subprocess.run([str(python), "-c", asked], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"releases: {python} cannot import transformers:\n{done.stderr[-2000:]}")
+    version: str = json.loads(done.stdout.splitlines()[-1])
+    return version
+
+
+def tests_of(whole: bool) -> list[str]:
+    """What pytest is given."""
+    if whole:
+        return ["-m", "not gpu", EXACTNESS, *LAYERS]
+    return ["-m", "not full and not gpu", *LAYERS, *SHORT]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the keystone on releases of transformers.")
+    parser.add_argument("releases", nargs="+", choices=RELEASES)
+    parser.add_argument("--whole", action="store_true", help="all cells, for an hour")
+    given = parser.parse_args()
+    failed = []
+    for name in given.releases:
+        python = environment(name)
+        version = version_in(python)
+        print(f"the keystone on transformers {version} ({name})", flush=True)
+        workers = ["-n", "auto", "--dist", "worksteal", "-q"]
+        command = [str(python), "-m", "pytest", *workers, *tests_of(given.whole)]
+        if subprocess.run(command, cwd=ROOT, env=os.environ).returncode:
+            failed.append(version)
+        elif not is_tested(version):
+            print(f"{version} holds: add it to speq/version.py and pyproject.toml", flush=True)
+    if failed:
+        sys.exit(f"releases: the keystone fails on transformers {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
