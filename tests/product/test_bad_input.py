@@ -800,7 +800,7 @@ def test_drafts_that_are_none(budget: int, tiny: Folder, tmp_path: Path, command
         (tmp_path / "nope", "draft folder '.*/nope' does not exist; give auto, none, a folder"),
         (tmp_path / "file", "draft '.*/file' is a file; give the folder"),
         ("x" * 5000, "does not exist; give auto, none, a folder, or a hub id"),
-        (tmp_path / "empty", r"config\.json cannot be read"),
+        (tmp_path / "empty", "draft '.*/empty' is an empty folder; download the model into"),
         (other, "does not fit the model: "),
         (fewer, "does not fit the model: .* lacks gate_proj of expert 4"),
         (packed, "has group_size None; it must be -1"),

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from speq.files.published_format import format_of
 from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.models.shape import config_in
+from speq.text.endings import end_ids
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -26,7 +28,10 @@ POINTER = (
     f"oid sha256:{'0123456789abcdef' * 4}\nsize 4998821872\n"
 )
 # Metadata of published models lies here where whoever runs the tests has it.
-PUBLISHED = ROOT.parent / "shared" / "data" / "published" / "configs"
+# Beside the checkout, or beside the folder of its worktrees.
+BESIDE = [above / "shared" / "data" / "published" for above in (ROOT.parent, ROOT.parent.parent)]
+METADATA = next((each for each in BESIDE if each.is_dir()), BESIDE[0])
+PUBLISHED = METADATA / "configs"
 
 
 def put(folder: Path, name: str, content: str | bytes = b"") -> None:
@@ -311,6 +316,40 @@ def test_ends_of_text(in_config: Any, in_generation: Any, ends: set[int], copied
     generator.close()
 
 
+class Named:
+    """A tokenizer as far as the ends of texts go: ids by special token, the first of which ends."""
+
+    def __init__(self, *special: str) -> None:
+        self.vocab = {name: 90 + at for at, name in enumerate(special)}
+        self.all_special_tokens, self.eos_token = list(special), special[0]
+        self.all_special_ids = list(self.vocab.values())
+        self.eos_token_id = self.vocab[special[0]]
+        self.added_tokens_decoder: dict[int, str] = {}
+
+
+def test_calls_end_texts_of_gpt_oss(tmp_path: Path) -> None:
+    """Its generation_config.json did not always name the mark behind a call."""
+    put(tmp_path, "generation_config.json", json.dumps({"eos_token_id": [90, 80]}))
+    marks = Named("<|return|>", "<|call|>", "<|channel|>")
+    assert end_ids(tmp_path, {}, marks) == {80, 90, 91}
+    assert end_ids(tmp_path, {}, Named("<|return|>", "<|channel|>")) == {80, 90}
+
+
+def test_ends_that_files_disagree_on_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = Named("<|im_end|>", "<|endoftext|>")
+    pictures = {"text_config": {"eos_token_id": 1}, "eos_token_id": [90, 91]}
+    assert end_ids(tmp_path, pictures, turns) == {90, 91}  # the whole knows more than the part
+    assert not caplog.records
+    assert end_ids(tmp_path, {"text_config": {"eos_token_id": 91}}, turns) == {90, 91}
+    (said,) = caplog.messages
+    assert "end at 90 (<|im_end|>) as well" in said and "config.json does not" in said
+    caplog.clear()
+    assert end_ids(tmp_path, {"eos_token_id": 2}, turns) == {90}
+    assert "config.json ends texts at [2], which the tokenizer holds for ordinary" in caplog.text
+
+
 def published() -> list[Path]:
     return sorted(PUBLISHED.glob("*_config.json")) if PUBLISHED.is_dir() else []
 
@@ -341,3 +380,20 @@ def test_published_configurations_are_planned_or_refused_in_a_sentence(tmp_path:
         assert "NVFP4" not in path.name and format_ in ("words", "fp8", "mxfp4")
         planned.append(folder.name)
     assert len(planned) >= 15
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no metadata of published models lies here")
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3.5-18b-reap", "wizardlm-2-8x22b"])
+def test_published_indexes_change_no_plan(name: str, tmp_path: Path) -> None:
+    folder, alone = METADATA / "indexes" / name, tmp_path / name
+    alone.mkdir()
+    shutil.copy(folder / "config.json", alone)
+    rates = {"link": "3GB/s", "memory_bandwidth": "40GB/s"}
+    with_index, without = (plan(each, "24GiB", **rates) for each in (folder, alone))
+    assert replace(with_index.subject, name="") == replace(without.subject, name="")
+    assert with_index.candidates == without.candidates
+    # Words and codes of all experts and of all else are what the index counts, but for MTP.
+    size = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]
+    subject = with_index.subject
+    counted = subject.count * subject.codec.record_range[1] + subject.non_expert_bytes
+    assert counted == pytest.approx(size["total_size"], rel=0.05)
