@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenizers import processors
-from transformers import AutoTokenizer
+from tokenizers import normalizers, processors
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
@@ -33,6 +33,8 @@ TOKENIZER_AGAIN = "download its tokenizer files again, all of them"
 CODE_FILES = ("tokenization_*.py", "*.tiktoken", "tiktoken.model")
 # Vocabularies of sentencepiece, the first byte of all of them, and what transformers reads them by.
 SENTENCEPIECE_FILES, SENTENCEPIECE = ("tokenizer.model", "spiece.model"), b"\n"
+# Beginnings of texts, runs of spaces, and what is not in every vocabulary.
+SAMPLES = ("the sea", " the  sea\n", "def f(x):\n    return x", "Größe, 7 海 🌊")
 SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 INSTALL_TOKENIZERS = "install them with `.venv/bin/pip install -e '.[tokenizers]'`"
 OR_IDS = "or give prompts as token ids"
@@ -78,14 +80,22 @@ def load_tokenizer(path: Path) -> Any:
     where it is damaged.
     """
     check_folder(path, MAX_BYTES)
-    check_readable(path)
+    sentences = check_readable(path)
     config: dict[str, Any] = {}
     if (path / TOKENIZER_CONFIG).exists():
         config = check_tokenizer_config(path / TOKENIZER_CONFIG)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        # Of a tokenizer.model the automatic class may lose the space that sentencepiece puts before
+        # a text's first word.
+        of_llama = sentences and str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
+        tokenizer = (LlamaTokenizer if of_llama else AutoTokenizer).from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
+        if of_llama and config.get("legacy") is not False:
+            # As in the tokenizer.json of Llama and Mixtral; that class drops a text's first space.
+            space = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+            tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*space])
+            tokenizer.backend_tokenizer.pre_tokenizer = None
         put_ends(tokenizer, config.get("add_bos_token"), config.get("add_eos_token"))
         # Some damage shows only when it is used.
         tokenizer.decode(
@@ -98,9 +108,26 @@ def load_tokenizer(path: Path) -> Any:
             f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}; "
             f"{TOKENIZER_AGAIN}"
         ) from error
+    if sentences is not None:
+        check_sentences(tokenizer, sentences)
     if not tokenizer.chat_template:
         tokenizer.chat_template = old_template(path)
     return tokenizer
+
+
+def check_sentences(tokenizer: Any, path: Path) -> None:
+    """Raise NoTokenizer where transformers makes other tokens of a text than sentencepiece, whose
+    file it read.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    published = SentencePieceProcessor(model_file=str(path))
+    for text in SAMPLES:
+        if tokens_of(tokenizer, text, add_special_tokens=False) != published.encode(text):
+            raise NoTokenizer(
+                f"transformers makes other tokens of {text!r} than sentencepiece does by {path}; "
+                f"put a tokenizer.json that was made from it beside it, {OR_IDS}"
+            )
 
 
 def put_ends(tokenizer: Any, bos: bool | None, eos: bool | None) -> None:
@@ -130,8 +157,10 @@ def put_ends(tokenizer: Any, bos: bool | None, eos: bool | None) -> None:
     )
 
 
-def check_readable(path: Path) -> None:
-    """Raise NoTokenizer for a folder without a tokenizer, or with one that cannot be read here."""
+def check_readable(path: Path) -> Path | None:
+    """Where a tokenizer of sentencepiece lies in a folder; None: it has another one. Raises
+    NoTokenizer for a folder without a tokenizer, or with one that cannot be read here.
+    """
     found = {}
     for name in TOKENIZER_FILES:
         if (path / name).exists():
@@ -139,7 +168,7 @@ def check_readable(path: Path) -> None:
                 found[name] = file.read(80)
             check_own(path / name, found[name])
     if TOKENIZER_FILES[0] in found:
-        return
+        return None
     code = sorted(file.name for pattern in CODE_FILES for file in path.glob(pattern))
     if (path / TOKENIZER_CONFIG).exists():
         named = read_json(path / TOKENIZER_CONFIG).get("auto_map")
@@ -157,11 +186,14 @@ def check_readable(path: Path) -> None:
         )
     name, beginning = next(iter(found.items()))
     missing = [each for module, each in SENTENCEPIECE_PACKAGES.items() if not _has(module)]
-    if missing and name in SENTENCEPIECE_FILES and beginning.startswith(SENTENCEPIECE):
+    if name not in SENTENCEPIECE_FILES or not beginning.startswith(SENTENCEPIECE):
+        return None
+    if missing:
         raise NoTokenizer(
             f"the tokenizer in {path} is {name}, which is read with {' and '.join(missing)}, not "
             f"installed here; {INSTALL_TOKENIZERS}, {OR_IDS}"
         )
+    return path / name
 
 
 def _has(module: str) -> bool:

@@ -19,6 +19,7 @@ from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.models.shape import config_in
 from speq.text.endings import end_ids
+from speq.text.tokenizer import NoTokenizer, load_tokenizer, tokens_of
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -256,6 +257,39 @@ def test_tokenizers_that_cannot_be_read_here(
         generator.generate("a text", max_new_tokens=1)
     assert len(generator.generate([1, 2], max_new_tokens=2, ignore_eos=True).token_ids) == 2
     generator.close()
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_vocabulary_of_sentencepiece_gives_its_own_tokens(named: str, tmp_path: Path) -> None:
+    """As Mixtral's: sentencepiece itself says which. The class that transformers chooses for the
+    family by itself loses the space before the first word.
+    """
+    reason = "sentencepiece or protobuf is not installed"
+    sentences = pytest.importorskip("sentencepiece", reason=reason)
+    pytest.importorskip("google.protobuf", reason=reason)
+    words = "\n".join(f"the sea is word {i} and {i * 7}" for i in range(200))
+    put(tmp_path, "text", words)
+    sentences.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=340,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    put(tmp_path, "config.json", json.dumps({"model_type": "mixtral"}))
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    put(tmp_path, "tokenizer_config.json", json.dumps({"tokenizer_class": named} | marks))
+    if named != "LlamaTokenizer":
+        with pytest.raises(NoTokenizer, match=r"makes other tokens of .* than sentencep"):
+            load_tokenizer(tmp_path)
+        return
+    tokenizer = load_tokenizer(tmp_path)
+    published = sentences.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in ("the sea is 7", " is", "word\n\nand", "unseen: é 海"):
+        assert tokens_of(tokenizer, text, add_special_tokens=False) == published.encode(text)
 
 
 def test_a_null_that_the_model_stumbles_over_is_named(copied: Path) -> None:
