@@ -47,6 +47,8 @@ SIZES = {
 HIDDEN_SIZE, EXPERTS, TOP_K = 64, 8, 2
 # A prompt longer than what the walk takes, a few tokens behind it, and two steps.
 PASSES = (MAX_LINEAR_ROWS + 1, 5, 1, 1)
+# That every kernel of experts takes at a time.
+ROWS = 16
 # Of the largest hidden state. Rounding of other orders of sums is some hundred times smaller, and a
 # state that is lost changes some hundred times more.
 TOLERANCE = 1e-3
@@ -72,9 +74,10 @@ class WordsBank:
         out = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
         table = torch.arange(EXPERTS)
         biases = self.biases[layer] if self.biases else None
-        ops.moe_grouped(
-            hidden_states, route.topk_ids, table, *self._words[layer], self._activation, out, biases
-        )
+        parts = (each.split(ROWS) for each in (hidden_states, route.topk_ids, out))
+        for rows, topk_ids, part in zip(*parts, strict=True):
+            words = self._words[layer]
+            ops.moe_grouped(rows, topk_ids, table, *words, self._activation, part, biases)
         return decoder_ops.combine(out, route.topk_weights, hidden_states.dtype)
 
 

@@ -76,7 +76,8 @@ def test_texts_at_random(family: str, texts: int, drafter: str, tmp_path: Path) 
             if len(under) < WAITING and rng.random() < 0.6:
                 prompt, options, expected = asked.next()
                 under[batch.add(generator.prepare(prompt, None, options))] = expected
-            if under and rng.random() < 0.05:
+            # Some leave, one of them whatever chance says.
+            if under and (rng.random() < 0.05 or (done and not left_early)):
                 request = rng.choice([*under])
                 batch.drop(request)
                 expected = under.pop(request)
