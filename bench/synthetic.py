@@ -8,16 +8,15 @@ stand are the draft's own.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from speq.decode.draft_pass import OnLayer
-from speq.decode.drafter import PlainDecoding
-from speq.decode.drafters.head import HeadDrafter
-from speq.decode.drafters.next_token import Chosen, NextToken, Run
-from speq.decode.drafters.twin import TwinDrafter
-from speq.decode.sequence import Sequence
+from speq.engine.drafter import PlainDecoding
+from speq.engine.drafters.head import HeadDrafter
+from speq.engine.drafters.next_token import Chosen, NextTokens, Run, SamplePosition
+from speq.engine.drafters.self_drafter import SelfDrafter
+from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.generator import Generator
 
@@ -40,22 +39,23 @@ class SetAcceptance:
     """
 
     def __init__(
-        self, chooses: NextToken, known: dict[tuple[int, ...], KnownText], vocab_size: int
+        self, chooses: NextTokens, known: dict[tuple[int, ...], KnownText], vocab_size: int
     ) -> None:
         self._chooses = chooses
         self._known = known
         self._vocab_size = vocab_size
 
-    def __call__(
-        self, run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
-    ) -> Chosen | None:
+    def __call__(self, run: Run, positions: Sequence[SamplePosition]) -> list[Chosen | None]:
         """Raises SpeqError for a text that is not known, or that is not generated greedily."""
-        text = self._text(sequence)
-        chosen = self._chooses(run, sequence, drafted, on_layer)
-        at = sequence.position + len(drafted)
+        pairs = zip(self._chooses(run, positions), positions, strict=True)
+        return [self._choice(chosen, each.request, each.drafted) for chosen, each in pairs]
+
+    def _choice(self, chosen: Chosen | None, request: Request, drafted: list[int]) -> Chosen | None:
+        text = self._text(request)
+        at = request.position + len(drafted)
         if chosen is None or at >= len(text.token_ids):
             return chosen
-        if drafted != text.token_ids[sequence.position : at]:
+        if drafted != text.token_ids[request.position : at]:
             return Chosen(chosen.token_id, None)  # it falls with the wrong one before it
         right = text.token_ids[at]
         if text.stands[at]:
@@ -63,13 +63,13 @@ class SetAcceptance:
         wrong = chosen.token_id if chosen.token_id != right else (right + 1) % self._vocab_size
         return Chosen(wrong, None)
 
-    def _text(self, sequence: Sequence) -> KnownText:
-        if not sequence.sampling.greedy or sequence.sampling.penalises:
+    def _text(self, request: Request) -> KnownText:
+        if not request.sampling.greedy or request.sampling.penalises:
             raise SpeqError(
                 "a synthetic acceptance is for greedy texts and this one is drawn or penalised; "
                 "leave temperature and penalties as they are"
             )
-        text = self._known.get(tuple(sequence.prompt_ids))
+        text = self._known.get(tuple(request.prompt_token_ids))
         if text is None:
             raise SpeqError(
                 "a synthetic acceptance is for texts whose tokens are known and this one is not "
@@ -95,25 +95,25 @@ def synthetic_acceptance(
         raise SpeqError(f"synthetic_acceptance is {acceptance}; it must be from 0 to 1")
     encoded = [generator.encode(prompt) for prompt in prompts]
     generator.reserve(max(map(len, encoded)) + max_new_tokens)  # drafters are made anew with it
-    drafter = generator.runtime.engine.drafter
+    drafter = generator.runtime.engine.drafters[0]
     if isinstance(drafter, PlainDecoding):
         yield
         return
-    if not isinstance(drafter, TwinDrafter | HeadDrafter):
+    if not isinstance(drafter, SelfDrafter | HeadDrafter):
         raise SpeqError(
             "a synthetic acceptance is set for the drafters int4, cached and head and another one "
             "is asked for; leave drafter to be auto, or give one of these"
         )
     known = {}
     with generator.with_draft_length(0):  # the governor learns nothing of it
-        for at, (prompt, prompt_ids) in enumerate(zip(prompts, encoded, strict=True)):
+        for at, (prompt, prompt_token_ids) in enumerate(zip(prompts, encoded, strict=True)):
             made = generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
             draws = random.Random(f"{seed}, {at}")
             stands = [draws.random() < acceptance for _ in made.token_ids]
-            known[tuple(prompt_ids)] = KnownText(made.token_ids, stands)
-    chooses = drafter.next_token
-    drafter.next_token = SetAcceptance(chooses, known, generator.runtime.shape.vocab_size)
+            known[tuple(prompt_token_ids)] = KnownText(made.token_ids, stands)
+    chooses = drafter.next_tokens
+    drafter.next_tokens = SetAcceptance(chooses, known, generator.runtime.shape.vocab_size)
     try:
         yield
     finally:
-        drafter.next_token = chooses
+        drafter.next_tokens = chooses

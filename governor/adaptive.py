@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from speq.governor.acceptance import Acceptance
-from speq.governor.cycle_model import Apart, CycleModel
 from speq.governor.draft_length import (
     LENGTHS,
     LONGEST,
     LONGEST_SIDE,
     Decision,
+    DecisionReason,
     FixedDraftLength,
     Governor,
-    Ground,
 )
-from speq.governor.measured_cycles import MeasuredCycles
+from speq.governor.measured_steps import MeasuredSteps
+from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
-from speq.governor.roofline import Cycle
-from speq.governor.slo import Objectives
+from speq.governor.roofline import StepEstimate
+from speq.governor.step_model import Apart, StepModel
 from speq.stats import Forecast, StepStats
 
 # The shares of the time that probing drafts may lose, and plain cycles between better drafts.
@@ -65,7 +65,7 @@ HYSTERESIS = 0.01
 STOP, USUAL = 1.25, 8
 
 
-class Option(NamedTuple):
+class LengthEstimate(NamedTuple):
     """The present expectation of a draft length.
 
     cycle      the cycle by the model alone
@@ -76,26 +76,26 @@ class Option(NamedTuple):
     kind       of such drafts
     """
 
-    cycle: Cycle
+    cycle: StepEstimate
     cycle_s: float
     token_s: float
     deviation: float
     hoped: float
-    kind: "Kind"
+    mode: "DraftMode"
 
     @property
     def name(self) -> str:
         drafted = f"k={self.cycle.draft_length}"
-        if self.kind.drafter is not None:
-            drafted = f"{self.kind.drafter} {drafted}"
-        return drafted if self.kind.nodes is None else f"{drafted} as a tree"
+        if self.mode.drafter is not None:
+            drafted = f"{self.mode.drafter} {drafted}"
+        return drafted if self.mode.nodes is None else f"{drafted} as a tree"
 
     def hoped_token_s(self, luck: float) -> float:
         return self.cycle_s * math.exp(-luck * self.deviation) / self.hoped
 
 
 @dataclass(slots=True)
-class Credit:
+class ProbeBudget:
     """The seconds that probes may still lose.
 
     share  of all time, which is added
@@ -120,7 +120,7 @@ class Credit:
 
 
 @dataclass(slots=True)
-class Kind:
+class DraftMode:
     """What is known of drafts of one kind: chains, trees, or those of another drafter.
 
     nodes     tokens of a tree at most; None: chains
@@ -131,15 +131,15 @@ class Kind:
 
     nodes: int | None
     acceptance: Acceptance
-    measured: MeasuredCycles
+    measured: MeasuredSteps
     drafter: str | None = None
     apart: Apart | None = None
 
     @classmethod
-    def of(cls, longest: int, nodes: int | None = None, drafter: str | None = None) -> "Kind":
+    def of(cls, longest: int, nodes: int | None = None, drafter: str | None = None) -> "DraftMode":
         lengths = tuple(k for k in LENGTHS if k <= longest)
         apart = None if drafter is None else Apart()
-        return cls(nodes, Acceptance(longest), MeasuredCycles(lengths), drafter, apart)
+        return cls(nodes, Acceptance(longest), MeasuredSteps(lengths), drafter, apart)
 
 
 @dataclass(slots=True)
@@ -158,16 +158,16 @@ class AdaptiveDraftLength:
     objectives: Objectives = field(default_factory=Objectives)
     prior: Prior | None = None
     nodes: int | None = None
-    side: str | None = None
-    model: CycleModel = field(init=False)
-    chains: Kind = field(init=False)
-    trees: Kind | None = field(init=False)
-    asides: Kind | None = field(init=False)
+    secondary: str | None = None
+    model: StepModel = field(init=False)
+    chains: DraftMode = field(init=False)
+    trees: DraftMode | None = field(init=False)
+    secondaries: DraftMode | None = field(init=False)
     # One credit for probes that draft, one for those of the drafter beside, one for plain cycles
     # while drafting is better.
-    _drafts: Credit = field(default_factory=lambda: Credit(DRAFT_SHARE, 4.0, 8.0))
-    _side_drafts: Credit = field(default_factory=lambda: Credit(SIDE_SHARE, 2.0, 4.0))
-    _plains: Credit = field(default_factory=lambda: Credit(PLAIN_SHARE, 0.0, 4.0))
+    _drafts: ProbeBudget = field(default_factory=lambda: ProbeBudget(DRAFT_SHARE, 4.0, 8.0))
+    _side_drafts: ProbeBudget = field(default_factory=lambda: ProbeBudget(SIDE_SHARE, 2.0, 4.0))
+    _plains: ProbeBudget = field(default_factory=lambda: ProbeBudget(PLAIN_SHARE, 0.0, 4.0))
     _plain_s: float = 0.0
     _burst: int = 0
     _first_plain: int = FIRST_PLAIN
@@ -176,7 +176,7 @@ class AdaptiveDraftLength:
     _in_favour: int = 0
     # Plain decoding and chains, by place in the lengths that are measured; then trees, then drafts
     # of the drafter beside.
-    _options: list[Option] = field(default_factory=list)
+    _options: list[LengthEstimate] = field(default_factory=list)
     # Indices of options: the one held on to, and the one under way.
     _held: int = 0
     _chosen: int = 0
@@ -185,18 +185,20 @@ class AdaptiveDraftLength:
 
     def __post_init__(self) -> None:
         prior = self.prior
-        self.model = CycleModel() if prior is None else CycleModel.of(prior)
-        self.chains = Kind.of(self.longest)
-        self.trees = None if self.nodes is None else Kind.of(self.longest, self.nodes)
-        self.asides = None if self.side is None else Kind.of(LONGEST_SIDE, drafter=self.side)
+        self.model = StepModel() if prior is None else StepModel.of(prior)
+        self.chains = DraftMode.of(self.longest)
+        self.trees = None if self.nodes is None else DraftMode.of(self.longest, self.nodes)
+        self.secondaries = (
+            None if self.secondary is None else DraftMode.of(LONGEST_SIDE, drafter=self.secondary)
+        )
         if prior is not None and prior.acceptance is not None:
-            for kind in self._kinds:
-                if kind is not self.asides:
-                    kind.acceptance.believe(prior.acceptance, prior.tokens)
+            for mode in self._modes:
+                if mode is not self.secondaries:
+                    mode.acceptance.believe(prior.acceptance, prior.tokens)
         if prior is not None:
             self._begin_with(self.model, BELIEVED / prior.drafts)
 
-    def _begin_with(self, model: CycleModel, believed: float = BELIEVED) -> None:
+    def _begin_with(self, model: StepModel, believed: float = BELIEVED) -> None:
         """Spare the calibration where a model was made from what is known.
 
         believed  plain cycles that probes may lose at once
@@ -222,8 +224,8 @@ class AdaptiveDraftLength:
         return made
 
     @property
-    def _kinds(self) -> list[Kind]:
-        return [kind for kind in (self.chains, self.trees, self.asides) if kind is not None]
+    def _modes(self) -> list[DraftMode]:
+        return [mode for mode in (self.chains, self.trees, self.secondaries) if mode is not None]
 
     @property
     def acceptance(self) -> Acceptance:
@@ -231,7 +233,7 @@ class AdaptiveDraftLength:
         return self.chains.acceptance
 
     @property
-    def measured(self) -> MeasuredCycles:
+    def measured(self) -> MeasuredSteps:
         """Of chains."""
         return self.chains.measured
 
@@ -247,7 +249,9 @@ class AdaptiveDraftLength:
         self._stopped = False
         options = self._options
         able = [
-            at for at, option in enumerate(options) if offered or option.kind is not self.asides
+            at
+            for at, option in enumerate(options)
+            if offered or option.mode is not self.secondaries
         ]
         allowed = [
             at for at in able if self.objectives.met(options[at].cycle_s, options[at].cycle.tokens)
@@ -256,13 +260,13 @@ class AdaptiveDraftLength:
             self._held = self._chosen = self._nearest(able)
             return self._decision("bound")
         self._held = self._best(allowed)
-        probe = None if self._cold else self._anchor(allowed)
+        probe = None if self._cold else self._probe_plain(allowed)
         if probe is None and not self._cold:
             probe = self._probe(allowed)
         self._chosen = self._held if probe is None else probe
         return self._decision("best" if probe is None else "probe")
 
-    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
+    def continue_draft(self, drafted: int, new_experts: int, accept_prob: float) -> bool:
         """Compare the cost of one more token with its yield.
 
         The cost is its drafting, its row, and as many new experts as this draft's tokens have
@@ -276,13 +280,13 @@ class AdaptiveDraftLength:
         seen = model.new_experts(drafted)
         surprise = (new_experts + 1) / (seen + 1)
         rows, next_rows = (
-            1 + model.nodes(passes, option.kind.nodes) for passes in (drafted, drafted + 1)
+            1 + model.nodes(passes, option.mode.nodes) for passes in (drafted, drafted + 1)
         )
         more = model.distinct(next_rows) - model.distinct(rows)
         new = (model.new_experts(next_rows) - model.new_experts(rows)) * surprise
         exposed = cycle.exposed if cycle.new_s < cycle.compute_s else 1.0
         cost_s = model.draft_token_s + more * model.compute.slope + new * model.link.value * exposed
-        stands = reach * option.kind.acceptance.accepted
+        stands = accept_prob * option.mode.acceptance.accepted
         self._stopped = cost_s > STOP * stands * self._options[self._held].token_s
         return not self._stopped
 
@@ -290,19 +294,19 @@ class AdaptiveDraftLength:
         cycle_s = step.end_s - step.start_s
         # A stopped draft counts for the length decided on, in its time and in its tokens: else only
         # lucky drafts would count, and the length would look cheap.
-        kind, length = self.chains, step.deepest
+        mode, length = self.chains, step.deepest
         if self._options and length:
-            kind = self._options[self._chosen].kind
+            mode = self._options[self._chosen].mode
             # A tree that is less deep than it had passes spent them on other branches.
-            length = length if kind.nodes is None else step.passes
+            length = length if mode.nodes is None else step.passes
         drafts = [(length, step.accepted, self._stopped)]
         if step.sequences > 1:
             drafts = [(each.draft_length, each.accepted, each.stopped) for each in step.drafts]
         if self._stopped:
             length = self._options[self._chosen].cycle.draft_length
-        for each in self._kinds:
+        for each in self._modes:
             for drafted in drafts:
-                each.acceptance.observe(*(drafted if each is kind else (0, 0)))
+                each.acceptance.observe(*(drafted if each is mode else (0, 0)))
         # Of each text, as all that follows is.
         emitted = step.emitted / step.sequences
         if self._cold:
@@ -312,11 +316,11 @@ class AdaptiveDraftLength:
             if self._first_plain > 1:
                 self._first_plain -= 1
             return
-        self.model.observe(step, kind.apart)
+        self.model.observe(step, mode.apart)
         self._plain_run = 0 if step.draft_length else self._plain_run + 1
         settled = step.draft_length > 0 or self._plain_run > SETTLE
-        for each in self._kinds:
-            counts = settled and (each is kind or not step.draft_length)
+        for each in self._modes:
+            counts = settled and (each is mode or not step.draft_length)
             each.measured.observe(length if counts else -1, cycle_s, emitted)
         if not step.draft_length:
             if settled:
@@ -331,24 +335,24 @@ class AdaptiveDraftLength:
             self._drafts.open(self._plain_s)
             self._side_drafts.open(self._plain_s)
         if self._chosen != self._held:
-            credit = self._credit(kind) if self._chosen else self._plains
+            credit = self._probe_budget(mode) if self._chosen else self._plains
             token_s = self._options[self._held].token_s
             credit.left_s -= max(cycle_s - token_s * emitted, LEAST_LOSS * token_s)
 
-    def outlook(self) -> list[Cycle]:
-        return [option.cycle for option in self._options if option.kind is self.chains]
+    def outlook(self) -> list[StepEstimate]:
+        return [option.cycle for option in self._options if option.mode is self.chains]
 
-    def _weigh(self) -> list[Option]:
-        options = self._weigh_kind(self.chains)
-        for kind in self._kinds[1:]:
-            options += self._weigh_kind(kind)[1:]  # plain decoding is among the chains
+    def _weigh(self) -> list[LengthEstimate]:
+        options = self._weigh_mode(self.chains)
+        for mode in self._modes[1:]:
+            options += self._weigh_mode(mode)[1:]  # plain decoding is among the chains
         return options
 
-    def _weigh_kind(self, kind: Kind) -> list[Option]:
+    def _weigh_mode(self, mode: DraftMode) -> list[LengthEstimate]:
         # Trees that were never drafted are taken to yield what chains do.
-        tried = kind is not self.trees or kind.measured.farthest(0.0)
-        acceptance = kind.acceptance if tried else self.chains.acceptance
-        luck = 1 + self._luck(kind) * kind.acceptance.deviation / acceptance.overall
+        tried = mode is not self.trees or mode.measured.farthest(0.0)
+        acceptance = mode.acceptance if tried else self.chains.acceptance
+        luck = 1 + self._luck(mode) * mode.acceptance.deviation / acceptance.overall
         # By k: the tokens of a cycle, and the tokens of a lucky one.
         yields, hopes = [1.0], [1.0]
         stands = stands_hoped = 1.0
@@ -357,19 +361,19 @@ class AdaptiveDraftLength:
             stands_hoped *= min(probability * luck, 1.0)
             yields.append(yields[-1] + stands)
             hopes.append(hopes[-1] + stands_hoped)
-        lengths = kind.measured.lengths
+        lengths = mode.measured.lengths
         emitted = [yields[length] for length in lengths]
-        cycles = self.model.cycles(lengths, emitted, kind.nodes, kind.apart)
+        cycles = self.model.cycles(lengths, emitted, mode.nodes, mode.apart)
         modelled_s = [cycle.cycle_s for cycle in cycles]
         options = []
         for cycle, time_s, (mean, variance) in zip(
-            cycles, modelled_s, kind.measured.corrections(modelled_s), strict=True
+            cycles, modelled_s, mode.measured.corrections(modelled_s), strict=True
         ):
             cycle_s = time_s * math.exp(mean)
             hoped = hopes[cycle.draft_length]
             token_s = cycle_s / cycle.tokens
             deviation = math.sqrt(variance)
-            options.append(Option(cycle, cycle_s, token_s, deviation, hoped, kind))
+            options.append(LengthEstimate(cycle, cycle_s, token_s, deviation, hoped, mode))
         return options
 
     def _best(self, allowed: list[int]) -> int:
@@ -383,15 +387,15 @@ class AdaptiveDraftLength:
         held = self._held in allowed and judged_s(self._held) <= judged_s(best) * (1 + HYSTERESIS)
         return self._held if held else best
 
-    def _credit(self, kind: Kind) -> Credit:
+    def _probe_budget(self, mode: DraftMode) -> ProbeBudget:
         """Of probes of such drafts."""
-        return self._side_drafts if kind is self.asides else self._drafts
+        return self._side_drafts if mode is self.secondaries else self._drafts
 
-    def _luck(self, kind: Kind) -> float:
+    def _luck(self, mode: DraftMode) -> float:
         """The standard deviations of luck that a probe of such drafts may hope for."""
-        return LUCK * self._credit(kind).saved(self._plain_s)
+        return LUCK * self._probe_budget(mode).saved(self._plain_s)
 
-    def _anchor(self, allowed: list[int]) -> int | None:
+    def _probe_plain(self, allowed: list[int]) -> int | None:
         """0 if plain decoding is to be measured now, so that drafts stay compared with it."""
         if self._held == 0 or 0 not in allowed:
             self._burst = 0
@@ -400,8 +404,8 @@ class AdaptiveDraftLength:
         self._in_favour += 1
         if self._in_favour == SECOND_LOOK and plain_s < HOPELESS * token_s:
             self._burst = BURST
-            for kind in self._kinds:
-                kind.measured.doubt(0)
+            for mode in self._modes:
+                mode.measured.doubt(0)
         loss_s = max(plain_s - token_s, LEAST_LOSS * token_s)
         if not self._burst and self._plains.left_s > BURST * loss_s:
             self._burst = BURST
@@ -415,9 +419,9 @@ class AdaptiveDraftLength:
             if at == 0 or not self._within_reach(at):
                 continue
             option = self._options[at]
-            gain = 1 - option.hoped_token_s(self._luck(option.kind)) / token_s
+            gain = 1 - option.hoped_token_s(self._luck(option.mode)) / token_s
             loss_s = option.cycle_s - token_s * option.cycle.tokens
-            left_s = self._credit(option.kind).left_s
+            left_s = self._probe_budget(option.mode).left_s
             if at == self._held or gain < WORTHWHILE or loss_s > left_s:
                 continue
             worth = gain * gain / max(loss_s, LEAST_LOSS * token_s)
@@ -428,20 +432,20 @@ class AdaptiveDraftLength:
     def _within_reach(self, at: int) -> bool:
         """Whether an option is little longer than the longest measured one of its kind."""
         option = self._options[at]
-        measured = option.kind.measured
+        measured = option.mode.measured
         place = measured.lengths.index(option.cycle.draft_length)
         return place <= REACH + measured.farthest(MEASURED)
 
     def _nearest(self, able: list[int]) -> int:
         """Of these options the one that misses the objectives by least."""
 
-        def excess(option: Option) -> float:
+        def excess(option: LengthEstimate) -> float:
             late = option.cycle_s / self.objectives.latency_s
             return max(late, option.token_s / self.objectives.tpot_s)
 
         return min(able, key=lambda at: excess(self._options[at]))
 
-    def _decision(self, ground: Ground) -> Decision:
+    def _decision(self, ground: DecisionReason) -> Decision:
         """The chosen option, with its limit and its neighbours' times as the reason."""
         at, options = self._chosen, self._options
         cycle, cycle_s = options[at].cycle, options[at].cycle_s
@@ -450,14 +454,14 @@ class AdaptiveDraftLength:
             for other in options[max(at - 1, 0) : at + 2]
             if other is not options[at]
         )
-        kind = options[at].kind
-        nodes = kind.nodes
+        mode = options[at].mode
+        nodes = mode.nodes
         shape = "" if nodes is None else f"a tree of {nodes} tokens at most: "
-        if kind.drafter is not None:
-            shape = f"by {kind.drafter}: "
+        if mode.drafter is not None:
+            shape = f"by {mode.drafter}: "
         reason = (
             f"{shape}{options[at].token_s * 1e3:.1f} ms a token expected ({beside}), "
-            f"most of it {cycle.limit}; {kind.acceptance.accepted:.0%} accepted"
+            f"most of it {cycle.limit}; {mode.acceptance.accepted:.0%} accepted"
         )
         if ground == "probe":
             held = options[self._held]
@@ -467,7 +471,7 @@ class AdaptiveDraftLength:
         forecast = Forecast(
             cycle.draft_length, cycle.serial_s, cycle.overlapped_s, cycle_s, cycle.tokens
         )
-        drafter = kind.drafter if cycle.draft_length else None
+        drafter = mode.drafter if cycle.draft_length else None
         return Decision(cycle.draft_length, reason, ground, forecast, nodes, drafter)
 
 
@@ -477,7 +481,7 @@ def make_governor(
     prior: Prior | None = None,
     longest: int = LONGEST,
     nodes: int | None = None,
-    side: str | None = None,
+    secondary: str | None = None,
 ) -> Governor:
     """The governor of a run.
 
@@ -487,5 +491,5 @@ def make_governor(
     side          a drafter besides, for the governor that measures; None: there is none
     """
     if draft_length is None:
-        return AdaptiveDraftLength(longest, objectives, prior, nodes, side)
+        return AdaptiveDraftLength(longest, objectives, prior, nodes, secondary)
     return FixedDraftLength(draft_length, nodes=nodes)

@@ -41,7 +41,7 @@ class Ratio:
 
 
 @dataclass(slots=True)
-class Line:
+class LinearFit:
     """y over x by decayed least squares; as long as all x are alike, with the slope of a prior."""
 
     weight: float = 0.0
@@ -70,10 +70,10 @@ class Line:
     def at(self, x: float) -> float:
         return self.y + self.slope * (x - self.x)
 
-    def seen_at(self, x: float) -> "Line":
+    def seen_at(self, x: float) -> "LinearFit":
         """The same line known by two points alone, half of x to either side of it."""
         y, slope = self.at(x), self.slope
         spread = 2 * (x / 2) ** 2
         firmness = PRIOR_FIRMNESS * x * x
         pull = firmness * (PRIOR_SHARE * y / x - slope)
-        return Line(2.0, x, y, spread, slope * spread - pull)
+        return LinearFit(2.0, x, y, spread, slope * spread - pull)

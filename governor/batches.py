@@ -20,11 +20,11 @@ class Governors:
     most_rows: int
     _others: dict[int, AdaptiveDraftLength] = field(default_factory=dict, init=False)
 
-    def of(self, texts: int) -> Governor:
+    def of(self, batch_size: int) -> Governor:
         """The governor of batches of so many texts."""
-        if texts == 1 or not isinstance(self.alone, AdaptiveDraftLength):
+        if batch_size == 1 or not isinstance(self.alone, AdaptiveDraftLength):
             return self.alone
-        size = (texts - 1).bit_length()
+        size = (batch_size - 1).bit_length()
         if size not in self._others:
             known = {0: self.alone, **self._others}
             near = min(
@@ -42,6 +42,6 @@ class Governors:
             governor.begin()
 
 
-def longest_draft(most_rows: int, texts: int) -> int:
+def longest_draft(most_rows: int, batch_size: int) -> int:
     """Tokens that each of so many texts may draft, at most, with so many rows in all."""
-    return max(most_rows // texts - 1, 0)
+    return max(most_rows // batch_size - 1, 0)

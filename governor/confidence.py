@@ -55,17 +55,17 @@ class Confidence:
         self._tokens = [PRIOR_TOKENS] * len(assumed)
         self._stood = [PRIOR_TOKENS * probability for probability in assumed]
 
-    def probability(self, lead: float | None) -> float:
-        at = self._class(lead)
+    def probability(self, logit_margin: float | None) -> float:
+        at = self._class(logit_margin)
         return self._stood[at] / self._tokens[at]
 
-    def learn(self, lead: float | None, stood: bool) -> None:
+    def learn(self, logit_margin: float | None, stood: bool) -> None:
         """Count a token behind tokens that stand. Others say nothing."""
-        at = self._class(lead)
+        at = self._class(logit_margin)
         kept = min(1.0, HORIZON / (self._tokens[at] + 1))
         self._tokens[at] = (self._tokens[at] + 1) * kept
         self._stood[at] = (self._stood[at] + stood) * kept
 
     @staticmethod
-    def _class(lead: float | None) -> int:
-        return len(BOUNDS) + 1 if lead is None else bisect(BOUNDS, lead)
+    def _class(logit_margin: float | None) -> int:
+        return len(BOUNDS) + 1 if logit_margin is None else bisect(BOUNDS, logit_margin)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from speq.governor.roofline import Cycle
+from speq.governor.roofline import StepEstimate
 from speq.stats import Forecast, StepStats
 
 # Lengths that `auto` chooses from. Neighbours among longer drafts differ too little to measure.
@@ -13,7 +13,7 @@ LONGEST = LENGTHS[-1]
 LONGEST_SIDE = 6
 # fixed: no choice was made. best: the highest expected throughput. probe: another length, to learn
 # its cost. bound: a latency objective or the end of the request left no better one.
-Ground = Literal["fixed", "best", "probe", "bound"]
+DecisionReason = Literal["fixed", "best", "probe", "bound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Decision:
 
     draft_length: int
     reason: str
-    ground: Ground = "fixed"
+    ground: DecisionReason = "fixed"
     forecast: Forecast | None = None
     nodes: int | None = None
     drafter: str | None = None
@@ -37,7 +37,7 @@ class Governor(Protocol):
         """Hear that a prompt was run: slots hold what it left in them."""
 
     @property
-    def side(self) -> str | None:
+    def secondary(self) -> str | None:
         """A drafter besides the run's own that it may choose; None: there is none."""
 
     def decide(self, offered: bool = False) -> Decision:
@@ -46,7 +46,7 @@ class Governor(Protocol):
         offered  whether the drafter beside the run's own has a draft
         """
 
-    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
+    def continue_draft(self, drafted: int, new_experts: int, accept_prob: float) -> bool:
         """Tell whether to draft one more token after `drafted` tokens.
 
         new_experts  number of (layer, expert) pairs that the draft named and that were neither in
@@ -57,7 +57,7 @@ class Governor(Protocol):
     def observe(self, step: StepStats) -> None:
         """Learn from a finished cycle."""
 
-    def outlook(self) -> list[Cycle]:
+    def outlook(self) -> list[StepEstimate]:
         """The cycle of each length as it was weighed last; none where none was."""
 
 
@@ -73,7 +73,7 @@ class FixedDraftLength:
     nodes: int | None = None
 
     @property
-    def side(self) -> str | None:
+    def secondary(self) -> str | None:
         return None
 
     def begin(self) -> None:
@@ -82,11 +82,11 @@ class FixedDraftLength:
     def decide(self, offered: bool = False) -> Decision:
         return Decision(self.draft_length, self.reason, nodes=self.nodes)
 
-    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
+    def continue_draft(self, drafted: int, new_experts: int, accept_prob: float) -> bool:
         return True
 
     def observe(self, step: StepStats) -> None:
         pass
 
-    def outlook(self) -> list[Cycle]:
+    def outlook(self) -> list[StepEstimate]:
         return []

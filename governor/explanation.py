@@ -8,7 +8,7 @@ from speq.stats import Forecast, StepStats, ratio
 
 
 @dataclass(slots=True)
-class Choice:
+class ExplanationRow:
     """The cycles of one draft length.
 
     branching  of trees
@@ -43,7 +43,7 @@ class Explanation:
     Errors are None for a run without forecasts.
     """
 
-    choices: list[Choice]
+    choices: list[ExplanationRow]
     serial_error: float | None
     overlapped_error: float | None
     error: float | None
@@ -51,14 +51,14 @@ class Explanation:
 
 def explain(steps: Iterable[StepStats]) -> Explanation:
     """Sum up the decisions of a run's steps."""
-    choices: dict[tuple[int, bool, str], Choice] = {}
+    choices: dict[tuple[int, bool, str], ExplanationRow] = {}
     forecasts: list[tuple[Forecast, float]] = []
     for step in steps:
         if step.phase != "decode":
             continue
         time_s = step.end_s - step.start_s
         kind = step.deepest, step.branches > 0, step.drafter or ""
-        choice = choices.setdefault(kind, Choice(*kind))
+        choice = choices.setdefault(kind, ExplanationRow(*kind))
         choice.cycles += 1
         choice.tokens += step.emitted
         choice.time_s += time_s

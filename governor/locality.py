@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from speq.errors import SpeqError
-from speq.governor.moesd import activated_experts
+from speq.governor.speedup_model import activated_experts
 
 
 @dataclass(frozen=True, slots=True)

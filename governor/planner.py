@@ -13,14 +13,14 @@ from operator import mul
 from typing import NamedTuple
 
 from speq.errors import SpeqError, present
-from speq.governor.averages import Line
+from speq.governor.averages import LinearFit
 from speq.governor.draft_length import LENGTHS
-from speq.governor.holding import Holding
 from speq.governor.locality import Locality
 from speq.governor.presets import Rates
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.roofline import Cycle, Link, accepted_tokens
+from speq.governor.residency_plan import ResidencyPlan
+from speq.governor.roofline import Link, StepEstimate, accepted_tokens
 from speq.governor.survey import Survey
 
 # The share of transfers that computation might hide and does not: on demand, and with three-phase
@@ -81,7 +81,9 @@ class Speeds:
     head_token_s: float = 0.0
 
     @classmethod
-    def of_rates(cls, rates: Rates, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
+    def of_rates(
+        cls, rates: Rates, sizes: PassBytes, residency_plans: Iterable[ResidencyPlan]
+    ) -> "Speeds":
         """The lower bound: a pass reads every weight once, at the memory's speed.
 
         It does not count arithmetic, so it is too low for long drafts on few cores.
@@ -91,12 +93,14 @@ class Speeds:
             layers_s + sizes.fixed_bytes / memory,
             0.0,
             layers_s + (sizes.draft_fixed_bytes + sizes.draft_token_bytes) / memory,
-            {h.codec: h.read_bytes / memory for h in holdings},
+            {h.codec: h.read_bytes / memory for h in residency_plans},
             head_token_s=HEAD_LAYERS * rates.layer_s + sizes.head_bytes / memory,
         )
 
     @classmethod
-    def of_survey(cls, survey: Survey, sizes: PassBytes, holdings: Iterable[Holding]) -> "Speeds":
+    def of_survey(
+        cls, survey: Survey, sizes: PassBytes, residency_plans: Iterable[ResidencyPlan]
+    ) -> "Speeds":
         """Weights outside the experts are read beside what a layer takes. An expert takes the
         longer of reading and arithmetic.
         """
@@ -113,7 +117,10 @@ class Speeds:
             + sizes.layers * drafted_s
             + sizes.draft_fixed_bytes / memory
             + draft_experts_s,
-            {h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory) for h in holdings},
+            {
+                h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory)
+                for h in residency_plans
+            },
             survey.row_s,
             survey.miss_s,
             HEAD_LAYERS * survey.layer_s + sizes.head_bytes / memory,
@@ -125,7 +132,7 @@ class Speeds:
         profile: Profile,
         sizes: PassBytes,
         distinct: Callable[[float], float],
-        holdings: Iterable[Holding],
+        residency_plans: Iterable[ResidencyPlan],
     ) -> "Speeds":
         """Measured times. A pass's growth with its distinct experts tells their share of it. A head
         was not timed: it takes as much of a pass without experts as it reads of its bytes, and the
@@ -134,11 +141,13 @@ class Speeds:
         distinct  gives the experts that a pass of so many rows asks for in all layers, if the
                   profile has not counted them
         """
-        counted, line = dict(profile.distinct), Line()
+        counted, line = dict(profile.distinct), LinearFit()
         for rows, verify_s in profile.verify:
             line.add(counted[rows] if rows in counted else distinct(rows), verify_s)
         slope = line.slope
-        read_bytes = {holding.codec: holding.read_bytes for holding in holdings}
+        read_bytes = {
+            residency_plan.codec: residency_plan.read_bytes for residency_plan in residency_plans
+        }
         base = _cost(profile, profile.codec, read_bytes)
         pass_s = line.y - slope * line.x
         return cls(
@@ -226,117 +235,121 @@ class Outlook:
                 f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
             )
 
-    def drafts(self, holding: Holding) -> Drafts | None:
+    def drafts(self, residency_plan: ResidencyPlan) -> Drafts | None:
         """None of a drafter of which nothing is known beforehand."""
-        speeds, drafter = self.speeds, holding.drafter
+        speeds, drafter = self.speeds, residency_plan.drafter
         if drafter == "int4":
-            stand = (acceptance_of_part(self.acceptance, holding.draft_covers),)
+            stand = (acceptance_of_part(self.acceptance, residency_plan.draft_covers),)
             return Drafts(stand, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
         if drafter == "head" and self.head_stand:
             return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
         return None
 
-    def _known_drafts(self, holding: Holding) -> Drafts:
-        return present(self.drafts(holding), "a drafter is weighed of which nothing is known")
+    def _known_drafts(self, residency_plan: ResidencyPlan) -> Drafts:
+        return present(
+            self.drafts(residency_plan), "a drafter is weighed of which nothing is known"
+        )
 
     def asked(self, rows: float) -> float:
         """Distinct experts of all layers that a pass of so many rows asks for."""
         return self.num_layers * self.locality.distinct(rows)
 
-    def missed(self, holding: Holding, rows: float) -> float:
+    def missed(self, residency_plan: ResidencyPlan, rows: float) -> float:
         """Those of them that are in no slot."""
-        return self.num_layers * self.locality.misses(holding.slots / self.num_layers, rows)
+        return self.num_layers * self.locality.misses(residency_plan.slots / self.num_layers, rows)
 
-    def verify_s(self, holding: Holding, rows: float) -> float:
+    def verify_s(self, residency_plan: ResidencyPlan, rows: float) -> float:
         """Time of a pass of so many rows, all of its experts in slots."""
         speeds = self.speeds
-        experts_s = self.asked(rows) * speeds.expert_s[holding.codec]
+        experts_s = self.asked(rows) * speeds.expert_s[residency_plan.codec]
         return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
 
-    def cycle(self, holding: Holding, draft_length: int) -> Cycle:
+    def cycle(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
         """The time and the yield of a round with so many drafted tokens.
 
         Experts of rejected tokens are moved and read like all others. Encoding takes the processor
         that the pass runs on, so that nothing hides it.
         """
         rows, speeds = draft_length + 1, self.speeds
-        moved = self.missed(holding, rows)
-        moved_bytes = moved * holding.moved_bytes
+        moved = self.missed(residency_plan, rows)
+        moved_bytes = moved * residency_plan.moved_bytes
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
-            drafts = self._known_drafts(holding)
+            drafts = self._known_drafts(residency_plan)
             tokens += accepted_tokens(drafts.stands(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
             exposed = EXPOSED_AHEAD if drafts.ahead else exposed
-        return Cycle(
+        return StepEstimate(
             draft_length,
             tokens,
             draft_s,
-            self.verify_s(holding, rows) + moved * (speeds.miss_s + holding.encode_s),
+            self.verify_s(residency_plan, rows) + moved * (speeds.miss_s + residency_plan.encode_s),
             self.link.transfer_s(moved_bytes),
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
             exposed,
         )
 
-    def prior(self, holding: Holding) -> Prior:
+    def prior(self, residency_plan: ResidencyPlan) -> Prior:
         """What a run begins with, of a holding that was weighed. What a miss takes of the processor
         counts as a part of its transfer.
         """
-        speeds, drafts = self.speeds, self._known_drafts(holding)
+        speeds, drafts = self.speeds, self._known_drafts(residency_plan)
         rows = [length + 1 for length in LENGTHS]
-        best = holding.cycle.draft_length + 1
+        best = residency_plan.cycle.draft_length + 1
         return Prior(
-            verify=tuple((float(t), self.verify_s(holding, t)) for t in rows),
+            verify=tuple((float(t), self.verify_s(residency_plan, t)) for t in rows),
             distinct=tuple((float(t), self.asked(t)) for t in rows),
             draft_base_s=drafts.base_s,
             draft_token_s=drafts.token_s,
             drafts=PLANNED,
-            transfer_s=self.link.transfer_s(holding.moved_bytes) + holding.encode_s + speeds.miss_s,
-            expert_bytes=holding.moved_bytes,
+            transfer_s=self.link.transfer_s(residency_plan.moved_bytes)
+            + residency_plan.encode_s
+            + speeds.miss_s,
+            expert_bytes=residency_plan.moved_bytes,
             missed=(
-                self.missed(holding, 1) / self.asked(1),
-                self.missed(holding, best) / self.asked(best),
+                self.missed(residency_plan, 1) / self.asked(1),
+                self.missed(residency_plan, best) / self.asked(best),
             ),
             exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if drafts.ahead else EXPOSED_ON_DEMAND),
             acceptance=drafts.acceptance,
             tokens=PLANNED_TOKENS,
         )
 
-    def weighed(self, holding: Holding) -> Holding:
+    def weighed(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
         """The holding at its best draft length: 0 without a draft, at least 1 with one.
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
-        lengths = self.lengths if self.drafts(holding) is not None else (0,)
-        cycles = [self.cycle(holding, draft_length) for draft_length in lengths]
-        return replace(holding, expected=min(cycles, key=lambda cycle: cycle.token_s))
+        lengths = self.lengths if self.drafts(residency_plan) is not None else (0,)
+        cycles = [self.cycle(residency_plan, draft_length) for draft_length in lengths]
+        return replace(residency_plan, expected=min(cycles, key=lambda cycle: cycle.token_s))
 
-    def gain(self, holdings: Sequence[Holding]) -> float | None:
+    def gain(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
         """Time per token of the best way without a draft over that of the best one with an INT4
         draft.
 
         None if there are not both.
         """
-        drafting = [self.weighed(h).tpot_s for h in holdings if h.drafter == "int4"]
-        plain = [self.weighed(h).tpot_s for h in holdings if not h.drafts]
+        drafting = [self.weighed(h).tpot_s for h in residency_plans if h.drafter == "int4"]
+        plain = [self.weighed(h).tpot_s for h in residency_plans if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 
-    def break_even_acceptance(self, holdings: Sequence[Holding]) -> float | None:
+    def break_even_acceptance(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
         """The acceptance below which speculation loses.
 
         0 if it never loses. None if it always loses, or if there is nothing to compare.
         """
 
         def pays(acceptance: float) -> bool:
-            gain = replace(self, acceptance=acceptance).gain(holdings)
+            gain = replace(self, acceptance=acceptance).gain(residency_plans)
             return gain is not None and gain > 1
 
         if not pays(1.0):
             return None
         return 0.0 if pays(0.0) else _border(pays, 1.0, 0.0)
 
-    def break_even_link(self, holdings: Sequence[Holding]) -> float | None:
+    def break_even_link(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
         """The link's bytes per second above which speculation gains nothing.
 
         0 if it gains nothing at any speed. None if it gains at every speed, or if there is nothing
@@ -346,10 +359,10 @@ class Outlook:
 
         def pays(decades: float) -> bool:
             link = replace(self.link, bandwidth_bytes_per_s=at_hand * 10**decades)
-            gain = replace(self, link=link).gain(holdings)
+            gain = replace(self, link=link).gain(residency_plans)
             return gain is not None and gain > 1
 
-        if self.gain(holdings) is None or pays(DECADES):
+        if self.gain(residency_plans) is None or pays(DECADES):
             return None
         steps = range(DECADES * STEPS_A_DECADE - 1, -DECADES * STEPS_A_DECADE - 1, -1)
         for step in steps:
@@ -371,8 +384,8 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
 
 
 def choose(
-    outlook: Outlook, holdings: Sequence[Holding], margin: float = 0.0
-) -> tuple[Holding, str]:
+    outlook: Outlook, residency_plans: Sequence[ResidencyPlan], margin: float = 0.0
+) -> tuple[ResidencyPlan, str]:
     """The holding of the least expected time per token, weighed, and why it is chosen.
 
     margin  share of the time that a draft must be expected to save if it takes slots which experts
@@ -385,17 +398,17 @@ def choose(
     Raises SpeqError where there is no holding at all.
     """
 
-    def cost_s(holding: Holding) -> float:
-        if not holding.drafts:
-            return holding.cost_s
-        if holding.cycle.moved_bytes > 0:
-            return holding.cost_s / (1 - margin)
+    def cost_s(residency_plan: ResidencyPlan) -> float:
+        if not residency_plan.drafts:
+            return residency_plan.cost_s
+        if residency_plan.cycle.moved_bytes > 0:
+            return residency_plan.cost_s / (1 - margin)
         if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
-            return holding.cost_s
-        plain = replace(holding, expected=outlook.cycle(holding, 0))
-        return min(holding.cost_s, plain.cost_s)
+            return residency_plan.cost_s
+        plain = replace(residency_plan, expected=outlook.cycle(residency_plan, 0))
+        return min(residency_plan.cost_s, plain.cost_s)
 
-    weighed = map(outlook.weighed, holdings)
+    weighed = map(outlook.weighed, residency_plans)
     ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")

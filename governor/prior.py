@@ -12,7 +12,7 @@ PROFILED, PROFILED_TOKENS = 10.0, 16.0
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Expected terms of a cycle's time (`speq.governor.cycle_model.CycleModel`).
+    """Expected terms of a cycle's time (`speq.governor.step_model.StepModel`).
 
     verify      (rows, seconds) of verifications with all experts in slots, the first of one row
     distinct    (rows, distinct experts of all layers); empty: not known

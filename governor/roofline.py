@@ -58,7 +58,7 @@ class Link:
         return self.overhead_s + moved_bytes / self.bandwidth_bytes_per_s
 
 
-class Cycle(NamedTuple):
+class StepEstimate(NamedTuple):
     """One cycle as the model sees it: an operating point of the roofline, with its roofs.
 
     It is a tuple because a governor makes a dozen of them for each decision.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from speq.devices.device import Accelerator, Event
-from speq.stats import Event as Span
+from speq.stats import Event as TimeSpan
 from speq.stats import Recorder
 
 # Seconds after which both clocks are read anew: a device counts in float32 milliseconds.
@@ -66,5 +66,5 @@ class DeviceClock:
         while self._pending and self._pending[0].end.done():
             past = self._pending.popleft()
             start_s, end_s = self.seconds(past.start), self.seconds(past.end)
-            span = Span(past.kind, start_s, end_s, past.layer, past.expert, ahead=past.ahead)
+            span = TimeSpan(past.kind, start_s, end_s, past.layer, past.expert, ahead=past.ahead)
             self.recorder.add(span)

@@ -59,7 +59,7 @@ class EvictionPolicy(Protocol):
     def visit(self, layer: int, experts: list[int]) -> None:
         """The exact model is at `layer` and wants these."""
 
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         """These are wanted at the next visit to `layer`; known: the share of the visit's tokens
         of which that is all.
         """
@@ -104,7 +104,7 @@ class KeepAllPolicy:
     def visit(self, layer: int, experts: list[int]) -> None:
         pass
 
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         pass
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
@@ -154,7 +154,7 @@ class LruPolicy:
     def visit(self, layer: int, experts: list[int]) -> None:
         pass
 
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         pass
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
@@ -312,7 +312,7 @@ class LookaheadPolicy:
     def forget(self, key: ExpertKey) -> None:
         self._resident[key] = False  # its place in the order is passed over
 
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         """The layer's next visit wants these, and perhaps others; known: the share of its tokens of
         which all is foretold by now.
         """
@@ -336,7 +336,7 @@ class LookaheadPolicy:
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterator[ExpertKey]:
         if ahead:
-            yield from self._doomed()
+            yield from self._eviction_candidates()
             return
         if self._order is None:
             self._order = self._sorted()
@@ -346,7 +346,7 @@ class LookaheadPolicy:
             if self._resident[key] and layer in (None, key.layer):
                 yield key
 
-    def _doomed(self) -> Iterator[ExpertKey]:
+    def _eviction_candidates(self) -> Iterator[ExpertKey]:
         """Residents that a prefetch may evict: not wanted in this pass, and among those that are
         needed last of all that are there or still come before it ends.
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.route_history import RouteHistory
-from speq.scheduler.supply import ExpertSupply
 from speq.units import Done
 
 # While a prompt runs, one slot in so many belongs to no layer. The next layer's experts wait there;
@@ -31,10 +31,10 @@ class LayerStream:
     on_route  told each layer's exact route, where anyone wants to know
     """
 
-    foresees: ClassVar[bool] = False
+    predicts_next_layer: ClassVar[bool] = False
 
-    def __init__(self, supply: ExpertSupply, history: RouteHistory, num_layers: int) -> None:
-        self._supply = supply
+    def __init__(self, loader: ExpertLoader, history: RouteHistory, num_layers: int) -> None:
+        self._loader = loader
         self.history = history
         self._num_layers = num_layers
         self._num_experts = num_layers * history.num_experts
@@ -47,7 +47,7 @@ class LayerStream:
         """Announce a prompt of `tokens` tokens, which the block runs in chunks."""
         self._tokens, self._chunk, self._progress = tokens, chunk, progress
         self._done = self._rows = 0
-        cache = self._supply.cache
+        cache = self._loader.cache
         try:
             if min(tokens, chunk) >= LONG_CHUNK:
                 others = max(self._num_experts - cache.num_slots, 0)
@@ -61,7 +61,7 @@ class LayerStream:
         """Hear a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
         self.history.observe(layer, route)
-        self._supply.cache.policy.observe(layer, *route.arrays)
+        self._loader.cache.policy.observe(layer, *route.arrays)
         if self.on_route is not None:
             self.on_route(layer, route)
         if self._progress is not None:
@@ -74,11 +74,11 @@ class LayerStream:
             self._done += self._rows
             following, rows = 0, min(self._chunk, self._tokens - self._done)
         if rows <= 0:
-            return self._supply.serve(layer, experts, wave=WAVE)
+            return self._loader.serve(layer, experts, wave=WAVE)
         likely = self.history.likely(following, rows)
-        self._supply.cache.policy.foretell(following, likely)
+        self._loader.cache.policy.hint_next_use(following, likely)
         wanted = [ExpertKey(following, expert) for expert in likely]
-        return self._supply.serve(layer, experts, lambda: self._load(wanted), WAVE)
+        return self._loader.serve(layer, experts, lambda: self._load(wanted), WAVE)
 
     def _load(self, wanted: list[ExpertKey]) -> None:
-        self._supply.load_ahead(wanted, len(wanted))
+        self._loader.load_ahead(wanted, len(wanted))

@@ -24,54 +24,56 @@ class LookaheadBuffer:
     num_layers: int
     predicted: dict[tuple[int, int], Route] = field(default_factory=dict)
     used: dict[int, Route] = field(default_factory=dict)
-    texts: int = 1
-    reach: list[list[float]] = field(default_factory=lambda: [[1.0]])
+    batch_size: int = 1
+    accept_prob: list[list[float]] = field(default_factory=lambda: [[1.0]])
     rows: list[int] | None = None
 
-    def clear(self, texts: int = 1) -> None:
+    def clear(self, batch_size: int = 1) -> None:
         """Forget the last draft and the verification that followed it; so many texts draft next."""
         self.predicted.clear()
         self.used.clear()
-        self.texts = texts
-        self.reach = [[1.0] for _ in range(texts)]
+        self.batch_size = batch_size
+        self.accept_prob = [[1.0] for _ in range(batch_size)]
         self.rows = None
 
-    def token(self, text: int, node: int) -> int:
+    def token(self, sequence: int, node: int) -> int:
         """The number of a text's token."""
-        return node * self.texts + text
+        return node * self.batch_size + sequence
 
     def node(self, token: int) -> int:
         """The number of a token in the draft of its text."""
-        return token // self.texts
+        return token // self.batch_size
 
     def scored(self, nodes: list[int]) -> None:
         """A verification follows whose rows are so many nodes of each text, text behind text."""
-        if self.texts > 1:
+        if self.batch_size > 1:
             self.rows = [
-                self.token(text, node) for text, count in enumerate(nodes) for node in range(count)
+                self.token(sequence, node)
+                for sequence, count in enumerate(nodes)
+                for node in range(count)
             ]
 
     def token_of(self, row: int) -> int:
         """The token in a row of the verification."""
         return row if self.rows is None else self.rows[row]
 
-    def extend(self, probability: float, parent: int | None = None, text: int = 0) -> float:
+    def extend(self, probability: float, parent: int | None = None, sequence: int = 0) -> float:
         """One more token is drafted, which stands with this probability if those before it do.
         Return the probability that all of them do.
 
         parent  the node before it; None: the last one
         """
-        reach = self.reach[text]
-        reach.append(reach[-1 if parent is None else parent] * probability)
-        return reach[-1]
+        accept_prob = self.accept_prob[sequence]
+        accept_prob.append(accept_prob[-1 if parent is None else parent] * probability)
+        return accept_prob[-1]
 
-    def reach_of(self, token: int) -> float:
+    def accept_prob_of(self, token: int) -> float:
         """Of a token of the draft. Where the drafter gave no probability, that of the last token of
         its text for which it did.
         """
-        node, text = divmod(token, self.texts)
-        reach = self.reach[text]
-        return reach[min(node, len(reach) - 1)]
+        node, sequence = divmod(token, self.batch_size)
+        accept_prob = self.accept_prob[sequence]
+        return accept_prob[min(node, len(accept_prob) - 1)]
 
     def record(self, token: int, layer: int, route: Route) -> None:
         """Keep a draft token's route (T = 1)."""
@@ -80,7 +82,7 @@ class LookaheadBuffer:
     def knows(self, token: int, layer: int) -> bool:
         """Whether a router has said what the token wants there: no guess is better."""
         route = self.predicted.get((token, layer))
-        return route is not None and route.trusted
+        return route is not None and route.from_router
 
     def observe(self, layer: int, route: Route) -> None:
         """Keep the exact model's route, for all tokens of its pass."""

@@ -14,11 +14,11 @@ from functools import partial
 from operator import itemgetter
 from typing import ClassVar, Protocol
 
-from speq.routing import Guess, Route
+from speq.routing import Route, RoutePrediction
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.guesses import GuessRecord
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.prediction_record import PredictionRecord
 
 # A guess is acted on if it is at least so probable: a wrong one costs a transfer, a right one hides
 # less than one.
@@ -40,10 +40,12 @@ class Allowance(Protocol):
     def begin(self) -> None:
         """Another draft begins."""
 
-    def named(self, layer: int, route: Route, reach: float) -> None:
+    def named(self, layer: int, route: Route, accept_prob: float) -> None:
         """A drafted token that stands with this chance has this route (T = 1)."""
 
-    def guessed(self, layer: int, guess: Guess, reach: Sequence[float]) -> None:
+    def predicted(
+        self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
+    ) -> None:
         """Tokens that no draft has run will probably want these, and stand with these chances."""
 
     def worth(self, layer: int, experts: list[int]) -> list[int]:
@@ -56,10 +58,12 @@ class AllAllowed:
     def begin(self) -> None:
         pass
 
-    def named(self, layer: int, route: Route, reach: float) -> None:
+    def named(self, layer: int, route: Route, accept_prob: float) -> None:
         pass
 
-    def guessed(self, layer: int, guess: Guess, reach: Sequence[float]) -> None:
+    def predicted(
+        self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
+    ) -> None:
         pass
 
     def worth(self, layer: int, experts: list[int]) -> list[int]:
@@ -75,14 +79,14 @@ class Prefetcher(Protocol):
     allowance    which experts are worth a transfer
     """
 
-    foresees: ClassVar[bool]
+    predicts_next_layer: ClassVar[bool]
     allowance: Allowance
     lookahead: LookaheadBuffer
 
     @property
     def new_experts(self) -> int: ...
 
-    def begin(self, draft_length: int, texts: int = 1) -> None:
+    def begin(self, draft_length: int, batch_size: int = 1) -> None:
         """A step follows that drafts so many tokens at most for each of some texts."""
 
     def request(self, token: int, layer: int, route: Route) -> None:
@@ -101,40 +105,40 @@ class Prefetcher(Protocol):
 class OnDemand:
     """Serve a layer's experts out of the slots, fetching those that are missing."""
 
-    foresees: ClassVar[bool] = False
+    predicts_next_layer: ClassVar[bool] = False
 
-    def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
+    def __init__(self, loader: ExpertLoader, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
         self.allowance: Allowance = AllAllowed()
-        self._supply = supply
+        self._loader = loader
         self._new: set[ExpertKey] = set()
 
     @property
     def new_experts(self) -> int:
         return len(self._new)
 
-    def begin(self, draft_length: int, texts: int = 1) -> None:
-        self.lookahead.clear(texts)
+    def begin(self, draft_length: int, batch_size: int = 1) -> None:
+        self.lookahead.clear(batch_size)
         self.allowance.begin()
         self._new.clear()
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
         (experts,) = route.ids
-        if route.trusted:
-            self.allowance.named(layer, route, self.lookahead.reach_of(token))
-            self._new |= self._supply.missing(layer, self.allowance.worth(layer, experts))
-        self._supply.cache.policy.foretell(layer, experts)
+        if route.from_router:
+            self.allowance.named(layer, route, self.lookahead.accept_prob_of(token))
+            self._new |= self._loader.missing(layer, self.allowance.worth(layer, experts))
+        self._loader.cache.policy.hint_next_use(layer, experts)
 
     def end(self) -> None:
         pass
 
     def observe(self, layer: int, route: Route) -> None:
         self.lookahead.observe(layer, route)
-        self._supply.cache.policy.observe(layer, *route.arrays)
+        self._loader.cache.policy.observe(layer, *route.arrays)
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        return self._supply.serve(layer, experts)
+        return self._loader.serve(layer, experts)
 
 
 class Phase(Enum):
@@ -159,14 +163,14 @@ class ThreePhase:
     not rest. `Primed` lets it rest.
     """
 
-    foresees: ClassVar[bool] = True
+    predicts_next_layer: ClassVar[bool] = True
     primed_share: ClassVar[float] = 0.0
 
-    def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
+    def __init__(self, loader: ExpertLoader, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
         self.allowance: Allowance = AllAllowed()
-        self._supply = supply
-        self._guesses, self._names = GuessRecord(), GuessRecord()
+        self._loader = loader
+        self._predictions, self._names = PredictionRecord(), PredictionRecord()
         # By layer: visits since something was missing, or was guessed to be.
         self._quiet = [0] * lookahead.num_layers
         self._new: set[ExpertKey] = set()
@@ -176,11 +180,11 @@ class ThreePhase:
     def new_experts(self) -> int:
         return len(self._new)
 
-    def begin(self, draft_length: int, texts: int = 1) -> None:
-        self.lookahead.clear(texts)
+    def begin(self, draft_length: int, batch_size: int = 1) -> None:
+        self.lookahead.clear(batch_size)
         self.allowance.begin()
         self._new.clear()
-        self._supply.pace.pause()
+        self._loader.throttle.pause()
         self._draft_length = draft_length
         self._phase = self._phase_of(0) if draft_length else Phase.SATURATION
         # By layer: of the tokens that want each expert, how many are expected to stand.
@@ -199,33 +203,33 @@ class ThreePhase:
         self.lookahead.record(token, layer, route)
         if route.margins is not None:
             (experts,) = route.ids
-            self._suppose(token, layer, dict(zip(experts, route.margins[0], strict=True)))
+            self._expect(token, layer, dict(zip(experts, route.margins[0], strict=True)))
             return
-        self.allowance.named(layer, route, self.lookahead.reach_of(token))
+        self.allowance.named(layer, route, self.lookahead.accept_prob_of(token))
         (experts,) = route.ids
-        missing = self._supply.missing(layer, experts)
-        if not missing and not self._unsettled and self._supply.cache.policy.keeps_all:
+        missing = self._loader.missing(layer, experts)
+        if not missing and not self._unsettled and self._loader.cache.policy.keeps_all:
             return  # all is there or on its way, and stays
         worth = self.allowance.worth(layer, experts)
         self._new |= {key for key in missing if key.expert in worth}
         self._want(token, layer, experts, route.weights[0])
         self._go_ahead(token, layer, experts)
 
-    def _suppose(self, token: int, layer: int, named: dict[int, float]) -> None:
+    def _expect(self, token: int, layer: int, named: dict[int, float]) -> None:
         """A token's experts {expert: margin} that no router chose: as for guesses, those that are
         probable by what became of such before are fetched.
         """
-        missing = [key.expert for key in self._supply.missing(layer, [*named])]
-        if not missing and self._supply.cache.policy.keeps_all:
+        missing = [key.expert for key in self._loader.missing(layer, [*named])]
+        if not missing and self._loader.cache.policy.keeps_all:
             return
         supposed = self._supposed.setdefault(layer, {})
         for expert in missing:
             supposed[expert] = max(supposed.get(expert, 0.0), named[expert])
         probable = [e for e in named if self._names.probability(named[e]) >= PAYS]
-        reach = self.lookahead.reach_of(token)
+        accept_prob = self.lookahead.accept_prob_of(token)
         for expert in probable:
             wanted = self._wanted[layer]
-            wanted[expert] = wanted.get(expert, 0.0) + reach
+            wanted[expert] = wanted.get(expert, 0.0) + accept_prob
         if probable:
             self._named.add(layer)
             self._go_ahead(token, layer, probable)
@@ -234,20 +238,20 @@ class ThreePhase:
         """A token has named experts: load what there is to load."""
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)
-        self._supply.cache.policy.foretell(layer, experts, known)
+        self._loader.cache.policy.hint_next_use(layer, experts, known)
         if self._phase is not Phase.SATURATION:
             self._phase = self._phase_of(node)
             if self._phase is Phase.SATURATION:
                 self._saturate()
         self._unsettled.add(layer)
-        self._supply.land()
+        self._loader.collect_finished()
         self._load()
 
     def end(self) -> None:
         if self._phase is not Phase.SATURATION:
             self._saturate()
         if self._unsettled:
-            self._supply.land()
+            self._loader.collect_finished()
             self._load()
 
     def _phase_of(self, node: int) -> Phase:
@@ -263,58 +267,62 @@ class ThreePhase:
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
         """Count a token's experts by the chance that it stands. A pending token does."""
-        reach, even = self.lookahead.reach_of(token), sum(weights) / len(experts)
+        accept_prob, even = self.lookahead.accept_prob_of(token), sum(weights) / len(experts)
         wanted = self._wanted[layer]
         self._named.add(layer)
         for expert, weight in zip(experts, weights, strict=True):
-            chance = reach if token < self.lookahead.texts or weight >= even else reach * LIGHT
+            chance = (
+                accept_prob
+                if token < self.lookahead.batch_size or weight >= even
+                else accept_prob * LIGHT
+            )
             wanted[expert] = wanted.get(expert, 0.0) + chance
 
     def observe(self, layer: int, route: Route) -> None:
         self.lookahead.observe(layer, route)
-        self._supply.cache.policy.observe(layer, *route.arrays)
+        self._loader.cache.policy.observe(layer, *route.arrays)
         self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         self._phase = Phase.SATURATION
         # What had come may have gone again.
         self._unsettled = {at for at in self._named if at > layer}
-        self._guesses.learn(self._guessed, set(experts))
+        self._predictions.learn(self._guessed, set(experts))
         self._names.learn(self._supposed.pop(layer, {}), set(experts))
-        quiet = not self._guessed and not self._supply.missing(layer, experts)
+        quiet = not self._guessed and not self._loader.missing(layer, experts)
         self._quiet[layer] = self._quiet[layer] + 1 if quiet else 0
         self._guessed = {}
-        yield from self._supply.serve(layer, experts, partial(self._look_ahead, layer))
-        self._supply.withdraw(layer)
+        yield from self._loader.serve(layer, experts, partial(self._look_ahead, layer))
+        self._loader.cancel_prefetch(layer)
 
     def _look_ahead(self, layer: int) -> None:
         """While a layer waits or computes, see to those behind it."""
         if self._route is not None:
             route, self._route = self._route, None
             if layer + 1 < len(self._quiet) and self._quiet[layer + 1] < QUIET_VISITS:
-                self._guess(layer + 1, route)
+                self._predict(layer + 1, route)
         self._load()
 
-    def _guess(self, layer: int, route: Route) -> None:
+    def _predict(self, layer: int, route: Route) -> None:
         """Add what is probably wanted by tokens that no draft has run."""
         knows, token_of = self.lookahead.knows, self.lookahead.token_of
         unnamed = [row for row in route.rows if not knows(token_of(row), layer)]
-        guess = route.foresee(unnamed) if unnamed else None
-        if guess is None:
+        prediction = route.predict_next_layer(unnamed) if unnamed else None
+        if prediction is None:
             return
-        reach = [self.lookahead.reach_of(token_of(row)) for row in unnamed]
-        self.allowance.guessed(layer, guess, reach)
-        guessed: dict[int, float] = {}
-        for ids, margins in zip(guess.ids, guess.margins, strict=True):
+        accept_prob = [self.lookahead.accept_prob_of(token_of(row)) for row in unnamed]
+        self.allowance.predicted(layer, prediction, accept_prob)
+        predicted: dict[int, float] = {}
+        for ids, margins in zip(prediction.ids, prediction.margins, strict=True):
             for expert, margin in zip(ids, margins, strict=True):
-                guessed[expert] = max(guessed.get(expert, 0.0), margin)
-        probable = [e for e in guessed if self._guesses.probability(guessed[e]) >= PAYS]
-        self._supply.cache.policy.foretell(layer, probable, known=1.0)
+                predicted[expert] = max(predicted.get(expert, 0.0), margin)
+        probable = [e for e in predicted if self._predictions.probability(predicted[e]) >= PAYS]
+        self._loader.cache.policy.hint_next_use(layer, probable, known=1.0)
         named = self._wanted[layer]
         self._guessed = {
             expert: margin
-            for expert, margin in guessed.items()
-            if expert not in named and not self._supply.has(ExpertKey(layer, expert))
+            for expert, margin in predicted.items()
+            if expert not in named and not self._loader.has(ExpertKey(layer, expert))
         }
         for expert in probable:
             if expert in self._guessed:
@@ -329,16 +337,16 @@ class ThreePhase:
         if self._phase is Phase.PRIMING:
             return
         worth = 0.0 if self._phase is Phase.SATURATION else WORTH
-        room = self._supply.room_ahead()
+        room = self._loader.room_ahead()
         for layer in sorted(self._unsettled):
             if room <= 0:
                 return
             wanted = [expert for expert, tokens in self._by_want(layer) if tokens >= worth]
             keys = [ExpertKey(layer, expert) for expert in self.allowance.worth(layer, wanted)]
-            if all(map(self._supply.has, keys)):
+            if all(map(self._loader.has, keys)):
                 self._unsettled.remove(layer)
             else:
-                room -= self._supply.load_ahead(keys, room)
+                room -= self._loader.load_ahead(keys, room)
 
     def _by_want(self, layer: int) -> list[tuple[int, float]]:
         """(expert, tokens) of a layer, what most tokens want first."""

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.supply import ExpertSupply
 
 # Layers ahead of which the draft's names are looked up: each lookup takes the host a moment.
 AHEAD = 4
@@ -23,7 +23,7 @@ AHEAD = 4
 HORIZON = 500.0
 
 
-def surviving(
+def rows_worth_keeping(
     parents: Sequence[int],
     worth_s: Sequence[float],
     wanted: Sequence[AbstractSet[Hashable]],
@@ -66,7 +66,7 @@ def surviving(
 
 
 @dataclass(slots=True)
-class Stakes:
+class RowValues:
     """What rows are weighed by.
 
     parents   of the trees' nodes, before their children; a root's is -1
@@ -76,15 +76,15 @@ class Stakes:
     """
 
     parents: list[int]
-    reach: list[float]
+    accept_prob: list[float]
     expert_s: float
     token_s: float
 
 
 class RowPolicy(Protocol):
-    def live(
+    def active_rows(
         self,
-        stakes: Stakes,
+        row_values: RowValues,
         rows: list[int],
         layer: int,
         missing: list[set[ExpertKey]],
@@ -99,7 +99,7 @@ class RowPolicy(Protocol):
 
 
 @dataclass(slots=True)
-class WorthTheirExperts:
+class ExpectedValuePruning:
     """Gives subtrees up by what they are expected to cost, in this layer and the ones behind it.
 
     num_layers  of MoE
@@ -109,27 +109,27 @@ class WorthTheirExperts:
     _usual: float = field(default=0.0, init=False)
     _seen: float = field(default=0.0, init=False)
 
-    def live(
+    def active_rows(
         self,
-        stakes: Stakes,
+        row_values: RowValues,
         rows: list[int],
         layer: int,
         missing: list[set[ExpertKey]],
         named: Callable[[int], bool],
     ) -> list[int]:
-        drafted = [stakes.parents[node] >= 0 for node in rows]
+        drafted = [row_values.parents[node] >= 0 for node in rows]
         self._learn(rows, drafted, missing, named)
         lacking = any(keys for keys, may_die in zip(missing, drafted, strict=True) if may_die)
-        if stakes.expert_s <= 0 or not lacking:
+        if row_values.expert_s <= 0 or not lacking:
             return rows
         places = {node: place for place, node in enumerate(rows)}
         # Nobody has named what the rest will want: as much, layer by layer, as is usual.
-        later_s = self._usual * (self.num_layers - 1 - layer) * stakes.expert_s
-        kept = surviving(
-            [places.get(stakes.parents[node], -1) for node in rows],
-            [stakes.reach[node] * stakes.token_s for node in rows],
+        later_s = self._usual * (self.num_layers - 1 - layer) * row_values.expert_s
+        kept = rows_worth_keeping(
+            [places.get(row_values.parents[node], -1) for node in rows],
+            [row_values.accept_prob[node] * row_values.token_s for node in rows],
             missing,
-            stakes.expert_s,
+            row_values.expert_s,
             [0.0 if named(node) else later_s for node in rows],
         )
         return [rows[place] for place in kept]
@@ -150,58 +150,60 @@ class WorthTheirExperts:
                 self._usual += (own - self._usual) / self._seen
 
 
-class LiveRows:
+class RowPruner:
     """Which rows of the verification under way are live, from layer to layer.
 
     policy  gives rows up; None: all live
     """
 
     def __init__(
-        self, supply: ExpertSupply, lookahead: LookaheadBuffer, policy: RowPolicy | None
+        self, loader: ExpertLoader, lookahead: LookaheadBuffer, policy: RowPolicy | None
     ) -> None:
         self.policy = policy
-        self._supply = supply
+        self._loader = loader
         self._lookahead = lookahead
-        self._stakes: Stakes | None = None
-        self._live: list[int] = []
+        self._stakes: RowValues | None = None
+        self._active_rows: list[int] = []
         self._roots = 1
 
     @property
-    def live(self) -> list[int]:
+    def active_rows(self) -> list[int]:
         """The nodes that are live, or that lived through the last verification, ascending."""
-        return self._live
+        return self._active_rows
 
-    def begin(self, stakes: Stakes) -> None:
+    def begin(self, row_values: RowValues) -> None:
         """A verification follows of trees whose nodes are all live."""
-        self._stakes = stakes
-        self._roots = sum(parent < 0 for parent in stakes.parents)
-        self._live = [*range(len(stakes.parents))]
+        self._stakes = row_values
+        self._roots = sum(parent < 0 for parent in row_values.parents)
+        self._active_rows = [*range(len(row_values.parents))]
 
     def end(self) -> list[int]:
-        """The verification is over; its `live` nodes."""
+        """The verification is over; its `active_rows` nodes."""
         self._stakes = None
-        return self._live
+        return self._active_rows
 
     def observe(self, layer: int, route: Route) -> None:
         """Choose the live rows of a layer, whose exact route this is, and of those behind it."""
         if self._stakes is None or self.policy is None:
             return
-        if len(self._live) > self._roots:
+        if len(self._active_rows) > self._roots:
             missing = self._missing(layer, route)
-            self._live = self.policy.live(self._stakes, self._live, layer, missing, self._named)
-        if len(self._live) < len(self._stakes.parents):
-            route.live = tuple(self._live)
+            self._active_rows = self.policy.active_rows(
+                self._stakes, self._active_rows, layer, missing, self._named
+            )
+        if len(self._active_rows) < len(self._stakes.parents):
+            route.active_rows = tuple(self._active_rows)
 
     def _missing(self, layer: int, route: Route) -> list[set[ExpertKey]]:
         """Of each live node, what is missing now; and where anything is, what will be."""
-        missing = [self._supply.missing(layer, route.ids[node]) for node in self._live]
+        missing = [self._loader.missing(layer, route.ids[node]) for node in self._active_rows]
         if any(missing[1:]):
-            for node, keys in zip(self._live, missing, strict=True):
+            for node, keys in zip(self._active_rows, missing, strict=True):
                 token = self._lookahead.token_of(node)
                 for ahead in range(layer + 1, min(layer + 1 + AHEAD, self._lookahead.num_layers)):
                     if self._lookahead.knows(token, ahead):
                         named = self._lookahead.expert_ids(token, ahead)
-                        keys |= self._supply.missing(ahead, named)
+                        keys |= self._loader.missing(ahead, named)
         return missing
 
     def _named(self, node: int) -> bool:

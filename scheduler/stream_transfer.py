@@ -20,13 +20,13 @@ from speq.errors import Broken, present
 from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.host_records import HostRecords, Tier
-from speq.scheduler.reader_threads import Line, Reader, dismiss, until_finished
-from speq.scheduler.transfer import Priority, State, Ticket, record
+from speq.scheduler.read_queue import Reader, ReadQueue, dismiss, until_finished
+from speq.scheduler.transfer import Priority, State, TransferTicket, record
 
 MOST_COPIES = 2
 
 
-class StreamTicket(Ticket):
+class StreamTicket(TransferTicket):
     """A transfer by way of a stream.
 
     at      the host record that is copied from; None: none holds the expert yet
@@ -39,12 +39,12 @@ class StreamTicket(Ticket):
     def __init__(self, key: ExpertKey, slot: int, priority: Priority) -> None:
         super().__init__(key, slot, priority)
         self.at: int | None = None
-        self.read: Ticket | None = None
+        self.read: TransferTicket | None = None
         self.began: Event | None = None
         self.copied: Event | None = None
 
 
-def own(ticket: Ticket) -> StreamTicket:
+def own(ticket: TransferTicket) -> StreamTicket:
     if not isinstance(ticket, StreamTicket):
         raise Broken(f"{ticket} is of another transfer engine")
     return ticket
@@ -95,9 +95,9 @@ class StreamTransfer:
         self._readers: dict[int, Event] = {}
         self._to_copy, self._to_read = Queue(), Queue()
         self._copies: deque[StreamTicket] = deque()
-        self._reads: dict[Ticket, StreamTicket] = {}
-        self._done: list[Ticket] = []
-        self._line = Line(
+        self._reads: dict[TransferTicket, StreamTicket] = {}
+        self._done: list[TransferTicket] = []
+        self._line = ReadQueue(
             lambda key, into: tier.read(*key, into),
             tier.record,
             clock.recorder.clock,
@@ -111,14 +111,14 @@ class StreamTransfer:
         self._quiet = False
         device.while_waiting(_weakly(self._advance))
 
-    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
+    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> TransferTicket:
         ticket = StreamTicket(key, slot, priority)
         ticket.at = self._records.take(key)
         self._put(ticket)
         self._advance()
         return ticket
 
-    def hasten(self, ticket: Ticket) -> None:
+    def hasten(self, ticket: TransferTicket) -> None:
         ticket = own(ticket)
         if ticket.priority is not Priority.DEMAND:
             ticket.priority = Priority.DEMAND
@@ -127,7 +127,7 @@ class StreamTransfer:
             elif ticket.state is State.QUEUED:
                 self._put(ticket)
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: TransferTicket) -> None:
         ticket = own(ticket)
         if ticket.state is State.CANCELLED:
             raise Broken(f"nobody will carry out {ticket}")
@@ -143,9 +143,9 @@ class StreamTransfer:
         if ticket.error is not None:
             raise ticket.error
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, ticket: TransferTicket) -> bool:
         ticket = own(ticket)
-        if ticket.read is not None and self._line.withdraw(ticket.read):
+        if ticket.read is not None and self._line.cancel_prefetch(ticket.read):
             del self._reads[ticket.read]
             ticket.read, ticket.state = None, State.QUEUED
         if ticket.state is not State.QUEUED:
@@ -157,7 +157,7 @@ class StreamTransfer:
         event = self._device.compute.record()
         self._readers.update(dict.fromkeys(slots, event))
 
-    def report(self) -> list[Ticket]:
+    def report(self) -> list[TransferTicket]:
         self._advance()
         if not self._copies and self._clock.is_old:
             self._clock.anchor()
@@ -167,9 +167,9 @@ class StreamTransfer:
     def held_below(self) -> list[ExpertKey] | None:
         return None if self._tier.resident else self._records.residents()
 
-    def quiesce(self) -> None:
+    def drain(self) -> None:
         self._quiet = True
-        for read in self._line.withdraw_all():
+        for read in self._line.cancel_all():
             until_finished(read)
         # The stream, and not what is written down of it: an interrupt may have come between.
         self._stream.record().wait()
@@ -186,7 +186,7 @@ class StreamTransfer:
 
     def close(self) -> None:
         self._device.while_waiting(None)
-        self.quiesce()
+        self.drain()
         dismiss(self._line, self._threads)
         self._dismiss.detach()  # only now: an interrupt may have cut that short
 
@@ -225,7 +225,7 @@ class StreamTransfer:
 
     def _read(self, ticket: StreamTicket, at: int) -> None:
         ticket.at, ticket.state = at, State.RUNNING
-        ticket.read = Ticket(ticket.key, at, ticket.priority)
+        ticket.read = TransferTicket(ticket.key, at, ticket.priority)
         self._reads[ticket.read] = ticket
         self._line.put(ticket.read, ticket.priority)
 
@@ -251,7 +251,7 @@ class StreamTransfer:
             self._complete(self._copies.popleft())
         self._clock.tell()
 
-    def _landed(self, ticket: StreamTicket, read: Ticket) -> None:
+    def _landed(self, ticket: StreamTicket, read: TransferTicket) -> None:
         """An expert was read from the disk, or could not be."""
         at = present(ticket.at, "an expert was read into no record")
         ticket.read = None

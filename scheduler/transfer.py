@@ -34,7 +34,7 @@ class State(Enum):
     CANCELLED = "cancelled"
 
 
-class Ticket:
+class TransferTicket:
     """A requested transfer: `key` into `slot`.
 
     ahead           whether it was requested as a prefetch, even if it became a demand later
@@ -92,22 +92,22 @@ class TransferEngine(Protocol):
     that are launched from then on find the expert, though its copy may still be under way.
     """
 
-    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
+    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> TransferTicket:
         """Request `key` in `slot`. Demands go before prefetches, each in the order of requests."""
 
-    def hasten(self, ticket: Ticket) -> None:
+    def hasten(self, ticket: TransferTicket) -> None:
         """Turn a prefetch into a demand."""
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: TransferTicket) -> None:
         """Hasten the ticket and return when it is DONE. Raises the transfer's error."""
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, ticket: TransferTicket) -> bool:
         """Withdraw a ticket that has not begun; False if it has, and its slot is not free yet."""
 
     def launched(self, slots: Collection[int]) -> None:
         """Kernels that read these slots were launched: nothing is written there before they end."""
 
-    def report(self) -> list[Ticket]:
+    def report(self) -> list[TransferTicket]:
         """Tell the recorder which transfers ended since the last call; those that are done, with
         their times.
         """
@@ -117,14 +117,14 @@ class TransferEngine(Protocol):
         between the disk and the slots.
         """
 
-    def quiesce(self) -> None:
+    def drain(self) -> None:
         """Withdraw all tickets that have not begun and return when nothing is under way."""
 
     def close(self) -> None:
         """Quiesce and release all resources."""
 
 
-def record(recorder: Recorder, ticket: Ticket, moved_bytes: int) -> None:
+def record(recorder: Recorder, ticket: TransferTicket, moved_bytes: int) -> None:
     """Tell the recorder of a transfer that is done."""
     recorder.add(
         Event(

@@ -13,22 +13,22 @@ from typing import Any, Unpack
 
 from transformers import GenerationConfig
 
-from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
-from speq.decode.generation_config import options_of
-from speq.decode.logprobs import Logprobs, TokenOdds
-from speq.decode.sequence import Sequence
-from speq.devices.failures import in_a_sentence
-from speq.errors import Broken, SpeqError, checked_int
+from speq.devices.failures import translate_errors
+from speq.engine.batch import Batch, StepOutput
+from speq.engine.generation_config import options_of
+from speq.engine.logprobs import Logprobs
+from speq.engine.request import Request, Token
+from speq.errors import SpeqError, checked_int, present
 from speq.load import check_context, load
+from speq.models.layer_range import RemoteStages
 from speq.models.opened import Opened, open_model
-from speq.models.part import OtherStages
 from speq.options.declared import build
 from speq.options.typed import RunOptions, SamplingOptions
+from speq.pipeline.first_stage import open_first
+from speq.pipeline.rendezvous import Rendezvous
+from speq.pipeline.settings import StagesSettings
 from speq.runtime import Runtime
-from speq.stages.first import open_first
-from speq.stages.rendezvous import Meeting
-from speq.stages.settings import StagesSettings
 from speq.stats import RunStats
 from speq.text.endings import end_ids
 from speq.text.prompts import Prompt, PromptEncoder, Tools
@@ -38,24 +38,6 @@ from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
 
 logger = logging.getLogger("speq")
-
-# Tokens as they come; at the end, the request and what was measured.
-Run = Coroutine["Token", None, tuple[Sequence, RunStats]]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A generated token and the text that is certain with it (see TextStream).
-
-    odds     how likely the exact model found it, where that was asked for
-    special  special tokens, which are not in `text`: behind how many characters of it each stands,
-             and its own text
-    """
-
-    id: int
-    text: str
-    odds: TokenOdds | None = None
-    special: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +52,6 @@ class Generation:
     token_ids: list[int]
     finish_reason: str
     stats: dict[str, Any]
-
-
-def tokens_of(sequence: Sequence, token_ids: list[int]) -> list[Token]:
-    """Tokens that a request has just emitted, with all that is known of them."""
-    if not isinstance(sequence.text, TextStream):
-        raise Broken("tokens are told of a text that nobody reads")
-    odds: list[TokenOdds | None] = [None] * len(token_ids)
-    if isinstance(sequence.odds, Logprobs):
-        odds = [*sequence.odds.take(len(token_ids))]
-    told = zip(token_ids, sequence.text.take(), odds, strict=True)
-    return [Token(token_id, piece.text, each, piece.special) for token_id, piece, each in told]
 
 
 def tokenizer_in(folder: Path, say: bool) -> Any:
@@ -103,11 +74,13 @@ class Generator:
     interrupted leaves it ready for the next call.
     """
 
-    def __init__(self, runtime: Runtime, encoder: PromptEncoder, eos_ids: frozenset[int]) -> None:
-        """eos_ids: tokens that end a text, where a request does not name others"""
+    def __init__(
+        self, runtime: Runtime, encoder: PromptEncoder, eos_token_ids: frozenset[int]
+    ) -> None:
+        """eos_token_ids: tokens that end a text, where a request does not name others"""
         self._runtime = runtime
         self._encoder = encoder
-        self._eos_ids = eos_ids
+        self._eos_token_ids = eos_token_ids
         self.tokenizer = encoder.tokenizer
         self._turn = threading.Lock()
         self._streaming_thread: int | None = None
@@ -148,7 +121,7 @@ class Generator:
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
         stages: StagesSettings | None = None,
-        meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> "Generator":
         """As `from_pretrained`, with the options in one object.
 
@@ -157,7 +130,7 @@ class Generator:
         meeting  where it does; None: at the rendezvous of `stages`
         """
         if stages is not None and stages.wanted:
-            opened, config, others = open_first(str(model), config, stages, meeting, progress)
+            opened, config, others = open_first(str(model), config, stages, rendezvous, progress)
             return cls.of_opened(
                 opened, config, progress=progress, first_request=first_request, others=others
             )
@@ -172,20 +145,20 @@ class Generator:
         *,
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
-        others: OtherStages | None = None,
+        others: RemoteStages | None = None,
     ) -> "Generator":
         """As `load`, of a model that is open already, perhaps with another store of its experts.
 
         The generator closes it. It is closed at once where loading fails.
         """
-        with contextlib.ExitStack() as undo, in_a_sentence():
+        with contextlib.ExitStack() as undo, translate_errors():
             undo.callback(opened.close)
             if others is not None:
                 undo.callback(others.close)
             checkpoint = opened.checkpoint
             tokenizer = tokenizer_in(checkpoint.path, first_request is None)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
-            eos_ids = end_ids(checkpoint.path, checkpoint.config, tokenizer)
+            eos_token_ids = end_ids(checkpoint.path, checkpoint.config, tokenizer)
             context = 0
             if first_request is not None:
                 prompt, max_new_tokens = first_request
@@ -193,7 +166,7 @@ class Generator:
                 check_context(context, config.context_length, opened.shape.max_context)
             loaded = load(opened, config, progress, context, others)
             undo.callback(loaded.close)
-            generator = cls(Runtime(loaded, progress), encoder, eos_ids)
+            generator = cls(Runtime(loaded, progress), encoder, eos_token_ids)
             undo.pop_all()
         return generator
 
@@ -216,17 +189,14 @@ class Generator:
         **options: Unpack[SamplingOptions],
     ) -> Generation:
         """Generate to the end; see `stream` for the options."""
-        request = self._request(prompt, generation_config, options)
-        stream = self._stream(prompt, request, progress)
-        pieces, ids = [], []
-        try:
-            while True:
-                token = next(stream)
-                pieces.append(token.text)
-                ids.append(token.id)
-        except StopIteration as stop:
-            request, stats = stop.value
-        return Generation("".join(pieces), ids, request.finish_reason or "", stats.summary())
+        request = self.prepare(prompt, generation_config, options)
+        pieces: list[str] = []
+        with self.batch(request.context) as batch:
+            batch.add(request)
+            for output in self._run(batch, progress):
+                pieces += [token.text for token in output.tokens]
+            run = self.last_run
+        return self._generation(request, pieces, present(run, "a run has no record").summary())
 
     def generate_batch(
         self,
@@ -235,87 +205,20 @@ class Generator:
         generation_config: GenerationConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[Generation]:
-        """Generate from several prompts side by side, `max_batch` at a time; each text is what it
+        """Generate from several prompts as a batch, `max_batch` at a time; each text is what it
         would be alone.
 
-        options  of all of them, as of `stream`. `stats` are the figures of each text; those of all
-                 together are `last_run`'s
+        options  of all of them, as of `stream`. `stats` are the figures of each request; those of
+                 all together are `last_run`'s
         """
-        sequences = [self.prepare(prompt, generation_config, options) for prompt in prompts]
-        contexts = [len(s.prompt_ids) + s.sampling.max_new_tokens for s in sequences]
-        with self.batch(max(contexts, default=1)) as batch:
-            requests = [batch.add(sequence) for sequence in sequences]
-            pieces: dict[Request, list[str]] = {request: [] for request in requests}
-            while not batch.idle:
-                for emitted in batch.step(self._draft_length):
-                    if emitted.error is not None:
-                        raise emitted.error
-                    tokens = tokens_of(emitted.request.sequence, emitted.token_ids)
-                    pieces[emitted.request] += [token.text for token in tokens]
-        return [
-            Generation(
-                "".join(pieces[request]),
-                request.sequence.generated_ids,
-                request.sequence.finish_reason or "",
-                request.figures,
-            )
-            for request in requests
-        ]
-
-    @contextmanager
-    def batch(self, context: int = 1) -> Iterator[Batch]:
-        """Texts that run side by side within the block; calls of other threads wait for its end.
-
-        context  tokens that memory is laid out for beforehand
-        """
-        with self._own_turn(), in_a_sentence():
-            self._streaming_thread = threading.get_ident()
-            try:
-                start_s = time.perf_counter()
-                self._runtime.reserve(context)
-                with ExitStack() as record:
-
-                    def begin_record(start_s: float) -> None:
-                        record.close()
-                        record.enter_context(self._recorded(start_s))
-
-                    begin_record(start_s)
-                    yield Batch(self._runtime, begin_record)
-            finally:
-                self._streaming_thread = None
-
-    @contextmanager
-    def _recorded(self, start_s: float) -> Iterator[RunStats]:
-        """Record the steps of the block as those of a run that began at `start_s`."""
-        stats = self._runtime.recorder.begin_run(self._runtime.begin_stats(start_s))
-        self.last_run = stats
-        with self._runtime.watched(stats):
-            yield stats
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        config: GenerationConfig | None,
-        options: SamplingOptions,
-        top_logprobs: int | None = None,
-    ) -> Sequence:
-        """A request for a batch: its prompt, and the text that comes of it. Raises SpeqError for
-        what is refused in any case.
-
-        top_logprobs  as of `stream`
-        """
-        request = self._request(prompt, config, options, top_logprobs)
-        request.text = self._text_of(prompt, request)
-        return request
-
-    def _text_of(self, prompt: Prompt, request: Sequence) -> TextStream:
-        # Text goes on from text; an answer in a chat begins one.
-        context = request.prompt_ids if isinstance(prompt, str) else []
-        if request.sampling.stop and isinstance(self.tokenizer, TokenIdsOnly):
-            raise SpeqError(
-                "stop is given, and the model has no tokenizer to find it by; leave it out"
-            )
-        return TextStream(self.vocabulary, request.sampling.stop, context)
+        requests = [self.prepare(prompt, generation_config, options) for prompt in prompts]
+        pieces: dict[Request, list[str]] = {request: [] for request in requests}
+        with self.batch(max((each.context for each in requests), default=1)) as batch:
+            for request in requests:
+                batch.add(request)
+            for output in self._run(batch):
+                pieces[output.request] += [token.text for token in output.tokens]
+        return [self._generation(each, pieces[each], each.figures) for each in requests]
 
     def stream(
         self,
@@ -332,13 +235,72 @@ class Generator:
         on_finish          told (finish_reason, stats) at the end
         generation_config  what is asked for where options do not say otherwise
         progress           told (what, done, total) while the prompt is run
-        top_logprobs       give each token its odds, and those of so many likeliest tokens
+        top_logprobs       give each token its log-probability, and so many likeliest tokens'
         options            see SamplingParams, or docs/options.md
         """
-        request = self._request(prompt, generation_config, options, top_logprobs)
-        request, stats = yield from self._stream(prompt, request, progress)
+        request = self.prepare(prompt, generation_config, options, top_logprobs)
+        with self.batch(request.context) as batch:
+            batch.add(request)
+            for output in self._run(batch, progress):
+                for token in output.tokens:
+                    yield token
+                    self._streaming_thread = threading.get_ident()  # it may be handed on
+            run = self.last_run
         if on_finish is not None:
-            on_finish(request.finish_reason or "", stats.summary())
+            stats = present(run, "a run has no record").summary()
+            on_finish(request.finish_reason or "", stats)
+
+    @staticmethod
+    def _generation(request: Request, pieces: list[str], stats: dict[str, Any]) -> Generation:
+        reason = request.finish_reason or ""
+        return Generation("".join(pieces), request.output_token_ids, reason, stats)
+
+    def _run(self, batch: Batch, progress: Progress | None = None) -> Iterator[StepOutput]:
+        """Run a batch to its end. Raises the error of any of its requests."""
+
+        def told(request: Request, done: int, total: int) -> None:
+            if progress is not None:
+                progress("running the prompt", done, total)
+
+        for output in batch.run(lambda: self._draft_length, told):
+            if output.error is not None:
+                raise output.error
+            yield output
+
+    @contextmanager
+    def batch(self, context: int = 1) -> Iterator[Batch]:
+        """A batch whose requests run within the block; calls of other threads wait for its end.
+        Requests that are left then are given up.
+
+        context  tokens that memory is laid out for beforehand
+        """
+        with self._own_turn(), translate_errors():
+            self._streaming_thread = threading.get_ident()
+            try:
+                start_s = time.perf_counter()
+                self._runtime.reserve(context)
+                with ExitStack() as record:
+
+                    def begin_record(start_s: float) -> None:
+                        record.close()
+                        record.enter_context(self._recorded(start_s))
+
+                    begin_record(start_s)
+                    batch = Batch(self._runtime, begin_record)
+                    try:
+                        yield batch
+                    finally:
+                        batch.clear()
+            finally:
+                self._streaming_thread = None
+
+    @contextmanager
+    def _recorded(self, start_s: float) -> Iterator[RunStats]:
+        """Record the steps of the block as those of a run that began at `start_s`."""
+        stats = self._runtime.recorder.begin_run(self._runtime.begin_stats(start_s))
+        self.last_run = stats
+        with self._runtime.watched(stats):
+            yield stats
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
@@ -347,15 +309,19 @@ class Generator:
         """
         return self._encoder.encode(prompt, tools)
 
-    def _request(
+    def prepare(
         self,
         prompt: Prompt,
         config: GenerationConfig | None,
         options: SamplingOptions,
         top_logprobs: int | None = None,
-    ) -> Sequence:
+    ) -> Request:
+        """A request for a batch. Raises SpeqError for what is refused in any case.
+
+        top_logprobs  as of `stream`
+        """
         ids = self.encode(prompt)
-        eos_ids = self._eos_ids
+        eos_token_ids = self._eos_token_ids
         given: dict[str, Any] = dict(options)
         if config is not None:
             if not isinstance(config, GenerationConfig):
@@ -363,23 +329,38 @@ class Generator:
                     f"generation_config is a {type(config).__name__}; give transformers' own"
                 )
             from_config = options_of(config, len(ids))
-            eos_ids = from_config.pop("eos_ids", eos_ids)
+            eos_token_ids = from_config.pop("eos_ids", eos_token_ids)
             given = from_config | given
         sampling = build(SamplingParams, given, ("generation_config", "progress", "top_logprobs"))
-        odds = None
         if top_logprobs is not None:
-            odds = Logprobs(checked_int("top_logprobs", top_logprobs, 0))
-        return Sequence(ids, sampling, eos_ids, odds=odds)
+            checked_int("top_logprobs", top_logprobs, 0)
+        return self.request(ids, sampling, isinstance(prompt, str), top_logprobs, eos_token_ids)
 
-    def _stream(self, prompt: Prompt, request: Sequence, progress: Progress | None) -> Run:
-        start_s = time.perf_counter()
-        with self._own_turn(), in_a_sentence():
-            self._streaming_thread = threading.get_ident()
-            try:
-                request.text = self._text_of(prompt, request)
-                return (yield from self._run(request, start_s, progress))
-            finally:
-                self._streaming_thread = None
+    def request(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        continues_text: bool = False,
+        top_logprobs: int | None = None,
+        eos_token_ids: frozenset[int] | None = None,
+    ) -> Request:
+        """A request for a batch, of a prompt that is token ids already.
+
+        continues_text  its text goes on from the prompt's, as a chat's answer does not
+        eos_token_ids   None: the model's
+        """
+        if sampling.stop and isinstance(self.tokenizer, TokenIdsOnly):
+            raise SpeqError(
+                "stop is given, and the model has no tokenizer to find it by; leave it out"
+            )
+        context = prompt_token_ids if continues_text else []
+        return Request(
+            prompt_token_ids,
+            sampling,
+            self._eos_token_ids if eos_token_ids is None else eos_token_ids,
+            TextStream(self.vocabulary, sampling.stop, context),
+            None if top_logprobs is None else Logprobs(top_logprobs),
+        )
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
@@ -394,30 +375,6 @@ class Generator:
                 raise SpeqError("this generator was closed; make a new one with from_pretrained")
             yield
 
-    def _run(self, request: Sequence, start_s: float, progress: Progress | None) -> Run:
-        engine = self._runtime.reserve(len(request.prompt_ids) + request.sampling.max_new_tokens)
-
-        def prompt_progress(done: int, total: int) -> None:
-            if progress is not None:
-                progress("running the prompt", done, total)
-
-        with self._recorded(start_s) as stats:
-            try:
-                emitted = engine.start(request, prompt_progress, reuse=True)
-                while True:
-                    for token in tokens_of(request, emitted):
-                        yield token
-                        self._streaming_thread = threading.get_ident()  # it may be handed on
-                    if request.finish_reason is not None:
-                        break
-                    emitted = engine.step(request, self._draft_length)
-            except SpeqError:
-                engine.cache.clear()  # what is there may be no numbers
-                raise
-            finally:
-                engine.end(request)
-        return request, stats
-
     @contextmanager
     def with_draft_length(self, draft_length: int) -> Iterator[None]:
         """Draft so many tokens in every step of this block, whatever the governor would choose.
@@ -426,7 +383,7 @@ class Generator:
         for more tokens than memory is planned for.
         """
         checked_int("draft_length", draft_length, 0, self._runtime.longest_draft)
-        if draft_length and not self._runtime.holding.drafts:
+        if draft_length and not self._runtime.residency_plan.drafts:
             raise SpeqError(
                 f"draft_length is {draft_length} and this run has no draft; load the model with a "
                 "budget that holds one, or give draft_length 0"
@@ -454,7 +411,7 @@ class Generator:
 
     def reserve(self, context: int) -> None:
         """Lay out memory for a context now, rather than at the first request that needs it."""
-        with self._own_turn(), in_a_sentence():
+        with self._own_turn(), translate_errors():
             self._runtime.reserve(context)
 
     def check_alive(self) -> None:

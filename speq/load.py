@@ -32,12 +32,12 @@ from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.batches import Governors
 from speq.governor.draft_length import LONGEST, LONGEST_SIDE, Governor
-from speq.governor.holding import Holding
 from speq.governor.planner import acceptance_of_part
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
+from speq.governor.residency_plan import ResidencyPlan
 from speq.heads.draft_head import DraftHead, HeadSource
-from speq.heads.named import head_named, head_worth_weighing
+from speq.heads.predicted_experts import head_named, head_worth_weighing
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
@@ -46,21 +46,21 @@ from speq.layers.int4_matrix import Int4Matrix
 from speq.machine import default_host_bytes
 from speq.models import moe_model
 from speq.models.dense import Records, encode_dense
+from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
-from speq.models.part import OtherStages
 from speq.models.recorded import recording_device
 from speq.planning import profiles
-from speq.planning.demand import Beside, Budget
-from speq.planning.dense import DenseTrial, Room, settle_dense
+from speq.planning.candidates import agree, check_parts, drafter_of, open_candidates, wants_int4
+from speq.planning.choose_plan import PlanDecision, choose_plan, objectives_of, replan
+from speq.planning.demand import Budget, DeviceOverhead
+from speq.planning.dense import DenseTrial, MemoryContext, settle_dense
 from speq.planning.device_trial import DeviceTrial
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import MemoryPlan
+from speq.planning.model_spec import ModelSpec
 from speq.planning.processor_trial import ProcessorTrial
-from speq.planning.settle import Settled, objectives_of, replan, settle
-from speq.planning.subject import Subject
 from speq.planning.used_experts import UsedExperts, used_experts, warn
-from speq.planning.ways import agree, check_parts, drafter_of, open_ways, wants_int4
 from speq.units import Done, Progress, format_bytes, no_progress
 
 logger = logging.getLogger("speq")
@@ -91,8 +91,8 @@ class Loaded:
     config: RunConfig
     opened: Opened
     device: Processor | Accelerator
-    subject: Subject
-    settled: Settled
+    model_spec: ModelSpec
+    settled: PlanDecision
     model: MoEModel
     arena: Int4Arena | None
     draft_bank: DraftExperts | None
@@ -102,7 +102,7 @@ class Loaded:
     copy: PackedCopy | None = None
     limits: BudgetRules | None = None
     head: DraftHead | None = None
-    others: OtherStages | None = None
+    others: RemoteStages | None = None
 
     def budget(self, context: int) -> Budget:
         return budget_of(self.config, context, self.device)
@@ -134,7 +134,7 @@ def load(
     config: RunConfig,
     progress: Progress | None = None,
     first_context: int = 0,
-    others: OtherStages | None = None,
+    others: RemoteStages | None = None,
 ) -> Loaded:
     """Load a model under a budget, or the part of it that is opened.
 
@@ -167,69 +167,83 @@ def load(
     with contextlib.closing(draft_source(opened, config)) as draft:
         name, layers = str(opened.checkpoint.path), opened.shape.draft_layers
         dense = dense_draft(config.draft_dense, layers, draft)
-        subject = Subject.of_draft(name, opened, config.dtype, draft.layout, dense)
-        subject = replace(subject, draft_parts=parts)
+        model_spec = ModelSpec.of_draft(name, opened, config.dtype, draft.layout, dense)
+        model_spec = replace(model_spec, draft_parts=parts)
         if copied is not None:
-            subject = replace(subject, copying_bytes=copied.writing_bytes)
+            model_spec = replace(model_spec, copying_bytes=copied.writing_bytes)
         source = head_of(opened, config)
         if source is not None:
-            subject = replace(subject, head=source.shape, head_stand=source.stand)
+            model_spec = replace(model_spec, head=source.shape, head_stand=source.stand)
         budget = budget_of(config, context, device)
-        room = Room(budget, partial(open_ways, config=config, on_cpu=budget.on_cpu))
-        subject = settle_dense(subject, config.dense, room, dense_trial_of(opened, device, config))
-        trial = trial_of(opened, device, subject, config)
-        settled = settle(subject, budget, config, profile, trial.survey)
+        room = MemoryContext(budget, partial(open_candidates, config=config, on_cpu=budget.on_cpu))
+        model_spec = settle_dense(
+            model_spec, config.dense, room, dense_trial_of(opened, device, config)
+        )
+        trial = trial_of(opened, device, model_spec, config)
+        settled = choose_plan(model_spec, budget, config, profile, trial.survey)
         check_room(settled.memory, config.memory_budget, device)
         encoding = encoding_of(opened.store, settled)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
-        if settled.holding.drafter != "head":
+        if settled.residency_plan.drafter != "head":
             source = None
-        drafting = settled.holding.drafter == "int4"
+        drafting = settled.residency_plan.drafter == "int4"
         codes = DraftMatrices(dense, opened.checkpoint, device.torch) if drafting else None
         model = moe_model.load(
             opened.family,
             opened.checkpoint,
-            subject.dtype,
+            model_spec.dtype,
             device,
-            records_of(subject, opened, codes, device, budget, progress),
+            records_of(model_spec, opened, codes, device, budget, progress),
             progress or no_progress,
             opened.part,
         )
-        subject, settled = held(model, subject, settled, budget)
+        model_spec, settled = replan_with_dense_sizes(model, model_spec, settled, budget)
         arena = None
-        if settled.holding.holds_int4:
+        if settled.residency_plan.holds_int4:
             arena = int4_copy(draft, opened, settled, used, device.torch, progress)
         if codes is not None:
             codes.put(model, labelled(progress, "loading the draft's dense layers"))
-    base = arena if settled.holding.needs_draft else None  # held no longer than the run holds it
+    base = (
+        arena if settled.residency_plan.needs_draft else None
+    )  # held no longer than the run holds it
     with contextlib.ExitStack() as undo:
         host = None
         if not isinstance(device, Processor):
-            host = host_tier(opened.store, base, device, subject, settled, budget, progress)
+            host = host_tier(opened.store, base, device, model_spec, settled, budget, progress)
             undo.callback(host.close)
         elif encoding is not None:
             encoding.measure(base, budget.readers, labelled(progress, ENCODING))
         if encoding is not None:
-            settled = measured(encoding, subject, settled, budget)
-        bank = None if arena is None else drafting_bank(arena, opened, model)
+            settled = replan_with_slot_size(encoding, model_spec, settled, budget)
+        backend = None if arena is None else drafting_bank(arena, opened, model)
         graphs_on = recording_device(config.graphs, device, model)
         governors = Governors(governor_of(config, profile, settled), MAX_LINEAR_ROWS)
         undo.pop_all()
     head = None
     if source is not None:
-        model.tap(source.shape.tapped)
-        head = source.held(subject.dtype, device.torch)
+        model.capture_hidden_states(source.shape.captured_layers)
+        head = source.held(model_spec.dtype, device.torch)
     heap.give_back()
     loaded = Loaded(
-        config, opened, device, subject, settled, model, arena, bank, host, graphs_on, governors
+        config,
+        opened,
+        device,
+        model_spec,
+        settled,
+        model,
+        arena,
+        backend,
+        host,
+        graphs_on,
+        governors,
     )
     loaded.limits, loaded.head, loaded.others = limits, head, others
     if others is not None:
         model.join(others)
-    if limits is not None and not settled.holding.drafts:
+    if limits is not None and not settled.residency_plan.drafts:
         logger.warning("nothing drafts, so that the expert budget bounds nothing: output is exact")
-    if copied is not None and settled.memory.slots < subject.count:
+    if copied is not None and settled.memory.slots < model_spec.count:
         loaded.copy = copied
         copied.begin()
     return loaded
@@ -299,7 +313,7 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
     check_host_budget(config.host_budget, on_cpu)
     beside = None
     if not isinstance(device, Processor):
-        beside = Beside(config.host_budget or default_host_bytes(), device.overhead_bytes)
+        beside = DeviceOverhead(config.host_budget or default_host_bytes(), device.overhead_bytes)
     return Budget(
         config.memory_budget,
         context,
@@ -308,7 +322,7 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
         most_drafted(config),
         beside,
         graphs=not on_cpu and config.graphs == "auto",
-        texts=config.max_batch,
+        batch_size=config.max_batch,
         longest_side=LONGEST_SIDE if side_of(config) else 0,
     )
 
@@ -361,12 +375,12 @@ def head_of(opened: Opened, config: RunConfig) -> HeadSource | None:
 
 
 def trial_of(
-    opened: Opened, device: Processor | Accelerator, subject: Subject, config: RunConfig
+    opened: Opened, device: Processor | Accelerator, model_spec: ModelSpec, config: RunConfig
 ) -> ProcessorTrial | DeviceTrial:
     """What surveys the machine before anything is loaded, within half of the budget."""
-    limit_bytes, dtype = config.memory_budget // 2, subject.dtype
+    limit_bytes, dtype = config.memory_budget // 2, model_spec.dtype
     if isinstance(device, Processor):
-        return ProcessorTrial(opened, dtype, subject.draft, config.reader_threads, limit_bytes)
+        return ProcessorTrial(opened, dtype, model_spec.draft, config.reader_threads, limit_bytes)
     graphs = config.graphs == "auto"
     return DeviceTrial(opened.store, device, opened.shape, dtype, limit_bytes, graphs)
 
@@ -413,7 +427,7 @@ class DraftMatrices:
 
 
 def records_of(
-    subject: Subject,
+    model_spec: ModelSpec,
     opened: Opened,
     codes: DraftMatrices | None,
     device: Processor | Accelerator,
@@ -421,36 +435,36 @@ def records_of(
     progress: Progress | None,
 ) -> Records | None:
     """What encodes the dense matrices of a model, or reads them; None where they stay words."""
-    if subject.dense.name == "raw":
+    if model_spec.dense.name == "raw":
         return None
-    doing = "reading" if subject.dense.packed else "encoding"
+    doing = "reading" if model_spec.dense.packed else "encoding"
     return partial(
         encode_dense,
         threads=budget.readers,
         device=device.torch,
         progress=labelled(progress, f"{doing} dense layers"),
-        base=codes.base if codes is not None and subject.dense.name == "residual" else None,
-        packed=opened.dense if subject.dense.name == "lossless" else None,
+        base=codes.base if codes is not None and model_spec.dense.name == "residual" else None,
+        packed=opened.dense if model_spec.dense.name == "lossless" else None,
     )
 
 
-def held(
-    model: MoEModel, subject: Subject, settled: Settled, budget: Budget
-) -> tuple[Subject, Settled]:
+def replan_with_dense_sizes(
+    model: MoEModel, model_spec: ModelSpec, settled: PlanDecision, budget: Budget
+) -> tuple[ModelSpec, PlanDecision]:
     """The model with dense matrices of known sizes, and the same holding with what they leave."""
     sizes = tuple(model.dense_sizes)
-    if sizes == subject.dense.sizes:
-        return subject, settled
-    known = replace(subject, dense=subject.dense.known(sizes))
-    holding, memory = replan(known, settled.holding, budget)
-    return known, replace(settled, holding=holding, memory=memory)
+    if sizes == model_spec.dense.sizes:
+        return model_spec, settled
+    known = replace(model_spec, dense=model_spec.dense.known(sizes))
+    residency_plan, memory = replan(known, settled.residency_plan, budget)
+    return known, replace(settled, residency_plan=residency_plan, memory=memory)
 
 
-def encoding_of(store: ExpertStore, settled: Settled) -> EncodingStore | None:
+def encoding_of(store: ExpertStore, settled: PlanDecision) -> EncodingStore | None:
     """The store that encodes published experts as it reads them, where that is settled."""
-    if not settled.holding.encoded:
+    if not settled.residency_plan.encoded:
         return None
-    return EncodingStore(store, codec_of(settled.holding.codec, store.codec.shape))
+    return EncodingStore(store, codec_of(settled.residency_plan.codec, store.codec.shape))
 
 
 def check_room(memory: MemoryPlan, budget_bytes: int, device: Processor | Accelerator) -> None:
@@ -480,20 +494,20 @@ def check_room(memory: MemoryPlan, budget_bytes: int, device: Processor | Accele
 def int4_copy(
     draft: DraftSource,
     opened: Opened,
-    settled: Settled,
+    settled: PlanDecision,
     used: UsedExperts,
     device: torch.device,
     progress: Progress | None,
 ) -> Int4Arena:
     """The INT4 copy of all experts, or of those used most, on the device."""
-    experts, holding = opened.shape.experts, settled.holding
-    count = holding.draft_experts
+    experts, residency_plan = opened.shape.experts, settled.residency_plan
+    count = residency_plan.draft_experts
     arena = Int4Arena(
         draft.layout,
         len(experts.layers),
         experts.num_experts,
         device,
-        keep_orders=holding.encoded and holding.needs_draft,
+        keep_orders=residency_plan.encoded and residency_plan.needs_draft,
         kept=None if count is None else used.most(count),
     )
     draft.fill(arena, labelled(progress, draft.label))
@@ -512,24 +526,28 @@ def host_tier(
     store: ExpertStore,
     base: Int4Arena | None,
     device: Accelerator,
-    subject: Subject,
-    settled: Settled,
+    model_spec: ModelSpec,
+    settled: PlanDecision,
     budget: Budget,
     progress: Progress | None,
 ) -> HostTier:
     """The host's memory with as many experts as it is given, encoded where that is settled."""
-    planned = present(host_plan(subject, settled.holding, budget), "a processor has no host tier")
+    planned = present(
+        host_plan(model_spec, settled.residency_plan, budget), "a processor has no host tier"
+    )
     room = HostRoom(device, planned.limit_bytes, budget.readers)
     if isinstance(store, EncodingStore):
         return HostTier.encoded(store, base, room, labelled(progress, ENCODING))
     return HostTier.filled(store, room, labelled(progress, "reading experts into host memory"))
 
 
-def measured(store: EncodingStore, subject: Subject, settled: Settled, budget: Budget) -> Settled:
+def replan_with_slot_size(
+    store: EncodingStore, model_spec: ModelSpec, settled: PlanDecision, budget: Budget
+) -> PlanDecision:
     """The same holding with slots that are known to hold the largest expert."""
-    known = replace(settled.holding, slot_bytes=store.codec.slot_bytes, estimated=False)
-    holding, memory = replan(subject, known, budget)
-    return replace(settled, holding=holding, memory=memory)
+    known = replace(settled.residency_plan, slot_bytes=store.codec.slot_bytes, estimated=False)
+    residency_plan, memory = replan(model_spec, known, budget)
+    return replace(settled, residency_plan=residency_plan, memory=memory)
 
 
 def side_of(config: RunConfig) -> str | None:
@@ -542,28 +560,30 @@ def side_of(config: RunConfig) -> str | None:
     return "ngram"
 
 
-def governor_of(config: RunConfig, profile: Profile | None, settled: Settled) -> Governor:
+def governor_of(config: RunConfig, profile: Profile | None, settled: PlanDecision) -> Governor:
     """The governor of a run. A profile knows INT4 drafts, a plan also those of a head that says how
     far they stand; of others nothing is known beforehand.
     """
     prior = None
-    if settled.holding.drafter == "int4":
-        prior = settled.prior if profile is None else prior_of(profile, settled.holding)
-    elif settled.holding.drafter == "head":
+    if settled.residency_plan.drafter == "int4":
+        prior = settled.prior if profile is None else prior_of(profile, settled.residency_plan)
+    elif settled.residency_plan.drafter == "head":
         prior = settled.prior
     objectives, nodes = objectives_of(config), config.draft_nodes
-    longest, side = settled.longest, side_of(config)
-    if not settled.holding.drafts:
+    longest, secondary = settled.longest, side_of(config)
+    if not settled.residency_plan.drafts:
         longest, nodes = 0, None
-    return make_governor(config.draft_length, objectives, prior, longest, nodes, side)
+    return make_governor(config.draft_length, objectives, prior, longest, nodes, secondary)
 
 
-def prior_of(profile: Profile, holding: Holding) -> Prior:
+def prior_of(profile: Profile, residency_plan: ResidencyPlan) -> Prior:
     """A profile knows drafts of all experts."""
     prior = Prior.of_profile(profile)
     if prior.acceptance is None:
         return prior
-    return replace(prior, acceptance=acceptance_of_part(prior.acceptance, holding.draft_covers))
+    return replace(
+        prior, acceptance=acceptance_of_part(prior.acceptance, residency_plan.draft_covers)
+    )
 
 
 def labelled(progress: Progress | None, label: str) -> Done | None:

@@ -104,8 +104,8 @@ CODECS = Registry(
 )
 DRAFTERS = Registry(
     "drafter",
-    int4=("speq.decode.drafters.int4:Int4Drafter", "the model itself with INT4 experts"),
-    ngram=("speq.decode.drafters.ngram:NgramDrafter", "what followed the same words before"),
-    cached=("speq.decode.drafters.cached:CachedDrafter", "the model with the experts in slots"),
-    head=("speq.decode.drafters.head:HeadDrafter", "a trained layer over the model's own states"),
+    int4=("speq.engine.drafters.int4:Int4Drafter", "the model itself with INT4 experts"),
+    ngram=("speq.engine.drafters.ngram:NgramDrafter", "what followed the same words before"),
+    cached=("speq.engine.drafters.cached:CachedDrafter", "the model with the experts in slots"),
+    head=("speq.engine.drafters.head:HeadDrafter", "a trained layer over the model's own states"),
 )

@@ -15,7 +15,7 @@ Following = Callable[[list[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class RoutePrediction:
     """Experts of the next MoE layer, as its router would choose them now, row by row.
 
     ids      [rows][K], the likeliest first
@@ -35,7 +35,7 @@ class Route:
     following  what the next MoE layer's router says of some of the rows, as they are when they
                enter this layer's experts. Hidden states change little from layer to layer. None in
                the last layer.
-    margins    of a route that no router chose, [T][K]: as `Guess.margins`. None: a router did
+    margins    of a predicted route, [T][K]: as `RoutePrediction.margins`; None: a router chose it
 
     The tensors are the router's own, and lie where the model computes. What the host looks at is
     brought to it once, by whoever asks first, or by a `speq.layers.route_reader` in one piece.
@@ -45,16 +45,16 @@ class Route:
     topk_weights: Tensor
     router_logits: Tensor | None = None
     following: Following | None = None
-    live: tuple[int, ...] | None = None
+    active_rows: tuple[int, ...] | None = None
     left_out: frozenset[int] = frozenset()
     margins: list[list[float]] | None = None
     _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _host_weights: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
-    _guess: Guess | None = field(default=None, init=False, repr=False, compare=False)
+    _guess: RoutePrediction | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
-    def trusted(self) -> bool:
+    def from_router(self) -> bool:
         """Whether a router chose it, of the exact model or of a draft that is nearly the same."""
         return self.margins is None
 
@@ -88,7 +88,11 @@ class Route:
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """topk_ids and topk_weights of live rows."""
         ids, weights = self.host_ids.numpy(), self.host_weights.float().numpy()
-        return (ids, weights) if self.live is None else (ids[[*self.live]], weights[[*self.live]])
+        return (
+            (ids, weights)
+            if self.active_rows is None
+            else (ids[[*self.active_rows]], weights[[*self.active_rows]])
+        )
 
     @property
     def weights(self) -> list[list[float]]:
@@ -104,7 +108,7 @@ class Route:
     @property
     def rows(self) -> Sequence[int]:
         """Live rows, ascending."""
-        return range(len(self.topk_ids)) if self.live is None else self.live
+        return range(len(self.topk_ids)) if self.active_rows is None else self.active_rows
 
     def split(self) -> list["Route"]:
         """A route for each row."""
@@ -121,26 +125,34 @@ class Route:
         device, dtype = self.topk_ids.device, self.topk_weights.dtype
         weights = topk_weights.to(dtype)
         route = Route(
-            topk_ids.to(device), weights.to(device), self.router_logits, self.following, self.live
+            topk_ids.to(device),
+            weights.to(device),
+            self.router_logits,
+            self.following,
+            self.active_rows,
         )
         route.was_read(topk_ids, weights, self._guess)
         return route
 
-    def foresee(self, rows: list[int]) -> Guess | None:
+    def predict_next_layer(self, rows: list[int]) -> RoutePrediction | None:
         """What these rows probably want of the next layer; None in the last layer."""
         if self._guess is not None:
-            guess = self._guess
-            return Guess([guess.ids[row] for row in rows], [guess.margins[row] for row in rows])
+            prediction = self._guess
+            return RoutePrediction(
+                [prediction.ids[row] for row in rows], [prediction.margins[row] for row in rows]
+            )
         if self.following is None:
             return None
         ids, margins = leading(self.following(rows), self.topk_ids.shape[1])
-        return Guess(ids.tolist(), margins.tolist())
+        return RoutePrediction(ids.tolist(), margins.tolist())
 
-    def was_read(self, host_ids: Tensor, host_weights: Tensor, guess: Guess | None) -> None:
+    def was_read(
+        self, host_ids: Tensor, host_weights: Tensor, prediction: RoutePrediction | None
+    ) -> None:
         """Take what has been brought to the host: topk_ids and topk_weights, and the guess for
         every row.
         """
-        self._host_ids, self._host_weights, self._guess = host_ids, host_weights, guess
+        self._host_ids, self._host_weights, self._guess = host_ids, host_weights, prediction
 
 
 def leading(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

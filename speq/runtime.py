@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from speq.config import RunConfig
-from speq.decode.approximation import Approximation
-from speq.decode.drafter import DraftBase, Drafter, Listener, Offering, PlainDecoding
-from speq.decode.engine import Engine
-from speq.decode.offload import (
+from speq.devices.card import summary, watching
+from speq.devices.device import Processor
+from speq.engine.approximation import Approximation
+from speq.engine.drafter import (
+    DraftContext,
+    Drafter,
+    FeatureDrafter,
+    PlainDecoding,
+    SecondaryDrafter,
+)
+from speq.engine.engine import Engine
+from speq.engine.offload import (
     MoeSizes,
     Scheduling,
     fetch_from,
@@ -25,35 +33,33 @@ from speq.decode.offload import (
     offload_over,
     residents_of,
 )
-from speq.decode.prefixes import Prefixes
-from speq.decode.sampler import Sampler, sampler_on
-from speq.decode.verification import verification_over
-from speq.devices.card import summary, watching
-from speq.devices.device import Processor
+from speq.engine.prefixes import Prefixes
+from speq.engine.sampler import Sampler, sampler_on
+from speq.engine.verification import verification_over
 from speq.errors import SpeqError, present
 from speq.experts.packed_store import PackedExpertStore, Verified
 from speq.files.alignment import aligned_bytes
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
-from speq.governor.holding import Holding
+from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import LayerBudgets
 from speq.load import CONTEXT_STEP, Loaded, check_context
 from speq.models.kv_cache import KVCache
+from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
-from speq.models.part import OtherStages
 from speq.models.shape import ModelShape
+from speq.planning.candidates import drafter_of
+from speq.planning.choose_plan import replan
 from speq.planning.demand import demand_of
-from speq.planning.fitting import Fitting, fit
+from speq.planning.fitting import FittingPlan, fit
 from speq.planning.memory import Demand, MemoryPlan
-from speq.planning.settle import replan
-from speq.planning.ways import drafter_of
 from speq.registries import DRAFTERS
 from speq.scheduler.device_clock import DeviceClock
-from speq.scheduler.reader_threads import ReaderThreads
+from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, RunStats, Timed
@@ -75,10 +81,10 @@ class Runtime:
     def __init__(self, loaded: Loaded, progress: Progress | None = None) -> None:
         """progress: told (what, done, total) while memory is taken."""
         self._loaded = loaded
-        self.holding: Holding = loaded.settled.holding
+        self.residency_plan: ResidencyPlan = loaded.settled.residency_plan
         self.plan: MemoryPlan = loaded.settled.memory
         self.recorder = Recorder()
-        self._drop_draft(self.holding, self.plan)
+        self._drop_draft(self.residency_plan, self.plan)
         self.engine = self._lay_out(progress)
 
     @property
@@ -104,7 +110,7 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._loaded.subject.dtype
+        return self._loaded.model_spec.dtype
 
     @property
     def model(self) -> MoEModel:
@@ -124,10 +130,10 @@ class Runtime:
     def demand(self) -> Demand:
         """The memory that the run asks for, as it is held now."""
         loaded = self._loaded
-        return demand_of(loaded.subject, self.holding, loaded.budget(self.plan.context))
+        return demand_of(loaded.model_spec, self.residency_plan, loaded.budget(self.plan.context))
 
     @property
-    def others(self) -> OtherStages | None:
+    def others(self) -> RemoteStages | None:
         """Stages that run the layers behind these; None: there are none."""
         return self._loaded.others
 
@@ -153,8 +159,8 @@ class Runtime:
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory = self._loaded.memory(self.plan)
-        form = self._loaded.subject.dense.name
-        return RunStats(start_s, memory, self.holding.codec, form, self.planned)
+        form = self._loaded.model_spec.dense.name
+        return RunStats(start_s, memory, self.residency_plan.codec, form, self.planned)
 
     @contextmanager
     def watched(self, stats: RunStats) -> Iterator[None]:
@@ -186,19 +192,19 @@ class Runtime:
         """
         context, limit = self._room_for(context)
         if context > self.plan.context:
-            holding, plan = self._roomy(context, limit)
-            before = self.holding, self.plan
-            if self._drop_draft(holding, plan):  # for good, also where what follows fails
-                loaded, plain = self._loaded, self.holding.without_draft
-                before = fit(loaded.subject, plain, loaded.budget(self.plan.context))
+            residency_plan, plan = self._roomy(context, limit)
+            before = self.residency_plan, self.plan
+            if self._drop_draft(residency_plan, plan):  # for good, also where what follows fails
+                loaded, plain = self._loaded, self.residency_plan.without_draft
+                before = fit(loaded.model_spec, plain, loaded.budget(self.plan.context))
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
             self._loaded.device.release_cached()
             try:
-                self.holding, self.plan = holding, plan
+                self.residency_plan, self.plan = residency_plan, plan
                 self.engine = self._lay_out()
             except BaseException:
-                self.holding, self.plan = before
+                self.residency_plan, self.plan = before
                 self.engine = self._lay_out()
                 raise
         return self.engine
@@ -216,24 +222,24 @@ class Runtime:
     def _room_for(self, context: int) -> tuple[int, int]:
         """The tokens to lay out for a request of so many, and the most that may be."""
         limit = check_context(context, self.config.context_length, self.shape.max_context)
-        if self.holding.drafts:
+        if self.residency_plan.drafts:
             context = min(context + (self.config.draft_nodes or 0), limit)
         return context, limit
 
-    def _roomy(self, context: int, limit: int) -> Fitting:
+    def _roomy(self, context: int, limit: int) -> FittingPlan:
         """A plan with some room to grow, where that costs neither the draft nor the request."""
         loaded = self._loaded
-        needed = replan(loaded.subject, self.holding, loaded.budget(context))
+        needed = replan(loaded.model_spec, self.residency_plan, loaded.budget(context))
         rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
         with contextlib.suppress(SpeqError):
-            roomy = replan(loaded.subject, self.holding, loaded.budget(rounded))
+            roomy = replan(loaded.model_spec, self.residency_plan, loaded.budget(rounded))
             if roomy[0].holds_int4 == needed[0].holds_int4:
                 return roomy
         return needed
 
-    def _drop_draft(self, holding: Holding, plan: MemoryPlan) -> bool:
+    def _drop_draft(self, residency_plan: ResidencyPlan, plan: MemoryPlan) -> bool:
         """Give the INT4 copy up where a longer context leaves no room for it; whether it was."""
-        if self._loaded.arena is None or holding.holds_int4:
+        if self._loaded.arena is None or residency_plan.holds_int4:
             return False
         logger.warning(
             "the draft leaves no room for a context of %d tokens and is dropped for good; a "
@@ -248,9 +254,9 @@ class Runtime:
     def _lay_out(self, progress: Progress | None = None) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""
         loaded, shape, plan = self._loaded, self.shape, self.plan
-        slots = aligned_bytes(plan.slots, self.holding.slot_bytes, self.device)
+        slots = aligned_bytes(plan.slots, self.residency_plan.slot_bytes, self.device)
         # Takes the memory now: the first prompt would wait for every page of it.
-        parts = slots.split(max(TAKEN_BYTES // self.holding.slot_bytes, 1))
+        parts = slots.split(max(TAKEN_BYTES // self.residency_plan.slot_bytes, 1))
         for part in tracked("taking memory for slots", parts, len(parts), progress):
             part.zero_()
         caches = [
@@ -293,18 +299,20 @@ class Runtime:
         drafters: list[Drafter] = [PlainDecoding() for _ in caches]
         confidence = Confidence()
         governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
-        sides: list[Offering] = []
-        side = loaded.governors.alone.side
-        if self.holding.drafts or side is not None:
+        secondary_drafters: list[SecondaryDrafter] = []
+        secondary = loaded.governors.alone.secondary
+        if self.residency_plan.drafts or secondary is not None:
             gates = self.model.gates
-            residents = residents_of(offload.supply, experts, gates, sizes, loaded.device)
+            residents = residents_of(offload.loader, experts, gates, sizes, loaded.device)
             bases = [self._draft_base(each, sampler, confidence, residents) for each in caches]
             governors = loaded.governors
-            if self.holding.drafts:
-                drafters = [DRAFTERS[self.holding.drafter](base) for base in bases]
-            if side is not None:
-                sides = [DRAFTERS[side](base) for base in bases]
-        listeners: list[Listener] = [each for each in drafters if isinstance(each, Listener)]
+            if self.residency_plan.drafts:
+                drafters = [DRAFTERS[self.residency_plan.drafter](base) for base in bases]
+            if secondary is not None:
+                secondary_drafters = [DRAFTERS[secondary](base) for base in bases]
+        listeners: list[FeatureDrafter] = [
+            each for each in drafters if isinstance(each, FeatureDrafter)
+        ]
         return Engine(
             model=self.model,
             caches=caches,
@@ -318,7 +326,7 @@ class Runtime:
             confidence=confidence,
             approximation=approximation,
             prefixes=Prefixes(caches, chunk, self._prefix_reuse, listeners),
-            sides=sides,
+            secondary_drafters=secondary_drafters,
         )
 
     def _draft_base(
@@ -327,13 +335,13 @@ class Runtime:
         sampler: Sampler,
         confidence: Confidence,
         residents: CachedExperts,
-    ) -> DraftBase:
+    ) -> DraftContext:
         """Of the texts that a cache is for. Passes of the first one alone are recorded: batches are
         launched, and a text by itself has that cache.
         """
         loaded = self._loaded
         graphs_on = None if cache.number else loaded.graphs_on
-        return DraftBase(
+        return DraftContext(
             self.model,
             cache,
             loaded.draft_bank,

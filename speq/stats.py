@@ -30,7 +30,7 @@ class Event:
         return self.end_s - self.start_s
 
     @property
-    def span(self) -> "Span":
+    def span(self) -> "TimeSpan":
         return self.start_s, self.end_s
 
 
@@ -258,12 +258,12 @@ class StepStats:
 
 
 # From when to when, on one clock, in any unit.
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     """The times at which any of the spans was under way, as separate intervals in order."""
-    found: list[Span] = []
+    found: list[TimeSpan] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
@@ -272,7 +272,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+def overlap(one: Sequence[TimeSpan], other: Sequence[TimeSpan]) -> list[TimeSpan]:
     """When both were under way, each a list of separate intervals in order."""
     found, left, right = [], 0, 0
     while left < len(one) and right < len(other):
@@ -287,7 +287,7 @@ def overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
     return found
 
 
-def length(spans: Iterable[Span]) -> float:
+def length(spans: Iterable[TimeSpan]) -> float:
     return sum(end - start for start, end in spans)
 
 

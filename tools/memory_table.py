@@ -10,7 +10,7 @@ from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import plan
 from speq.planning.demand import Budget
 from speq.planning.memory import BudgetTooSmall
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (ROOT / "tests/data/configs", ROOT / "tests/data/published")
@@ -21,18 +21,18 @@ GIB = 1 << 30
 ACCEPTANCE = 0.9
 
 
-def subjects() -> list[Subject]:
+def subjects() -> list[ModelSpec]:
     """Of every config.json, the smallest experts first."""
     configs = [path for folder in FOLDERS for path in folder.glob("*/config.json")]
-    found = [Subject.of_config(each.parent.name, each.parent, "auto") for each in sorted(configs)]
+    found = [ModelSpec.of_config(each.parent.name, each.parent, "auto") for each in sorted(configs)]
     return sorted(found, key=experts_bytes)
 
 
-def experts_bytes(of: Subject) -> int:
+def experts_bytes(of: ModelSpec) -> int:
     return of.count * of.codec.record_range[1]
 
 
-def slots(of: Subject, budget_gib: int) -> dict[tuple[str, bool], int]:
+def slots(of: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
     """By codec, and whether an INT4 draft lies beside, what fits."""
     experts = of.shape.experts
     locality = Locality(experts.num_experts, of.shape.top_k)
@@ -44,7 +44,7 @@ def slots(of: Subject, budget_gib: int) -> dict[tuple[str, bool], int]:
     return {(each.codec, each.drafts): each.slots for each in made.candidates}
 
 
-def share(of: Subject, found: dict[tuple[str, bool], int], way: tuple[str, bool]) -> str:
+def share(of: ModelSpec, found: dict[tuple[str, bool], int], way: tuple[str, bool]) -> str:
     count = found.get(way)
     if count is None:
         return "-"
@@ -52,7 +52,7 @@ def share(of: Subject, found: dict[tuple[str, bool], int], way: tuple[str, bool]
     return "all" if count == of.count else f"{min(0.99, count / of.count):.0%}"
 
 
-def cells(of: Subject, budget_gib: int) -> str:
+def cells(of: ModelSpec, budget_gib: int) -> str:
     """Without a draft and beside one, in the codecs that take least."""
     found, published = slots(of, budget_gib), of.codec.shape.published
     plain, beside = ("lossless", "residual") if published == WORDS else (published, published)

@@ -19,9 +19,9 @@ from speq.cli.options import Output
 from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
 from speq.options.declared import Declared, declared
+from speq.pipeline.settings import StagesSettings
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
 from speq.server.ray_settings import RaySettings
-from speq.stages.settings import StagesSettings
 from speq.training.settings import HeadSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # Rooms in the order in which they build on each other.
 ROOMS = (
-    *("speq", "speq/decode", "speq/planning", "speq/models", "speq/layers", "speq/experts"),
+    *("speq", "speq/engine", "speq/planning", "speq/models", "speq/layers", "speq/experts"),
     *("speq/drafts", "speq/kernels", "speq/files", "speq/quantizing", "speq/measure"),
     *("speq/dashboard", "speq/server", "speq/offline", "speq/options", "speq/text", "speq/cli"),
     *("scheduler", "governor", "bench", "tools"),

@@ -152,7 +152,7 @@ class Measured:
 
     def row(self) -> dict[str, Any]:
         shape = self._codec.shape
-        slot_bytes = self._codec.holding(max(self._sizes)).slot_bytes
+        slot_bytes = self._codec.residency_plan(max(self._sizes)).slot_bytes
         return {
             "codec": self._codec.name,
             "bits_per_weight": 8 * sum(self._sizes) / len(self._sizes) / shape.weights,

@@ -114,7 +114,7 @@ class Layer:
             repeated(weights, (hidden, width), torch.device("cpu")),
         )
         codes = [pair_of(matrix, group_size, "residual" in forms) for matrix in one]
-        self.bank = Int4Bank(
+        self.backend = Int4Bank(
             (copies(codes[0][0], int4, device), copies(codes[0][1], int4, device)),
             (copies(codes[1][0], int4, device), copies(codes[1][1], int4, device)),
         )

@@ -310,11 +310,11 @@ def call(
     if kernel == "moe_grouped_residual":
         places = layer.places
         compact_ops.moe_grouped_residual(
-            *rows, layer.slots["residual"], places, layer.bank, ACTIVATION, out
+            *rows, layer.slots["residual"], places, layer.backend, ACTIVATION, out
         )
         return out
     run_int4 = {"moe_int4": ops.moe_int4, "moe_int4_unfused": ops.moe_int4_unfused}[kernel]
-    return run_int4(hidden_states, topk_ids, topk_weights, layer.places, layer.bank, ACTIVATION)
+    return run_int4(hidden_states, topk_ids, topk_weights, layer.places, layer.backend, ACTIVATION)
 
 
 def measure_shape(

@@ -156,7 +156,9 @@ def measure(model: str, settings: Settings, budget: str, resident: Generator | N
 
 def distinct_bytes(runtime: Runtime) -> int:
     """Bytes of the experts that the one prompt run so far wanted, each counted once."""
-    return round(runtime.engine.prompt_experts * mean_moved_bytes(runtime.opened.store))
+    return round(
+        runtime.engine.offload.stream.history.chosen * mean_moved_bytes(runtime.opened.store)
+    )
 
 
 def summarise(budget: str, settings: Settings, samples: list[Sample]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from speq.bench.neighbours import disturbed
 from speq.bench.settings import StepSettings as Settings
-from speq.decode.draft_pass import RecordedPass
-from speq.decode.drafters.int4 import Int4Drafter
+from speq.engine.draft_pass import RecordedPass
+from speq.engine.drafters.int4 import Int4Drafter
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.kernels import ops
@@ -106,7 +106,7 @@ def drafting(
     """Time the drafts of texts; None where nothing was drafted."""
     runs = runs_of(generator, prompts, max_new_tokens, progress=progress)
     tokens = sum(step.draft_length for run in runs for step in run.decode)
-    drafter = generator.runtime.engine.drafter
+    drafter = generator.runtime.engine.drafters[0]
     if not tokens or not isinstance(drafter, Int4Drafter):
         return None
     made = drafter.draft_pass
@@ -118,7 +118,7 @@ def watch(runtime: Runtime, clock: PartClock) -> None:
     """Have a model's modules tell the clock when they are entered and left, for good."""
 
     def begin(*_: Any) -> None:
-        exact = not isinstance(runtime.model.bank, DraftExperts)
+        exact = not isinstance(runtime.model.backend, DraftExperts)
         phase = runtime.recorder.step.phase
         clock.begin(phase if phase != "decode" else "verification" if exact else "draft token")
 

@@ -111,7 +111,7 @@ class InOneWave(ThreePhase):
     """Has all experts of a layer in slots before any of them is handed on."""
 
     def serve(self, layer: int, experts: list[int]) -> Coroutine[dict[int, int], None, None]:
-        cache, waves = self._supply.cache, super().serve(layer, experts)
+        cache, waves = self._loader.cache, super().serve(layer, experts)
         if len(experts) > cache.policy.quota(layer):
             yield from waves  # they are never there together
             return
@@ -120,7 +120,7 @@ class InOneWave(ThreePhase):
         try:
             for _ in waves:
                 pass  # what is there waits for what is not
-            yield from self._supply.serve(layer, experts)
+            yield from self._loader.serve(layer, experts)
         finally:
             cache.unpin(keys)
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from speq.batching import Batch
 from speq.bench.kinds import texts_of
 from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import BatchSettings as Settings
 from speq.config import SamplingParams
-from speq.decode.sequence import Sequence as Text
+from speq.engine.batch import Batch
+from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.governor.batches import longest_draft
-from speq.governor.moesd import (
+from speq.governor.speedup_model import (
     Measurement,
     activated_experts,
     fit_speedup,
@@ -196,13 +196,13 @@ def steps_of(
     sampling = SamplingParams(max_new_tokens=room, ignore_eos=True)
     steps: list[StepStats] = []
     for first in range(0, len(encoded), cell.texts):
-        together = [Text(ids, sampling) for ids in encoded[first : first + cell.texts]]
+        together = [Request(ids, sampling) for ids in encoded[first : first + cell.texts]]
         steps.extend(shared_steps(generator, cell.drafted, together, max_new_tokens))
     return steps
 
 
 def shared_steps(
-    generator: Generator, draft_length: int | None, texts: list[Text], max_new_tokens: int
+    generator: Generator, draft_length: int | None, texts: list[Request], max_new_tokens: int
 ) -> Iterator[StepStats]:
     """One batch: nobody drafts until the last prompt was run, and then all, until a text has so
     many tokens.
@@ -213,7 +213,7 @@ def shared_steps(
             batch.add(text)
         while len(batch.running) < len(texts):
             step(batch, 0)
-        while all(len(text.generated_ids) < max_new_tokens for text in texts):
+        while all(len(text.output_token_ids) < max_new_tokens for text in texts):
             step(batch, draft_length)
             yield recorder.step
         batch.clear()

@@ -109,7 +109,7 @@ def encoded_sizes(
         if progress is not None:
             progress("encoding experts", at + 1, count)
     return {
-        name: (codec.holding(max(sizes[name])).slot_bytes, round(sum(sizes[name]) / count))
+        name: (codec.residency_plan(max(sizes[name])).slot_bytes, round(sum(sizes[name]) / count))
         for name, codec in codecs.items()
     }
 

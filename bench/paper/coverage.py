@@ -25,7 +25,7 @@ from speq.bench.settings import CoverageSettings as Settings
 from speq.errors import SpeqError, checked_int
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
-from speq.governor.moesd import activated_experts
+from speq.governor.speedup_model import activated_experts
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.report import Column, Report, print_table
 from speq.units import Progress

@@ -22,16 +22,20 @@ from speq.bench.paper.expert_outputs import Study
 from speq.bench.rotation import rotated
 from speq.bench.settings import BudgetSettings as Settings
 from speq.config import SamplingParams
-from speq.decode.engine import Engine
-from speq.decode.sampler import HostSampler
-from speq.decode.sequence import Draft, Outcome, Sequence
-from speq.decode.verification import EagerVerification
+from speq.engine.draft import Draft, Outcome
+from speq.engine.drafter import DraftLimits
+from speq.engine.engine import Engine
+from speq.engine.request import Request
+from speq.engine.request_step import RequestStep
+from speq.engine.sampler import HostSampler
+from speq.engine.verification import EagerVerification
 from speq.errors import Broken, SpeqError, present
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.layers.exact_experts import ExactExperts
 from speq.layers.expert_budget import BudgetRules, PredictedBudget
 from speq.layers.expert_counts import ExpertCounts
+from speq.measure.probe import follow, verify
 from speq.measure.report import Column, Report, print_table
 from speq.stats import ApproximationStats, ratio
 from speq.units import Progress, format_bytes, tracked
@@ -191,7 +195,7 @@ def loaded(
 def check_drafts(generator: Generator) -> None:
     """Raise SpeqError where nothing drafts: no verification is then within a budget."""
     runtime = generator.runtime
-    if not runtime.holding.drafts:
+    if not runtime.residency_plan.drafts:
         raise SpeqError(
             f"nothing drafts within the memory budget {format_bytes(runtime.config.memory_budget)},"
             " and no expert budget bounds anything; give a larger one, drafter ngram, or "
@@ -266,7 +270,7 @@ class Bench:
         elif budget.ranking == "oracle":
             engine.approximation = None
             study = replace(self.study(), goes_on=budget)
-            engine.verification = EagerVerification(engine.model, engine.cache, study)
+            engine.verification = EagerVerification(engine.model, study)
         else:
             self.set_rules(budget.rules(self.counts))
         try:
@@ -290,16 +294,16 @@ class Bench:
     def read(self, token_ids: list[int], found: Forced) -> Tensor:
         """[T, V] logits of a text, read in windows as verifications of drafts that stand."""
         engine, rows = self.engine, self.settings.draft_length + 1
-        engine.begin(Sequence(token_ids, SamplingParams(max_new_tokens=1)))
+        engine.begin_prefill(Request(token_ids, SamplingParams(max_new_tokens=1)))
         logits = []
         for start in range(0, len(token_ids), rows):
             tokens = token_ids[start : start + rows]
             step = engine.recorder.begin("forced")
             engine.offload.prefetcher.begin(len(tokens) - 1)
             draft = Draft.chain(tokens[1:], [CERTAIN] * (len(tokens) - 1))
-            scored = engine.verify(tokens[0], draft)
-            engine.follow(tokens, scored)
-            engine.offload.supply.report()
+            scored = verify(engine, tokens[0], draft)
+            follow(engine, tokens, scored)
+            engine.offload.loader.report()
             logits.append(scored.logits.float().cpu().clone())
             found.tokens += len(tokens)
             found.moved += step.moved
@@ -315,8 +319,15 @@ class Bench:
         if approximation is None:
             return
         every = Outcome([*range(draft.nodes)], [0] * draft.nodes)
-        text = Sequence([0], SamplingParams())
-        kept = approximation.report(draft, scored, every, text, HostSampler())
+        step = RequestStep(
+            Request([0], SamplingParams()),
+            self.engine.caches[0],
+            self.engine.drafters[0],
+            DraftLimits(0),
+            draft,
+            outcome=every,
+        )
+        kept = approximation.report(step, scored, HostSampler())
         if kept is not None:
             found.kept.add(kept)
 
@@ -329,7 +340,7 @@ class Bench:
         study = replace(self.study(), compared=by_rank)
         approximation, verification = engine.approximation, engine.verification
         engine.approximation = None
-        engine.verification = EagerVerification(engine.model, engine.cache, study)
+        engine.verification = EagerVerification(engine.model, study)
         try:
             for token_ids in tracked("running all experts", self.texts, len(self.texts), progress):
                 self.read(token_ids, Forced())

@@ -89,7 +89,7 @@ class Study:
     """
 
     drafts: ClassVar[bool] = False
-    bank: ExactExperts
+    backend: ExactExperts
     gates: Sequence[Gate]
     num_experts: int
     compared: Sequence[Compared] = ()
@@ -101,7 +101,7 @@ class Study:
         rows = len(hidden_states)
         every = torch.arange(self.num_experts).repeat(rows, 1)
         whole = Route(every, torch.ones_like(every, dtype=route.topk_weights.dtype))
-        outputs = self.bank.outputs(layer, hidden_states, whole).float()
+        outputs = self.backend.outputs(layer, hidden_states, whole).float()
         gate, logits = self.gates[layer], route.logits
         at = torch.arange(rows)[:, None]
         exact = (outputs[at, route.topk_ids] * route.topk_weights.float()[..., None]).sum(1)

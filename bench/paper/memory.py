@@ -49,7 +49,7 @@ from speq.kernels import dense_ops
 from speq.measure.report import Column, Report
 from speq.models.dense_form import DenseForm
 from speq.models.opened import Opened, open_model
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 from speq.units import Progress, format_bytes, tracked
 
 # Tensors of shared experts; what gates them is not theirs.
@@ -113,30 +113,30 @@ def run(
         name = folder.resolve().name
         if has_weights:
             with closing(open_model(folder)) as opened:
-                subject, sizes = measured(opened, settings.context, progress)
+                model_spec, sizes = measured(opened, settings.context, progress)
         else:
-            subject = Subject.of_config(name, folder, "auto")
-            sizes = computed(subject, settings.context)
+            model_spec = ModelSpec.of_config(name, folder, "auto")
+            sizes = computed(model_spec, settings.context)
         for counted in settings.experts:
             about = {
                 "model": name,
                 "sizes": "measured" if has_weights else "computed",
                 "experts": counted,
             }
-            rows += [about | row for row in scenarios(sizes, held(subject, counted))]
+            rows += [about | row for row in scenarios(sizes, held(model_spec, counted))]
     report = Report("memory", " ".join(f.name for f in folders), settings.as_json(), rows)
     if json_file is not None:
         report.write(json_file)
     return report
 
 
-def held(subject: Subject, counted: str) -> Held:
+def held(model_spec: ModelSpec, counted: str) -> Held:
     """The experts that are counted, by the name of the way."""
-    token = subject.num_layers * subject.shape.top_k
+    token = model_spec.num_layers * model_spec.shape.top_k
     return {
         "token": Held(token, token),
-        "resident": Held(subject.count, token),
-        "all": Held(subject.count, subject.count),
+        "resident": Held(model_spec.count, token),
+        "all": Held(model_spec.count, model_spec.count),
     }[counted]
 
 
@@ -181,31 +181,33 @@ def scenarios(sizes: Sizes, held: Held) -> list[dict[str, Any]]:
     ]
 
 
-def computed(subject: Subject, context: int) -> Sizes:
+def computed(model_spec: ModelSpec, context: int) -> Sizes:
     """From a config.json: records are of the size that they usually have."""
-    codecs = {form: codec_of(form, subject.codec.shape) for form in codecs_for(subject.codec.shape)}
-    weights = subject.codec.shape.weights
+    codecs = {
+        form: codec_of(form, model_spec.codec.shape) for form in codecs_for(model_spec.codec.shape)
+    }
+    weights = model_spec.codec.shape.weights
     expert = {
         form: weights * codec.usual_bits / 8 if codec.usual_bits else codec.shape.nbytes
         for form, codec in codecs.items()
     }
-    matrices = {form: matrix_sizes(subject, form) for form in codecs}
-    return sizes_of(subject, expert, matrices, context)
+    matrices = {form: matrix_sizes(model_spec, form) for form in codecs}
+    return sizes_of(model_spec, expert, matrices, context)
 
 
-def matrix_sizes(subject: Subject, form: str) -> tuple[int, ...]:
+def matrix_sizes(model_spec: ModelSpec, form: str) -> tuple[int, ...]:
     """Usual bytes of each dense matrix: residual where the draft has codes of it."""
-    shapes, itemsize = subject.shape.dense, subject.words.itemsize
+    shapes, itemsize = model_spec.shape.dense, model_spec.words.itemsize
     if form == "raw":
         return DenseForm.raw(shapes, itemsize).sizes
     lossless = DenseForm.usual("lossless", shapes, itemsize).sizes
     if form == "lossless":
         return lossless
-    bases = names_of_bases(subject.dense_draft)
+    bases = names_of_bases(model_spec.dense_draft)
     return tuple(
         over_codes if name in bases else alone
         for name, over_codes, alone in zip(
-            subject.shape.dense_names,
+            model_spec.shape.dense_names,
             DenseForm.usual("residual", shapes, itemsize).sizes,
             lossless,
             strict=True,
@@ -219,35 +221,35 @@ def names_of_bases(draft: DenseDraft) -> set[str]:
 
 
 def sizes_of(
-    subject: Subject,
+    model_spec: ModelSpec,
     expert: Mapping[str, float],
     matrices: Mapping[str, Sequence[int]],
     context: int,
 ) -> Sizes:
     """matrices: bytes of each dense matrix, by form, in the order of `ModelShape.dense`."""
-    shape, itemsize = subject.shape, subject.words.itemsize
-    if subject.draft is None:
+    shape, itemsize = model_spec.shape, model_spec.words.itemsize
+    if model_spec.draft is None:
         raise SpeqError(
-            f"{subject.name} has experts of {shape.experts.hidden_size} x "
+            f"{model_spec.name} has experts of {shape.experts.hidden_size} x "
             f"{shape.experts.expert_width}, and INT4 codes need even sizes; give another model"
         )
     shared = [bool(SHARED_EXPERT.search(name)) for name in shape.dense_names]
-    small = sum(shape.other_bytes(subject.words)) + shape.own_bytes
+    small = sum(shape.other_bytes(model_spec.words)) + shape.own_bytes
 
     def of_shared(sizes: Sequence[int]) -> int:
         return sum(nbytes for nbytes, is_shared in zip(sizes, shared, strict=True) if is_shared)
 
     return Sizes(
         expert=expert,
-        draft_expert=subject.draft.nbytes,
+        draft_expert=model_spec.draft.nbytes,
         shared_experts={form: of_shared(sizes) for form, sizes in matrices.items()},
         others={form: sum(sizes) - of_shared(sizes) + small for form, sizes in matrices.items()},
-        dense_draft=subject.dense_draft.nbytes,
+        dense_draft=model_spec.dense_draft.nbytes,
         kv_cache=context * shape.kv_elements_per_token * itemsize,
     )
 
 
-def measured(opened: Opened, context: int, progress: Progress | None) -> tuple[Subject, Sizes]:
+def measured(opened: Opened, context: int, progress: Progress | None) -> tuple[ModelSpec, Sizes]:
     """From a model with its weights, whose draft is the one that a run would find."""
     store, shape = opened.store, opened.shape
     with closing(
@@ -255,10 +257,10 @@ def measured(opened: Opened, context: int, progress: Progress | None) -> tuple[S
     ) as source:
         dense = dense_draft("auto", shape.draft_layers, source)
         name = opened.checkpoint.path.name
-        subject = Subject.of_draft(name, opened, "auto", source.layout, dense)
+        model_spec = ModelSpec.of_draft(name, opened, "auto", source.layout, dense)
         expert = expert_sizes(store, source, progress)
         matrices = measured_matrices(opened, dense, progress)
-    return subject, sizes_of(subject, expert, matrices, context)
+    return model_spec, sizes_of(model_spec, expert, matrices, context)
 
 
 def expert_sizes(

@@ -17,15 +17,15 @@ from typing import Any
 
 from speq.bench.settings import PaperSystemsSettings as Settings
 from speq.files.atomic_file import check_target
-from speq.governor.holding import Holding
 from speq.governor.locality import PUBLISHED, Locality
 from speq.governor.planner import Outlook
 from speq.governor.presets import preset
+from speq.governor.residency_plan import ResidencyPlan
 from speq.measure.report import Column, Report
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import BudgetPlan, plan
 from speq.planning.demand import Budget
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 from speq.units import parse_bytes
 
 # "PCIe 4.0 x16, ... 16 GB/s per direction" beside an A100 of 40 GB (MoE-SpeQ 4.1.1).
@@ -56,11 +56,11 @@ def run(models: Sequence[Path], settings: Settings, json_file: Path | None, forc
     check_target(json_file, force)
     rows = []
     for folder in models:
-        subject = Subject.of_config(folder.name, folder, "auto")
+        model_spec = ModelSpec.of_config(folder.name, folder, "auto")
         for text in settings.budgets:
-            budget = Budget.of(parse_bytes(text), CONTEXT, False, subject.shape)
+            budget = Budget.of(parse_bytes(text), CONTEXT, False, model_spec.shape)
             rows += [
-                {"model": folder.name, "budget": text} | row for row in systems(subject, budget)
+                {"model": folder.name, "budget": text} | row for row in systems(model_spec, budget)
             ]
     report = Report("paper-systems", " ".join(f.name for f in models), settings.as_json(), rows)
     if json_file is not None:
@@ -68,13 +68,13 @@ def run(models: Sequence[Path], settings: Settings, json_file: Path | None, forc
     return report
 
 
-def systems(subject: Subject, budget: Budget) -> list[dict[str, Any]]:
+def systems(model_spec: ModelSpec, budget: Budget) -> list[dict[str, Any]]:
     """Rows in the paper's order, then ours; none of the paper's where a draft does not fit."""
-    experts = subject.shape.experts
-    locality = Locality(experts.num_experts, subject.shape.top_k, PUBLISHED)
+    experts = model_spec.shape.experts
+    locality = Locality(experts.num_experts, model_spec.shape.top_k, PUBLISHED)
     machine = preset(PRESET)
     assumptions = Assumptions(machine, locality, ACCEPTANCE, LINK_BYTES_PER_S)
-    made = plan(subject, budget, assumptions)
+    made = plan(model_spec, budget, assumptions)
     found = paper_systems(made, assumptions)
     ranked = sorted(PAPER_ORDER, key=lambda name: found[name].tpot_s) if found else []
     best = made.candidates[made.best]
@@ -84,7 +84,7 @@ def systems(subject: Subject, budget: Budget) -> list[dict[str, Any]]:
             "system": name,
             "codec": candidate.codec,
             "slots": candidate.slots,
-            "held": candidate.slots / subject.count,
+            "held": candidate.slots / model_spec.count,
             "draft_length": candidate.cycle.draft_length,
             "tpot_ms": candidate.tpot_s * 1e3,
             "moved_bytes_per_token": candidate.moved_bytes_per_token,
@@ -95,30 +95,34 @@ def systems(subject: Subject, budget: Budget) -> list[dict[str, Any]]:
     ]
 
 
-def paper_systems(made: BudgetPlan, assumptions: Assumptions) -> dict[str, Holding]:
+def paper_systems(made: BudgetPlan, assumptions: Assumptions) -> dict[str, ResidencyPlan]:
     """The paper's four systems in this budget; none where it has no room for the draft."""
     raw = {c.drafts: c for c in made.candidates if c.codec == "raw"}
     if len(raw) < 2:
         return {}
-    subject, holdings = made.subject, list(raw.values())
-    outlook = assumptions.outlook(subject.num_layers, subject.pass_bytes, holdings)
+    model_spec, residency_plans = made.model_spec, list(raw.values())
+    outlook = assumptions.outlook(model_spec.num_layers, model_spec.pass_bytes, residency_plans)
     same_cache = replace(raw[False], slots=raw[True].slots)
     return {
         "moe-speq": raw[True],
         "sm": raw[False],
         "sc": outlook.weighed(same_cache),
-        "transformers": without_cache(outlook, raw[False], subject),
+        "transformers": without_cache(outlook, raw[False], model_spec),
     }
 
 
-def without_cache(outlook: Outlook, holding: Holding, subject: Subject) -> Holding:
+def without_cache(
+    outlook: Outlook, residency_plan: ResidencyPlan, model_spec: ModelSpec
+) -> ResidencyPlan:
     """A fixed share of the experts is there; the others are moved at every use, and waited for."""
-    absent = 1 - holding.slots / subject.count
-    moved_bytes = absent * subject.num_layers * subject.shape.top_k * holding.moved_bytes
-    cycle = outlook.cycle(holding, 0)._replace(
+    absent = 1 - residency_plan.slots / model_spec.count
+    moved_bytes = (
+        absent * model_spec.num_layers * model_spec.shape.top_k * residency_plan.moved_bytes
+    )
+    cycle = outlook.cycle(residency_plan, 0)._replace(
         new_s=outlook.link.transfer_s(moved_bytes), moved_bytes=moved_bytes, exposed=1.0
     )
-    return replace(holding, expected=cycle)
+    return replace(residency_plan, expected=cycle)
 
 
 def notes(report: Report) -> list[str]:

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from speq.bench.paper.expert_shares import Flags, Floats, chosen, served
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBounds
-from speq.decode.engine import Engine
-from speq.decode.sequence import Sequence as Request
+from speq.engine.drafter import DraftLimits
+from speq.engine.engine import Engine
+from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.generator import Generator
+from speq.measure.probe import attempt
 from speq.routing import Route
 from speq.units import Progress, tracked
 
@@ -130,21 +131,29 @@ def recorded(
 ) -> list[TextSample]:
     """Write a text behind each (kind, prompt), and keep its routes. Trees need an INT4 copy."""
     encoded = [(kind, generator.encode(prompt)) for kind, prompt in texts]
-    generator.reserve(max(len(prompt_ids) for _, prompt_ids in encoded) + max_new_tokens)
+    generator.reserve(
+        max(len(prompt_token_ids) for _, prompt_token_ids in encoded) + max_new_tokens
+    )
     return [
-        of_text(generator, kind, prompt_ids, max_new_tokens, trees)
-        for kind, prompt_ids in tracked("recording routes", encoded, len(encoded), progress)
+        of_text(generator, kind, prompt_token_ids, max_new_tokens, trees)
+        for kind, prompt_token_ids in tracked("recording routes", encoded, len(encoded), progress)
     ]
 
 
 def of_text(
-    generator: Generator, kind: str, prompt_ids: list[int], max_new_tokens: int, trees: TreePlan
+    generator: Generator,
+    kind: str,
+    prompt_token_ids: list[int],
+    max_new_tokens: int,
+    trees: TreePlan,
 ) -> TextSample:
     """One text to its full length."""
     runtime = generator.runtime
     engine = runtime.engine
-    request = Request(prompt_ids, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True))
-    engine.start(request)
+    request = Request(
+        prompt_token_ids, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    )
+    engine.prefill(request)
     steps: list[RouteSample] = []
     grown: list[TreeSample] = []
     done = next_trees = 0
@@ -152,9 +161,9 @@ def of_text(
         if runtime.draft_bank is not None and done >= next_trees:
             grown += trees_at(engine, request, done, trees)
             next_trees = done + trees.every
-        engine.step(request, DRAFT_LENGTH)
-        steps.append(RouteSample.of(routes_of(engine), engine.path))
-        done += len(engine.path)
+        engine.step([request], DRAFT_LENGTH)
+        steps.append(RouteSample.of(routes_of(engine), engine.steps[0].outcome.path))
+        done += len(engine.steps[0].outcome.path)
     return TextSample(kind, RouteSample.joined(steps), grown)
 
 
@@ -168,7 +177,7 @@ def trees_at(engine: Engine, request: Request, start: int, plan: TreePlan) -> li
         if nodes >= request.remaining:
             continue
         passes = plan.passes_of(nodes)
-        turn = engine.attempt(request, DraftBounds(passes, nodes))
+        turn = attempt(engine, request, DraftLimits(passes, nodes))
         marks = marks_of(routes_of(engine))
         grown.append(TreeSample(nodes, start, turn.draft.depth, marks))
     return grown

@@ -26,7 +26,7 @@ from speq.errors import checked_int
 from speq.files.atomic_file import check_target
 from speq.governor.adaptive import AdaptiveDraftLength
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
-from speq.governor.roofline import Cycle
+from speq.governor.roofline import StepEstimate
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.stats import StepStats
@@ -262,8 +262,8 @@ class Timed:
         self._governor.begin()
 
     @property
-    def side(self) -> str | None:
-        return self._governor.side
+    def secondary(self) -> str | None:
+        return self._governor.secondary
 
     def decide(self, offered: bool = False) -> Decision:
         start_s = time.thread_time()
@@ -272,9 +272,9 @@ class Timed:
         self.decisions += 1
         return decision
 
-    def go_on(self, drafted: int, new_experts: int, reach: float) -> bool:
+    def continue_draft(self, drafted: int, new_experts: int, reach: float) -> bool:
         start_s = time.thread_time()
-        on = self._governor.go_on(drafted, new_experts, reach)
+        on = self._governor.continue_draft(drafted, new_experts, reach)
         self.time_s += time.thread_time() - start_s
         return on
 
@@ -283,7 +283,7 @@ class Timed:
         self._governor.observe(step)
         self.time_s += time.thread_time() - start_s
 
-    def outlook(self) -> list[Cycle]:
+    def outlook(self) -> list[StepEstimate]:
         return self._governor.outlook()
 
 

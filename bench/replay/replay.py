@@ -1,7 +1,7 @@
 """Recorded routes through the engine's loop and the real scheduler, on a simulated clock."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,22 +9,24 @@ import torch
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBounds, GoOn
-from speq.decode.engine import Engine
-from speq.decode.offload import Offload
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.engine import Engine
+from speq.engine.offload import Offload
+from speq.engine.request import Request
 from speq.governor.batches import Governors
 from speq.governor.draft_length import FixedDraftLength, Governor
 from speq.layers.draft_experts import OnRoute
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.models.moe_model import Scored
+from speq.models.packed_batch import SequenceTokens
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.row_pruning import LiveRows
-from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.row_pruning import RowPruner
 from speq.stats import Recorder, RunStats, StepStats
 
 # The next round, by the length of its draft.
@@ -91,19 +93,23 @@ class Recorded:
         self._clock = clock
         self._recorder = recorder
         self._link = link
-        self._supply = offload.supply
+        self._loader = offload.loader
         self._prefetcher = offload.prefetcher
         self.round_of: RoundOf
         self.times: Times
         self.found = Replayed(RunStats(0.0, {}))
 
     def propose(
-        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+        self,
+        request: Request,
+        limits: DraftLimits,
+        on_route: OnRoute,
+        continue_draft: ContinueDraft,
     ) -> Draft:
-        """Name the drafted routes, token by token and layer by layer, as far as `go_on` lets it."""
-        whole, drafted = self.round_of(bounds.length), 0
+        """Name the drafted routes, token by token, as far as `continue_draft` lets it."""
+        whole, drafted = self.round_of(limits.length), 0
         for token, layers in enumerate(whole.drafted):
-            if token and not go_on(token, whole.leads[token - 1]):
+            if token and not continue_draft(token, whole.leads[token - 1]):
                 break
             for layer, choice in enumerate(layers):
                 self._clock.now += self.times.draft_layer_s
@@ -112,20 +118,21 @@ class Recorded:
         self._round = whole.cut(drafted)
         return Draft.chain([STANDS] * drafted, self._round.leads)
 
-    def score(self, pending_id: int, draft: Draft) -> Scored:
+    def score(self, batch: Sequence[SequenceTokens]) -> list[Scored]:
         """Serve every layer of the verification; logits are such that the path is accepted."""
+        nodes_scored = len(batch[0].token_ids)
         step, found = self._round, self.found
         self._arrive()
         for layer, nodes in enumerate(step.used):
             needs = {e for node in nodes for e in node}
             found.needs += len(needs)
-            found.ready += sum(ExpertKey(layer, e) in self._supply.cache for e in needs)
+            found.ready += sum(ExpertKey(layer, e) in self._loader.cache for e in needs)
         for layer in range(len(step.used)):
             self._verify(step, layer)
         found.tokens += step.emitted
-        accepted = torch.arange(draft.nodes) < len(step.path) - 1
+        accepted = torch.arange(nodes_scored) < len(step.path) - 1
         logits = torch.stack([~accepted, accepted], dim=1).float()
-        return Scored(logits, logits)
+        return [Scored(logits, logits)]
 
     def settle(self) -> None:
         """Nothing waits to be kept or forgotten."""
@@ -136,14 +143,14 @@ class Recorded:
     def _arrive(self) -> None:
         """Take in all that has arrived: the link learns of the time only when it is asked."""
         self._link.report()
-        self._supply.land()
+        self._loader.collect_finished()
 
     def _verify(self, step: TraceStep, layer: int) -> None:
         nodes, found = step.used[layer], self.found
         self._clock.now += self.times.layer_s
         self._arrive()
         experts = sorted({e for node in nodes for e in node})
-        there = {e for e in experts if ExpertKey(layer, e) in self._supply.cache}
+        there = {e for e in experts if ExpertKey(layer, e) in self._loader.cache}
         found.choices += sum(len(node) for node in nodes)
         found.served += sum(e in there for node in nodes for e in node)
         self._prefetcher.observe(layer, verified_route(step, layer))
@@ -174,10 +181,10 @@ class Replay:
         policy = CACHE_POLICIES[scheduling.policy](scheduling.slots, layers, experts)
         time_of = transfer_s or (lambda: times.transfer_s)
         link = SimulatedLink(clock, recorder, time_of, times.moved_bytes, times.begun)
-        supply = ExpertSupply(ExpertCache(scheduling.slots, policy), link, recorder)
-        prefetcher = PREFETCHERS[scheduling.prefetch](supply, LookaheadBuffer(layers))
-        rows = LiveRows(supply, prefetcher.lookahead, None)
-        offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, supply, NOTHING, rows)
+        loader = ExpertLoader(ExpertCache(scheduling.slots, policy), link, recorder)
+        prefetcher = PREFETCHERS[scheduling.prefetch](loader, LookaheadBuffer(layers))
+        rows = RowPruner(loader, prefetcher.lookahead, None)
+        offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, loader, NOTHING, rows)
         self._recorded = Recorded(clock, recorder, link, offload)
         model: Any = self._recorded
         self._engine = Engine(
@@ -190,7 +197,7 @@ class Replay:
             recorder=recorder,
             chunk=0,
         )
-        self._sequence = Sequence([0], SamplingParams(max_new_tokens=sys.maxsize))
+        self._request = Request([0], SamplingParams(max_new_tokens=sys.maxsize))
 
     def run(self, warm_up: int = 0) -> Replayed:
         """Replay all steps; the first `warm_up` fill the slots and do not count."""
@@ -204,7 +211,7 @@ class Replay:
     def play(self, round_of: RoundOf, times: Times, draft_length: int | None = None) -> StepStats:
         """Replay one round; round_of: what it is, its draft so many tokens long."""
         self._recorded.round_of, self._recorded.times = round_of, times
-        self._engine.step(self._sequence, draft_length)
+        self._engine.step([self._request], draft_length)
         return self._engine.recorder.step
 
 

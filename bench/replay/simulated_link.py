@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.transfer import Priority, State, Ticket, record
+from speq.scheduler.transfer import Priority, State, TransferTicket, record
 from speq.stats import Event, Recorder
 
 
@@ -39,21 +39,21 @@ class SimulatedLink:
         self._transfer_s = transfer_s
         self._moved_bytes = moved_bytes
         self._begun = begun
-        self._queue: list[tuple[Priority, int, Ticket]] = []
+        self._queue: list[tuple[Priority, int, TransferTicket]] = []
         self._order = 0
         # Begun, in that order; their ends are known.
-        self._running: list[Ticket] = []
-        self._ended: list[Ticket] = []
-        self._done: list[Ticket] = []
+        self._running: list[TransferTicket] = []
+        self._ended: list[TransferTicket] = []
+        self._done: list[TransferTicket] = []
 
-    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
+    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> TransferTicket:
         self._advance()  # what ended before it was asked for made room for others
-        ticket = Ticket(key, slot, priority)
+        ticket = TransferTicket(key, slot, priority)
         self._put(ticket)
         self._begin(self._clock.now)
         return ticket
 
-    def hasten(self, ticket: Ticket) -> None:
+    def hasten(self, ticket: TransferTicket) -> None:
         self._advance()
         if ticket.priority is not Priority.DEMAND:
             ticket.priority = Priority.DEMAND
@@ -61,7 +61,7 @@ class SimulatedLink:
                 self._put(ticket)
             self._begin(self._clock.now)
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: TransferTicket) -> None:
         start_s = self._clock.now
         self.hasten(ticket)
         while not ticket.ended:
@@ -72,7 +72,7 @@ class SimulatedLink:
             self._recorder.add(stall)
         self._report()
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, ticket: TransferTicket) -> bool:
         self._advance()
         if ticket.state is not State.QUEUED:
             return False
@@ -82,7 +82,7 @@ class SimulatedLink:
     def launched(self, slots: Collection[int]) -> None:
         pass
 
-    def report(self) -> list[Ticket]:
+    def report(self) -> list[TransferTicket]:
         self._report()
         done, self._done = self._done, []
         return done
@@ -97,7 +97,7 @@ class SimulatedLink:
     def held_below(self) -> list[ExpertKey] | None:
         return None
 
-    def quiesce(self) -> None:
+    def drain(self) -> None:
         self._advance()
         for _, _, ticket in self._queue:
             if ticket.state is State.QUEUED:
@@ -108,9 +108,9 @@ class SimulatedLink:
         self._report()
 
     def close(self) -> None:
-        self.quiesce()
+        self.drain()
 
-    def _put(self, ticket: Ticket) -> None:
+    def _put(self, ticket: TransferTicket) -> None:
         heapq.heappush(self._queue, (ticket.priority, self._order, ticket))
         self._order += 1
 

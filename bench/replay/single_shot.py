@@ -11,21 +11,21 @@ from contextlib import ExitStack, contextmanager
 from speq.registries import PREFETCHERS
 from speq.routing import Route
 from speq.scheduler.expert_cache import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import OnDemand
-from speq.scheduler.supply import ExpertSupply
 
 
 class SingleShot(OnDemand):
     """Ask for all that the draft named so far, at one moment of it."""
 
-    def __init__(self, supply: ExpertSupply, lookahead: LookaheadBuffer) -> None:
-        super().__init__(supply, lookahead)
+    def __init__(self, loader: ExpertLoader, lookahead: LookaheadBuffer) -> None:
+        super().__init__(loader, lookahead)
         self.begin(0)
 
     def begin(self, draft_length: int, texts: int = 1) -> None:
         super().begin(draft_length, texts)
-        self._supply.pace.pause()
+        self._loader.throttle.pause()
         self._draft_length = draft_length
         # By layer: how many tokens want each expert.
         self._wanted: list[Counter[int]] = [Counter() for _ in range(self.lookahead.num_layers)]
@@ -33,20 +33,20 @@ class SingleShot(OnDemand):
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
         (experts,) = route.ids
-        self._new |= self._supply.missing(layer, experts)
+        self._new |= self._loader.missing(layer, experts)
         self._wanted[layer].update(experts)
         known = (self.lookahead.node(token) + 1) / (self._draft_length + 1)
-        self._supply.cache.policy.foretell(layer, experts, known)
+        self._loader.cache.policy.hint_next_use(layer, experts, known)
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        yield from self._supply.serve(layer, experts)
-        self._supply.withdraw(layer)
+        yield from self._loader.serve(layer, experts)
+        self._loader.cancel_prefetch(layer)
 
     def _load(self) -> None:
         """Ask for what is wanted and missing, by layer, what most tokens want first."""
         for layer, wanted in enumerate(self._wanted):
             keys = [ExpertKey(layer, expert) for expert, _ in wanted.most_common()]
-            self._supply.load_ahead(keys, len(keys))
+            self._loader.load_ahead(keys, len(keys))
 
 
 class SingleSooner(SingleShot):
@@ -54,7 +54,7 @@ class SingleSooner(SingleShot):
 
     def request(self, token: int, layer: int, route: Route) -> None:
         super().request(token, layer, route)
-        first = token + 1 == self.lookahead.texts  # of the last text
+        first = token + 1 == self.lookahead.batch_size  # of the last request
         if first and layer + 1 == self.lookahead.num_layers:
             self._load()
 

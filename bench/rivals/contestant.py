@@ -9,13 +9,13 @@ from speq.bench.rivals.job import Job
 class Contestant(Protocol):
     """A model loaded by one system, under the memory that its job names."""
 
-    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+    def stream(self, prompt_token_ids: list[int], max_new_tokens: int) -> Iterator[int]:
         """Greedy tokens as they come, never ended by an end of text; each call begins anew."""
 
     def figures(self) -> dict[str, Any]:
         """What the system itself counted of the last stream, by the names of docs/statistics.md."""
 
-    def choices(self, prompt_ids: list[int], continuation: list[int]) -> list[int]:
+    def choices(self, prompt_token_ids: list[int], continuation: list[int]) -> list[int]:
         """The likeliest token in place of each token of the continuation, all before it given."""
 
     def settled(self) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speq.config import SamplingParams
-from speq.decode.sequence import Draft, Sequence
-from speq.devices.failures import in_a_sentence
+from speq.devices.failures import translate_errors
+from speq.engine.draft import Draft
+from speq.engine.request import Request
 from speq.generator import Generator
+from speq.measure.probe import follow, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,12 @@ class GeneratorContestant:
     generator: Generator
     details: dict[str, Any] = field(default_factory=dict)
 
-    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Coroutine[int, None, None]:
+    def stream(
+        self, prompt_token_ids: list[int], max_new_tokens: int
+    ) -> Coroutine[int, None, None]:
         self.generator.forget()  # others keep nothing from one stream to the next
         with closing(
-            self.generator.stream(prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=True)
+            self.generator.stream(prompt_token_ids, max_new_tokens=max_new_tokens, ignore_eos=True)
         ) as tokens:
             for token in tokens:
                 yield token.id
@@ -34,26 +38,26 @@ class GeneratorContestant:
         run = self.generator.last_run
         return {} if run is None else run.summary()
 
-    def choices(self, prompt_ids: list[int], continuation: list[int]) -> list[int]:
+    def choices(self, prompt_token_ids: list[int], continuation: list[int]) -> list[int]:
         """In passes as long as the longest verification that memory is planned for."""
         if not continuation:
             return []
-        self.generator.reserve(len(prompt_ids) + len(continuation))
+        self.generator.reserve(len(prompt_token_ids) + len(continuation))
         runtime = self.generator.runtime
         engine = runtime.engine
-        rows = 1 + (runtime.longest_draft if runtime.holding.drafts else 0)
-        request = Sequence(prompt_ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
+        rows = 1 + (runtime.longest_draft if runtime.residency_plan.drafts else 0)
+        request = Request(prompt_token_ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
         engine.recorder.begin_run(runtime.begin_stats(0.0))  # not the last stream's
-        with in_a_sentence():
-            chosen = engine.start(request)
+        with translate_errors():
+            chosen = engine.prefill(request)
             # Nothing is asked behind the last token.
             for start in range(0, len(continuation) - 1, rows):
                 tokens = continuation[start : start + rows][: len(continuation) - 1 - start]
                 engine.recorder.begin("forced")
                 engine.lookahead.clear()  # of a draft's routes, which name other tokens
-                scored = engine.verify(tokens[0], Draft.chain(tokens[1:]))
+                scored = verify(engine, tokens[0], Draft.chain(tokens[1:]))
                 chosen += scored.logits.argmax(-1).tolist()
-                engine.follow(tokens, scored)
+                follow(engine, tokens, scored)
         return chosen
 
     def settled(self) -> dict[str, Any]:
@@ -62,16 +66,16 @@ class GeneratorContestant:
         draft_length  tokens of each draft; "auto": the governor chooses them; 0: nobody drafts
         """
         runtime = self.generator.runtime
-        holding, fixed = runtime.holding, runtime.config.draft_length
+        residency_plan, fixed = runtime.residency_plan, runtime.config.draft_length
         asked = "auto" if fixed is None else fixed
         begun = runtime.begin_stats(0.0)
         return {
             "codec": begun.codec,
             "dtype": str(runtime.dtype).removeprefix("torch."),
-            "encoded": holding.encoded,
+            "encoded": residency_plan.encoded,
             "dense": begun.dense,
-            "drafter": holding.drafter,
-            "draft_length": asked if holding.drafts else 0,
+            "drafter": residency_plan.drafter,
+            "draft_length": asked if residency_plan.drafts else 0,
             "slots": runtime.plan.slots,
             "memory": begun.memory,
             "planned": begun.planned,

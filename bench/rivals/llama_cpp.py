@@ -30,9 +30,9 @@ class LlamaCpp:
     def __init__(self, library: Any, model: Any, settled: dict[str, Any]) -> None:
         self._library, self._model, self._settled = library, model, settled
 
-    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+    def stream(self, prompt_token_ids: list[int], max_new_tokens: int) -> Iterator[int]:
         self._model.reset()
-        tokens = prompt_ids
+        tokens = prompt_token_ids
         for _ in range(max_new_tokens):
             self._model.eval(tokens)
             tokens = [self._likeliest()]
@@ -42,11 +42,11 @@ class LlamaCpp:
         """None: llama.cpp counts nothing that goes by speq's names."""
         return {}
 
-    def choices(self, prompt_ids: list[int], continuation: list[int]) -> list[int]:
+    def choices(self, prompt_token_ids: list[int], continuation: list[int]) -> list[int]:
         """Of a model loaded for the task `choices`, whose logits are kept for every token."""
         self._model.reset()
-        self._model.eval([*prompt_ids, *continuation[:-1]])
-        first = len(prompt_ids) - 1
+        self._model.eval([*prompt_token_ids, *continuation[:-1]])
+        first = len(prompt_token_ids) - 1
         scores = self._model.scores[first : first + len(continuation)]
         return [int(token) for token in scores.argmax(axis=1)]
 

@@ -17,7 +17,7 @@ def load(job: Job) -> Contestant:
     )
     generator.reserve(job.context)
     fixed = generator.runtime.config.draft_length
-    if fixed and not generator.runtime.holding.drafts:
+    if fixed and not generator.runtime.residency_plan.drafts:
         generator.close()
         raise SpeqError(
             f"{job.memory_bytes} bytes leave no room for the draft of this system, which drafts "

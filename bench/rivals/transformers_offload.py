@@ -38,9 +38,9 @@ class TransformersOffload:
         self._model, self._device = model, torch.device(device)
         self._folder, self._settled = folder, settled
 
-    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+    def stream(self, prompt_token_ids: list[int], max_new_tokens: int) -> Iterator[int]:
         cache = DynamicCache(config=self._model.config)
-        tokens = prompt_ids
+        tokens = prompt_token_ids
         for _ in range(max_new_tokens):
             tokens = self._likeliest(tokens, cache, 1)
             yield tokens[0]
@@ -49,8 +49,8 @@ class TransformersOffload:
         """None: Transformers counts nothing that goes by speq's names."""
         return {}
 
-    def choices(self, prompt_ids: list[int], continuation: list[int]) -> list[int]:
-        return self._likeliest([*prompt_ids, *continuation[:-1]], None, len(continuation))
+    def choices(self, prompt_token_ids: list[int], continuation: list[int]) -> list[int]:
+        return self._likeliest([*prompt_token_ids, *continuation[:-1]], None, len(continuation))
 
     def settled(self) -> dict[str, Any]:
         return self._settled

@@ -45,7 +45,7 @@ class TextRun:
 
 def timed(
     contestant: Contestant,
-    prompt_ids: list[int],
+    prompt_token_ids: list[int],
     job: Job,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TextRun:
@@ -54,7 +54,7 @@ def timed(
     before = ProcessorTime.now()
     start_s = clock()
     first_s = last_s = start_s
-    stream = contestant.stream(prompt_ids, job.max_new_tokens)
+    stream = contestant.stream(prompt_token_ids, job.max_new_tokens)
     for token_id in stream:
         last_s = clock()
         run.token_ids.append(token_id)
@@ -80,12 +80,12 @@ def run(job: Job, contestant: Contestant, tell: Tell) -> None:
         for _ in contestant.stream(job.prompts[-1], job.warm_up_tokens):
             pass
     if job.task == "choices":
-        for prompt_ids, continuation in zip(job.prompts, job.continuations, strict=True):
-            chosen = contestant.choices(prompt_ids, continuation)
+        for prompt_token_ids, continuation in zip(job.prompts, job.continuations, strict=True):
+            chosen = contestant.choices(prompt_token_ids, continuation)
             tell({"text": asdict(TextRun(chosen))})
     else:
-        for prompt_ids in job.prompts:
-            tell({"text": asdict(timed(contestant, prompt_ids, job))})
+        for prompt_token_ids in job.prompts:
+            tell({"text": asdict(timed(contestant, prompt_token_ids, job))})
 
 
 def peak_rss_bytes() -> int:

@@ -117,10 +117,10 @@ def fastest(trials_ms: dict[str, float | None]) -> float:
     return min(times_ms, key=times_ms.__getitem__, default=0.0)
 
 
-def trial_ms(made: GeneratorContestant, prompt_ids: list[int]) -> float:
+def trial_ms(made: GeneratorContestant, prompt_token_ids: list[int]) -> float:
     """Milliseconds per token behind a prompt."""
     until_s = time.perf_counter() + TRIAL_S
-    with closing(made.stream(prompt_ids, TRIAL_TOKENS)) as tokens:
+    with closing(made.stream(prompt_token_ids, TRIAL_TOKENS)) as tokens:
         for at, _ in enumerate(tokens, start=1):
             if at >= LEAST_TRIAL_TOKENS and time.perf_counter() > until_s:
                 break

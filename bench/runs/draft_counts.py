@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.decode.draft_pass import OnLayer
-from speq.decode.drafters.next_token import Chosen, NextToken, Run
-from speq.decode.engine import Engine
-from speq.decode.sequence import Draft, Outcome, Sequence
+from speq.engine.draft import Draft, Outcome
+from speq.engine.draft_pass import OnLayer
+from speq.engine.drafters.next_token import Chosen, NextTokens, Run, SamplePosition
+from speq.engine.engine import Engine
 from speq.stats import StepStats, ratio
 
 # Of the token diversity index, for all drafters alike: as many as a head offers to a tree.
@@ -80,7 +80,7 @@ class DraftCounts:
     diversity: float = 0.0
     chosen: int = 0
 
-    def begin_text(self) -> None:
+    def begin_sequence(self) -> None:
         self.texts.append(TextTokens())
 
     def add(self, draft: Draft, outcome: Outcome, live: Container[int]) -> None:
@@ -149,37 +149,35 @@ def diversity_index(logits: Tensor, candidates: int = CANDIDATES) -> float | Non
 class Watched:
     """Chooses as the drafter does, and has what it chose by counted."""
 
-    def __init__(self, chooses: NextToken, counts: DraftCounts) -> None:
+    def __init__(self, chooses: NextTokens, counts: DraftCounts) -> None:
         self._chooses, self._counts = chooses, counts
 
-    def __call__(
-        self, run: Run, sequence: Sequence, drafted: list[int], on_layer: OnLayer
-    ) -> Chosen | None:
+    def __call__(self, run: Run, positions: Sequence[SamplePosition]) -> list[Chosen | None]:
         def seen(on_layer: OnLayer) -> Tensor:
             logits = run(on_layer)
             self._counts.note(logits[0])
             return logits
 
-        return self._chooses(seen, sequence, drafted, on_layer)
+        return self._chooses(seen, positions)
 
 
 @contextmanager
 def counting(engine: Engine, counts: DraftCounts) -> Iterator[None]:
     """Count the steps of single texts that the block takes. Watching takes time of its own."""
-    drafter: Any = engine.drafter
-    chooses = getattr(drafter, "next_token", None)  # prompt lookup and plain decoding have none
+    drafter: Any = engine.drafters[0]
+    chooses = getattr(drafter, "next_tokens", None)  # prompt lookup and plain decoding have none
 
     def listen(step: StepStats) -> None:
         if step.phase == "decode":
-            (turn,) = engine.turns
-            counts.add(turn.draft, turn.outcome, turn.live)
+            (turn,) = engine.steps
+            counts.add(turn.draft, turn.outcome, turn.active)
 
     engine.recorder.listeners.append(listen)
     if chooses is not None:
-        drafter.next_token = Watched(chooses, counts)
+        drafter.next_tokens = Watched(chooses, counts)
     try:
         yield
     finally:
         engine.recorder.listeners.remove(listen)
         if chooses is not None:
-            drafter.next_token = chooses
+            drafter.next_tokens = chooses

@@ -18,7 +18,7 @@ from speq.bench.runs.draft_counts import DraftCounts, counting
 from speq.bench.settings import COMPARED_DRAFTERS
 from speq.bench.settings import DraftersSettings as Settings
 from speq.config import RunConfig
-from speq.decode.drafters.head import HeadDrafter
+from speq.engine.drafters.head import HeadDrafter
 from speq.errors import Broken, SpeqError, present
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
@@ -220,7 +220,7 @@ def written(
     """Generate each text to its full length, drawn by a seed of its own."""
     for seed, prompt in enumerate(prompts):
         if counts is not None:
-            counts.begin_text()
+            counts.begin_sequence()
         generator.generate(
             prompt,
             max_new_tokens=settings.max_new_tokens,
@@ -234,16 +234,16 @@ def written(
 def held(generator: Generator, cell: Compared) -> dict[str, Any]:
     """What a drafter takes, and the shape of a head. Raises SpeqError where it was given up."""
     runtime = generator.runtime
-    if cell.drafter not in (runtime.holding.drafter, AUTO):
+    if cell.drafter not in (runtime.residency_plan.drafter, AUTO):
         raise SpeqError(f"{cell.drafter} does not fit the budget; give a larger one")
     items = runtime.plan.items
-    drafter = runtime.engine.drafter
+    drafter = runtime.engine.drafters[0]
     head = drafter if isinstance(drafter, HeadDrafter) else None
     branches = None
     if head is not None:
         branches = head.shape.branches if isinstance(head.shape, HeadShape) else 1
     return {
-        "holds": runtime.holding.drafter,
+        "holds": runtime.residency_plan.drafter,
         "draft_bytes": items["draft"] + items.get("head", 0),
         "slots": runtime.plan.slots,
         "branches": branches,
@@ -253,7 +253,7 @@ def held(generator: Generator, cell: Compared) -> dict[str, Any]:
 
 def without_contrast(generator: Generator) -> None:
     """Have the last token of each path take a pass. Raises SpeqError where it does already."""
-    drafter = generator.runtime.engine.drafter
+    drafter = generator.runtime.engine.drafters[0]
     if not isinstance(drafter, HeadDrafter):
         raise Broken("contrast is to be left out of a run without a head")
     if not drafter.says_after:

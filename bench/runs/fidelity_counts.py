@@ -10,10 +10,11 @@ from torch.nn.functional import cross_entropy
 
 from speq.bench.runs.route_match import RouteMatch, ranked
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBounds
-from speq.decode.sampling import distribution, draw
-from speq.decode.sequence import Sequence
+from speq.engine.drafter import DraftLimits
+from speq.engine.request import Request
+from speq.engine.sampling import distribution, draw
 from speq.errors import SpeqError, present
+from speq.measure.probe import attempt
 from speq.measure.teacher_forced import ForcedPass
 from speq.runtime import Runtime
 from speq.stats import ratio
@@ -148,7 +149,7 @@ class Fidelity:
         """Draft and verify behind `token_ids`, all but the last of which the cache holds."""
         engine = runtime.engine
         sampling = SamplingParams(max_new_tokens=len(self.positions) + 1, ignore_eos=True)
-        turn = engine.attempt(Sequence(token_ids, sampling), DraftBounds(len(self.positions)))
+        turn = attempt(engine, Request(token_ids, sampling), DraftLimits(len(self.positions)))
         accepted, lookahead = turn.outcome.accepted, engine.lookahead
         used = {layer: ranked(route) for layer, route in lookahead.used.items()}
         for (node, layer), route in lookahead.predicted.items():

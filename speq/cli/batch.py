@@ -12,8 +12,8 @@ from speq.cli.machines import check_machines, loaded
 from speq.cli.serve import name_of, terminated_as_interrupted
 from speq.config import Model, RunConfig, SamplingParams
 from speq.offline.settings import BatchSettings
+from speq.pipeline.settings import StagesSettings
 from speq.server.ray_settings import RaySettings
-from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
     from speq.offline.batch_run import Answerer, BatchSummary
@@ -101,11 +101,11 @@ def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
 @contextmanager
 def here(job: Job) -> "Iterator[Answerer]":
     """One generator, in this process; other machines may hold some of its layers."""
-    from speq.offline.side_by_side import SideBySide
+    from speq.offline.batch_answerer import BatchAnswerer
 
     quiet = job.output.quiet
     with loaded(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
-        yield SideBySide(generator, job.sampling, job.name)
+        yield BatchAnswerer(generator, job.sampling, job.name)
 
 
 @contextmanager

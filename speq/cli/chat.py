@@ -18,8 +18,8 @@ from speq.errors import SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
+from speq.pipeline.settings import StagesSettings
 from speq.server.ray_settings import RaySettings
-from speq.stages.settings import StagesSettings
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
@@ -158,12 +158,12 @@ class Talk:
 
     def answer(self, question: str) -> None:
         """Stream an answer to stdout. An interrupt ends it; what came of it is kept."""
-        prompt_ids = self.generator.encode(self.conversation.messages(question))
-        room = self.generator.max_context - len(prompt_ids)
+        prompt_token_ids = self.generator.encode(self.conversation.messages(question))
+        room = self.generator.max_context - len(prompt_token_ids)
         if room < 1:
             raise SpeqError(
-                f"the conversation takes {len(prompt_ids)} tokens and the model's context has "
-                f"{self.generator.max_context}"
+                f"the conversation takes {len(prompt_token_ids)} tokens and the model's context "
+                f"has {self.generator.max_context}"
             )
         finished: dict[str, Any] = {}
         turn: Turn | None = None
@@ -172,7 +172,7 @@ class Talk:
             live_view(self.generator, self.live) as wrote,
         ):
             stream = self.generator.stream(
-                prompt_ids,
+                prompt_token_ids,
                 max_new_tokens=min(self.max_new_tokens, room),
                 progress=progress,
                 on_finish=lambda reason, stats: finished.update(stats, finish_reason=reason),

@@ -21,8 +21,8 @@ from speq.errors import present
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
+from speq.pipeline.settings import StagesSettings
 from speq.server.ray_settings import RaySettings
-from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
     from speq.generator import Generator

@@ -8,12 +8,12 @@ from speq.cli import options as opt
 from speq.cli.from_dataclass import But
 from speq.config import RunConfig
 from speq.errors import SpeqError
+from speq.pipeline.settings import StagesSettings, stage_count
 from speq.server.ray_settings import RayServeSettings, RaySettings
-from speq.stages.settings import StagesSettings, stage_count
 
 if TYPE_CHECKING:
     from speq.generator import Generator
-    from speq.stages.rendezvous import Meeting
+    from speq.pipeline.rendezvous import Rendezvous
     from speq.text.prompts import Prompt
 
 # Commands that run one model take no number of them.
@@ -64,27 +64,27 @@ def loaded(
 ) -> Iterator["Generator"]:
     """A generator of the model, wherever its layers run; they are given back with the block."""
     with ExitStack() as stack:
-        meeting = None
+        rendezvous = None
         if machines.wanted and cluster.ray:
-            meeting = stack.enter_context(placed(model, run, machines, cluster))
-        made = opt.load_generator(model, run, first_request, quiet, machines, meeting)
+            rendezvous = stack.enter_context(placed(model, run, machines, cluster))
+        made = opt.load_generator(model, run, first_request, quiet, machines, rendezvous)
         yield stack.enter_context(closing(made))
 
 
 @contextmanager
 def placed(
     model: str, run: RunConfig, machines: StagesSettings, cluster: RaySettings
-) -> Iterator["Meeting"]:
+) -> Iterator["Rendezvous"]:
     """Stages on a Ray cluster, and where they come to."""
+    from speq.pipeline.placement import ray_stages
     from speq.server.ray_cluster import check_ray
     from speq.server.ray_cluster import cluster as connected
-    from speq.stages.placement import placed_stages
 
     check_ray()
     stages = str(machines.stages)
     settings = cluster.of_stages(stage_count(stages))
     with (
         connected(settings),
-        placed_stages(model, run, stages, settings.cpus, machines.stage_wait_s) as meeting,
+        ray_stages(model, run, stages, settings.cpus, machines.stage_wait_s) as rendezvous,
     ):
-        yield meeting
+        yield rendezvous

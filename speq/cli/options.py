@@ -18,8 +18,8 @@ from speq.units import no_progress
 
 if TYPE_CHECKING:
     from speq.generator import Generator
-    from speq.stages.rendezvous import Meeting
-    from speq.stages.settings import StagesSettings
+    from speq.pipeline.rendezvous import Rendezvous
+    from speq.pipeline.settings import StagesSettings
     from speq.text.prompts import Prompt
     from speq.units import Progress
 
@@ -187,9 +187,9 @@ def load_generator(
     first_request: "tuple[Prompt, int] | None" = None,
     quiet: bool = False,
     stages: "StagesSettings | None" = None,
-    meeting: "Meeting | None" = None,
+    rendezvous: "Rendezvous | None" = None,
 ) -> "Generator":
-    """stages, meeting: as of `Generator.load`"""
+    """stages, rendezvous: as of `Generator.load`"""
     from speq.generator import Generator
 
     with progress_bar(quiet) as progress:
@@ -199,7 +199,7 @@ def load_generator(
             progress=progress,
             first_request=first_request,
             stages=stages,
-            meeting=meeting,
+            rendezvous=rendezvous,
         )
 
 

@@ -43,22 +43,22 @@ def show(made: "BudgetPlan") -> None:
     from speq.measure.console import console
 
     entries, best = made.to_dict(), made.best
-    items = Table(title=f"{made.subject.name} in {format_bytes(made.budget.budget_bytes)}")
+    items = Table(title=f"{made.model_spec.name} in {format_bytes(made.budget.budget_bytes)}")
     items.add_column("item")
     items.add_column("takes", justify="right")
     for name, size in entries["items"].items():
         items.add_row(name.replace("_", " "), format_bytes(size))
     items.add_row("unused", format_bytes(entries["unused_bytes"]))
     console().print(items)
-    ways = Table(title="ways to hold the exact experts")
+    candidates = Table(title="ways to hold the exact experts")
     for title in ("codec", "draft", "slots", "of all", "k", "ms a token", "from", "to", "moved"):
-        ways.add_column(title, justify="right")
+        candidates.add_column(title, justify="right")
     for at, entry in enumerate(entries["candidates"]):
-        ways.add_row(
+        candidates.add_row(
             f"{entry['codec']}, encoded" if entry["encoded"] else entry["codec"],
             _draft_of(entry),
             str(entry["slots"]),
-            f"{entry['slots'] / made.subject.count:.0%}",
+            f"{entry['slots'] / made.model_spec.count:.0%}",
             str(entry["draft_length"]),
             f"{entry['tpot_ms']:.1f}",
             f"{entry['hidden_tpot_ms']:.1f}",
@@ -66,7 +66,7 @@ def show(made: "BudgetPlan") -> None:
             format_bytes(entry["moved_bytes_per_token"]),
             style="bold" if at == best else None,
         )
-    console().print(ways)
+    console().print(candidates)
 
 
 def _draft_of(entry: dict[str, Any]) -> str:
@@ -82,13 +82,15 @@ def findings(made: "BudgetPlan") -> list[str]:
 
     assumed = made.assumptions
     lines = [f"best: {made.reason}"]
-    if made.budget.texts > 1:
-        lines.append(f"memory is for {made.budget.texts} texts, and times are of one by itself")
+    if made.budget.batch_size > 1:
+        lines.append(
+            f"memory is for {made.budget.batch_size} texts, and times are of one by itself"
+        )
     lines += [f"left out: {name}, {reason}" for name, reason in made.left_out.items()]
     lines.append(
         f"were routes independent, the worst there can be: {made.worst.partition(' (')[0]}"
     )
-    if {"none", "int4"} <= {holding.drafter for holding in made.candidates}:
+    if {"none", "int4"} <= {residency_plan.drafter for residency_plan in made.candidates}:
         lines.append(_acceptance_line(made.break_even_acceptance))
         link = assumed.link.bandwidth_bytes_per_s
         lines.append(_link_line(made.break_even_link_bytes_per_s, link))
@@ -96,18 +98,18 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append("break-even: there is nothing to compare in this budget")
     if made.with_head is not None:
         lines.append(_head_line(made))
-    form = made.subject.dense
+    form = made.model_spec.dense
     if form.name != "raw":
         lines.append(
             f"weights outside the experts are {form.name}: matrices of "
             f"{format_bytes(sum(form.words_bytes))} take about {format_bytes(form.nbytes)}"
         )
-    codec = made.subject.codec
+    codec = made.model_spec.codec
     in_words = codec.shape.published == WORDS
     others = "`speq pack --codec` makes others of them" if in_words else "as they are published"
     lines.append(f"the experts at hand are {codec.name}; {others}")
     each = codec.shape.nbytes if in_words else codec.record_range[1]
-    elsewhere = made.subject.count * each
+    elsewhere = made.model_spec.count * each
     if made.host is None:
         place = "on the disk" if made.budget.on_cpu else "in host memory"
         lines.append(f"all exact experts, {format_bytes(elsewhere)} as published, stay {place}")
@@ -124,13 +126,13 @@ def findings(made: "BudgetPlan") -> list[str]:
 
 def _head_line(made: "BudgetPlan") -> str:
     no_head, context = "a plan without a head is to tell of one", made.budget.context
-    held, head = present(made.with_head, no_head), present(made.subject.head, no_head)
-    elements = made.budget.texts * context * head.kv_elements_per_token
-    kv_bytes = elements * made.subject.dtype.itemsize
+    held, head = present(made.with_head, no_head), present(made.model_spec.head, no_head)
+    elements = made.budget.batch_size * context * head.kv_elements_per_token
+    kv_bytes = elements * made.model_spec.dtype.itemsize
     return (
         f"with --drafter head: the head takes {format_bytes(held.items['head'])} and "
         f"{format_bytes(kv_bytes)} of the KV cache, which leaves {held.slots} slots; "
-        + (_stand_line(made.subject.head_stand) or "a run measures whether it pays")
+        + (_stand_line(made.model_spec.head_stand) or "a run measures whether it pays")
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from speq.governor.explanation import Choice, Explanation
+from speq.governor.explanation import Explanation, ExplanationRow
 from speq.measure.approximation import approximate
 from speq.measure.console import console
 from speq.units import format_bytes
@@ -110,7 +110,7 @@ def print_layers(stats: dict[str, Any]) -> None:
         )
 
 
-def drafts_of(choice: Choice) -> str:
+def drafts_of(choice: ExplanationRow) -> str:
     """Their length, and whether they branch or are another drafter's than the run's own."""
     if choice.drafter:
         return f"{choice.draft_length}, {choice.drafter}"

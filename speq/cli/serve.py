@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 from speq.cli import options as opt
 from speq.cli.machines import check_machines, loaded
 from speq.config import Model, RunConfig
+from speq.pipeline.settings import StagesSettings
 from speq.server.ray_settings import RayServeSettings
 from speq.server.settings import ServeSettings
-from speq.stages.settings import StagesSettings
 
 if TYPE_CHECKING:
     from speq.dashboard.live.metrics import Metrics
@@ -43,7 +43,7 @@ def serve(
     check_machines(machines, replicas)
     from speq.dashboard.live.metrics import Metrics
     from speq.dashboard.live.server import port_of
-    from speq.server.batch_worker import BatchWorker
+    from speq.engine.engine_thread import EngineThread
     from speq.server.defaults import sampling_defaults
     from speq.server.keys import Keys
     from speq.server.server import ApiServer
@@ -71,7 +71,7 @@ def serve(
             addresses.append(address)
         folder = generator.runtime.opened.checkpoint.path
         service = Service(generator, name, settings.default_max_tokens, sampling_defaults(folder))
-        worker = BatchWorker(generator, metrics, settings.max_waiting, viewers)
+        worker = EngineThread(generator, metrics, settings.max_waiting, viewers)
         stack.enter_context(closing(worker))
         server = ApiServer(service, worker, metrics, settings, keys, listening)
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))

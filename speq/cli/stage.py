@@ -5,7 +5,7 @@ from typing import Annotated
 from speq.cli import options as opt
 from speq.cli.from_dataclass import But
 from speq.config import Model, RunConfig
-from speq.stages.settings import StageSettings
+from speq.pipeline.settings import StageSettings
 
 # Decided by the first stage, or of no use to the others.
 DECIDED = (
@@ -30,7 +30,7 @@ def stage(
     It ends when the first stage closes the run. What a run over all stages is like is decided
     there; how this machine holds its layers is decided here.
     """
-    from speq.stages.serve import run_stage
+    from speq.pipeline.later_stage import run_stage
 
     with output.progress() as progress:
         run_stage(model, run, settings, output.note, progress)

@@ -37,7 +37,7 @@ def show(profile: "Profile") -> None:
     """The profile as a table."""
     from rich.table import Table
 
-    from speq.governor.moesd import target_efficiency
+    from speq.governor.speedup_model import target_efficiency
     from speq.measure.console import console
 
     table = Table(title="measured")

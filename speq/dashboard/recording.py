@@ -131,8 +131,12 @@ class Recording:
                 lookahead = engine.lookahead
                 # Positions are those of one draft, and a batch has several.
                 for depth in range(step.draft_length + 1) if step.sequences == 1 else ():
-                    stood = depth < len(engine.path)
-                    recall = lookahead.recall_at(engine.path[depth]) if stood else (0, 0)
+                    stood = depth < len(engine.steps[0].outcome.path)
+                    recall = (
+                        lookahead.recall_at(engine.steps[0].outcome.path[depth])
+                        if stood
+                        else (0, 0)
+                    )
                     positions.append((stood, *recall))
                 used = {layer: route.experts for layer, route in lookahead.used.items()}
             self._noted.append(
@@ -142,7 +146,7 @@ class Recording:
                     list(step.events),
                     dict(step.by_layer),
                     positions,
-                    engine.offload.supply.cache.residents(),
+                    engine.offload.loader.cache.residents(),
                     used,
                 )
             )
@@ -156,8 +160,8 @@ class Recording:
         generator = self._generator
         runtime = generator.runtime
         layers, experts = runtime.model.num_moe_layers, runtime.shape.experts.num_experts
-        expected = runtime.holding.expected
-        below = runtime.engine.offload.supply.held_below()
+        expected = runtime.residency_plan.expected
+        below = runtime.engine.offload.loader.held_below()
         return RunRecord(
             model=runtime.opened.checkpoint.path.name,
             version=__version__,
@@ -176,8 +180,8 @@ class Recording:
             if expected is None
             else {
                 "draft_length": expected.draft_length,
-                "tpot_ms": runtime.holding.tpot_s * 1e3,
-                "moved_bytes_per_token": runtime.holding.moved_bytes_per_token,
+                "tpot_ms": runtime.residency_plan.tpot_s * 1e3,
+                "moved_bytes_per_token": runtime.residency_plan.moved_bytes_per_token,
                 "tokens": expected.tokens,
                 "draft_ms": expected.draft_s * 1e3,
                 "verify_ms": expected.verify_s * 1e3,
@@ -202,7 +206,7 @@ class Recording:
             ),
             cycles=[
                 cycle._asdict() | {"cycle_s": cycle.cycle_s, "compute_s": cycle.compute_s}
-                for cycle in runtime.engine.governor.outlook()
+                for cycle in runtime.engine.governors.alone.outlook()
             ],
             card=[
                 asdict(reading) | {"time_ms": milliseconds(reading.time_s - run.start_s)}

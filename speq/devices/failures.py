@@ -14,7 +14,7 @@ OF_THE_HOST = "DefaultCPUAllocator"
 
 
 @contextmanager
-def in_a_sentence() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Raise SpeqError where a device, or the host's memory, fails in this block."""
     try:
         yield
@@ -30,7 +30,7 @@ def in_a_sentence() -> Iterator[None]:
     except RuntimeError as error:
         if OF_THE_HOST in str(error):
             raise no_host_memory(error) from error
-        if not of_the_device(error):
+        if not is_device_error(error):
             raise
         raise SpeqError(
             f"the GPU failed ({first_sentence(error)}); what it was doing is lost: start again, "
@@ -38,7 +38,7 @@ def in_a_sentence() -> Iterator[None]:
         ) from error
 
 
-def of_the_device(error: RuntimeError) -> bool:
+def is_device_error(error: RuntimeError) -> bool:
     """Whether a device is what failed: a lost one, one that was reset, a launch that it refused."""
     return isinstance(error, torch.AcceleratorError) or any(
         beginning in str(error) for beginning in OF_THE_DEVICE

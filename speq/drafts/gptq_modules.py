@@ -42,18 +42,20 @@ ModuleKey = tuple[int, int | None, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModulePart:
     """A tensor of a file, or the slice of it that belongs to one expert."""
 
     file: SafetensorsFile
     info: TensorInfo
 
-    def of_expert(self, expert: int) -> "Part":
+    def of_expert(self, expert: int) -> "ModulePart":
         """Slice `expert` of tensors stacked along the first dimension."""
         count, *shape = self.info.shape
         nbytes = self.info.nbytes // count
         offset = self.info.offset + expert * nbytes
-        return Part(self.file, replace(self.info, shape=tuple(shape), offset=offset, nbytes=nbytes))
+        return ModulePart(
+            self.file, replace(self.info, shape=tuple(shape), offset=offset, nbytes=nbytes)
+        )
 
     def read(self) -> Tensor:
         data = torch.empty(self.info.nbytes, dtype=torch.uint8)
@@ -66,7 +68,7 @@ class PackedModule:
     """A packed linear layer on disk, its parts by name; empty ones (g_idx, bias) are left out."""
 
     name: str
-    parts: dict[str, Part]
+    parts: dict[str, ModulePart]
 
     @property
     def path(self) -> Path:
@@ -177,7 +179,7 @@ class ExpertFinder:
                     f"draft {self._path} holds both {module.name} and {match['module']}; leave one"
                 )
             if info.nbytes or match["part"] in REQUIRED:
-                module.parts[match["part"]] = Part(file, info)
+                module.parts[match["part"]] = ModulePart(file, info)
         return found
 
 
@@ -194,7 +196,7 @@ def dense_modules(
         module, _, part = name.rpartition(".")
         own = next((ending for ending in endings(module) if ending in by_name), None)
         if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
-            found.setdefault(own, PackedModule(module, {})).parts[part] = Part(file, info)
+            found.setdefault(own, PackedModule(module, {})).parts[part] = ModulePart(file, info)
     found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
     for name, packed in found.items():
         shape = by_name[name]

@@ -109,7 +109,7 @@ class ExpertCodec(Protocol):
     def slot_bytes(self) -> int:
         """The largest record's bytes in whole blocks, as reads past the page cache fill them."""
 
-    def holding(self, largest_bytes: int) -> Self:
+    def residency_plan(self, largest_bytes: int) -> Self:
         """The same with slots for records of so many bytes at most."""
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
@@ -158,7 +158,7 @@ class RawCodec:
     def slot_bytes(self) -> int:
         return aligned(self.record_bytes)
 
-    def holding(self, largest_bytes: int) -> "RawCodec":
+    def residency_plan(self, largest_bytes: int) -> "RawCodec":
         return self
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
@@ -224,7 +224,7 @@ class CompactCodec:
     def slot_bytes(self) -> int:
         return aligned(self.largest_bytes or self.layout.most_bytes)
 
-    def holding(self, largest_bytes: int) -> Self:
+    def residency_plan(self, largest_bytes: int) -> Self:
         return replace(self, largest_bytes=largest_bytes)
 
 
@@ -284,15 +284,15 @@ class ResidualCodec(CompactCodec):
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         base = needed(base)
-        bank, base_slots = base.bank, base.base_slots
-        held = [(slots, of_layer, bank) for of_layer in base_slots.unbind()]
+        backend, base_slots = base.backend, base.base_slots
+        held = [(slots, of_layer, backend) for of_layer in base_slots.unbind()]
         on_host = base_slots.tolist()  # now, so that nobody has to ask the device later
 
         def plain(layer: int) -> PlainWords:
             words = self.shape.empty(slots.device)
 
             def read(expert: int, slot: int) -> PlainExpert:
-                gate_up, down, input_perm = bank.expert(on_host[layer][expert])
+                gate_up, down, input_perm = backend.expert(on_host[layer][expert])
                 compact_ops.decode_residual(slots[slot], gate_up, down, *words)
                 return PlainExpert(*words, input_perm)
 

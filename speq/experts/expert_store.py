@@ -47,7 +47,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A range of a shard, and where in a record it belongs.
 
     widened  whether it holds bfloat16 that the record has as float32
@@ -349,7 +349,9 @@ def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Ran
     return file, info.offset + at * nbytes, nbytes
 
 
-def parts_of(shape: ExpertShape, matrices: list[Matrix], transposed: bool = False) -> list[Part]:
+def parts_of(
+    shape: ExpertShape, matrices: list[Matrix], transposed: bool = False
+) -> list[TensorPart]:
     """Where the matrices of an expert belong in its record, and their scales where it has those.
 
     transposed  as `ExpertLayout` has it
@@ -364,13 +366,15 @@ def parts_of(shape: ExpertShape, matrices: list[Matrix], transposed: bool = Fals
                 Turned(*shape.down_shape, dtype, in_turns=False),
             ]
         places = zip(matrices, ends, turned, strict=False)
-        return [Part(each.range, at, turned=turn) for each, at, turn in places]
+        return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]
     layout: ScaledLayout = Mxfp4Layout(shape.hidden_size, shape.expert_width)
     if shape.published == FP8:
         layout = Fp8Layout(shape.hidden_size, shape.expert_width)
-    codes = [Part(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)]
+    codes = [
+        TensorPart(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)
+    ]
     scales = [
-        Part(each.scales, section.at, widened=each.scales[2] < section.nbytes)
+        TensorPart(each.scales, section.at, widened=each.scales[2] < section.nbytes)
         for each, section in zip(matrices, layout.scales, strict=True)
         if each.scales is not None
     ]

@@ -173,7 +173,7 @@ class Int4Arena:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def bank(self) -> Int4Bank:
+    def backend(self) -> Int4Bank:
         """The experts as the kernels take them."""
         return Int4Bank(
             (self.parts["gate_up_qweight"], self.parts["gate_up_scales"]),

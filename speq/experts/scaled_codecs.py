@@ -72,7 +72,7 @@ class ScaledCodec:
     def slot_bytes(self) -> int:
         return aligned(self.record_bytes)
 
-    def holding(self, largest_bytes: int) -> Self:
+    def residency_plan(self, largest_bytes: int) -> Self:
         return self
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:

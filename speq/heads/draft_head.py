@@ -1,7 +1,7 @@
 """The seam: what a head is to those who draft with it and to those who plan for it.
 
 A head makes entries out of a text that it hears, one for each token whose features are known, and
-says of each entry what follows. `HeadText` keeps the entries, the drafter chooses.
+says of each entry what follows. `HeadContext` keeps the entries, the drafter chooses.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class HeadSizes(Protocol):
     """
 
     @property
-    def tapped(self) -> tuple[int, ...]: ...
+    def captured_layers(self) -> tuple[int, ...]: ...
 
     @property
     def window(self) -> int | None: ...
@@ -75,7 +75,7 @@ class FeatureState:
         return FeatureState(self.feature[at:][:1])
 
 
-class Seen:
+class VisibleKV:
     """The entries that the rows of a pass see, their own among them.
 
     layer   where entries lie; those of the rows go behind its length
@@ -133,7 +133,7 @@ class DraftHead(Protocol):
     def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
         """Tokens as it reads them: [T, H]."""
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> Any:
+    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV) -> Any:
         """Rows of one pass to a `HeadState` of them.
 
         embedded  [T, H] of tokens; features: [T, H] of those before them, as `kept` gives them
@@ -150,14 +150,14 @@ class DraftHead(Protocol):
 
 
 @runtime_checkable
-class NamesExperts(Protocol):
+class ExpertPredictor(Protocol):
     """A head that names experts of tokens before the exact model has run them.
 
     named_layers  MoE layers of which it does, ascending; perhaps none
     """
 
     @property
-    def named_layers(self) -> tuple[int, ...]: ...
+    def predicted_layers(self) -> tuple[int, ...]: ...
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
         """Of each of these layers the routes of tokens, in host memory, as nobody trusts them.

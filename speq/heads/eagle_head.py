@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.heads.draft_head import FeatureState, Seen
+from speq.heads.draft_head import FeatureState, VisibleKV
 from speq.heads.eagle_shape import EagleShape
 from speq.heads.moe_head import product, turned
 from speq.models.moe_model import MoEModel
@@ -64,7 +64,9 @@ class EagleHead:
             return functional.embedding(model.tokens(token_ids), self.weights["embedding"])
         return model.embed(token_ids)
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> FeatureState:
+    def run(
+        self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
+    ) -> FeatureState:
         """As `DraftHead.run`."""
         normed = self._normed("feature_norm", features)
         pair = torch.cat((self._normed("embedding_norm", embedded), normed), -1)

@@ -45,7 +45,7 @@ class EagleShape:
     own_embedding, own_head  whether it has an embedding and a head, or uses the exact model's
     """
 
-    tapped: tuple[int, ...]
+    captured_layers: tuple[int, ...]
     target_size: int
     hidden_size: int
     num_heads: int
@@ -82,7 +82,7 @@ class EagleShape:
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the words that are held."""
         d, w, n = self.hidden_size, self.width, self.num_heads * self.head_width
-        yield "fc", (d, len(self.tapped) * self.target_size)
+        yield "fc", (d, len(self.captured_layers) * self.target_size)
         yield "embedding_norm", (d,)
         yield "feature_norm", (d,)
         yield "qkv", (n + self.kv_elements_per_token, 2 * d)
@@ -114,7 +114,7 @@ class EagleShape:
 
     def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
         """What went into layers, once by itself and once side by side."""
-        return 2 * rows * len(self.tapped) * self.target_size * dtype.itemsize
+        return 2 * rows * len(self.captured_layers) * self.target_size * dtype.itemsize
 
 
 def eagle_shape(
@@ -146,7 +146,7 @@ def eagle_shape(
             )
     frequencies, turn_scale = rotary(config, heads, head_width, where)
     shape = EagleShape(
-        tapped=tapped_layers(config, model.num_layers, where),
+        captured_layers=tapped_layers(config, model.num_layers, where),
         target_size=target_size,
         hidden_size=hidden_size,
         num_heads=heads,

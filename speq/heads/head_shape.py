@@ -116,7 +116,7 @@ class HeadShape:
         return self.hidden_size // self.head_width
 
     @property
-    def tapped(self) -> tuple[int, ...]:
+    def captured_layers(self) -> tuple[int, ...]:
         """None: it reads the model's last hidden states."""
         return ()
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speq.errors import present
-from speq.heads.draft_head import Seen
+from speq.heads.draft_head import VisibleKV
 from speq.heads.head_shape import ROPE_BASE, HeadShape
 from speq.kernels import ops
 from speq.models.moe_model import MoEModel
@@ -167,7 +167,7 @@ class MoEHead(nn.Module):
     def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
         return model.embed(token_ids)
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> HeadState:
+    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV) -> HeadState:
         """As `DraftHead.run`."""
         rotation = rotations(places, self.shape.head_width, embedded.dtype)
         state: HeadState = self(embedded[None], features[None], rotation, seen.attend)
@@ -183,12 +183,12 @@ class MoEHead(nn.Module):
         return model.logits(after)
 
     @property
-    def named_layers(self) -> tuple[int, ...]:
-        """As `NamesExperts`."""
+    def predicted_layers(self) -> tuple[int, ...]:
+        """As `ExpertPredictor`."""
         return () if self.shape.named is None else self.shape.named.layers
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
-        """As `NamesExperts.routes`."""
+        """As `ExpertPredictor.routes`."""
         top_k = present(self.shape.named, "a head is asked for experts and names none").top_k
         logits = self.route_logits(embedded, features, self.weight("routes"))
         ids, margins = leading(logits.flatten(0, 1), top_k)

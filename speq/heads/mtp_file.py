@@ -19,12 +19,12 @@ from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.heads.mtp_head import MtpHead, MtpLayer
 from speq.heads.mtp_shape import MtpShape
-from speq.layers.offloaded_experts import BankSwitch, OffloadedExperts
+from speq.layers.offloaded_experts import ActiveBackend, OffloadedExperts
 from speq.layers.resident_experts import ResidentExperts
 from speq.models.dequantised import state_of
 from speq.models.families import FAMILIES
+from speq.models.mtp_layer import PartNames, Predictor
 from speq.models.opened import Opened
-from speq.models.predictor import PartNames, Predictor
 from speq.models.shape import hf_config
 
 # How its option is called.
@@ -231,6 +231,6 @@ def put_experts(layer: MtpLayer, opened: Opened, slots: Tensor, codec: ExpertCod
     """Have the layer's block run experts out of slots."""
     names = opened.family.names
     block: Any = getattr(layer.decoder, names.blocks[0])
-    switch = BankSwitch()
+    switch = ActiveBackend()
     getattr(block, names.experts).attach(0, switch, getattr(block, names.routers[0]), None)
-    switch.turn(ResidentExperts(slots, codec, opened.shape.activation))
+    switch.use(ResidentExperts(slots, codec, opened.shape.activation))

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speq.heads.draft_head import FeatureState, Seen
+from speq.heads.draft_head import FeatureState, VisibleKV
 from speq.heads.mtp_shape import MtpShape
 from speq.kernels import ops
 from speq.layers.arguments import cache_name
 from speq.models.moe_model import MoEModel
-from speq.models.predictor import Predictor
+from speq.models.mtp_layer import Predictor
 
 
 class MtpLayer(nn.Module):
@@ -46,7 +46,9 @@ class MtpLayer(nn.Module):
         self.rotary = rotary
         self.predictor = predictor
 
-    def forward(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> Tensor:
+    def forward(
+        self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
+    ) -> Tensor:
         """As `DraftHead.run`, to what takes the place of the next features [T, H]."""
         if self.predictor.zeroes_first:
             embedded = embedded.masked_fill((places == 0)[:, None], 0)
@@ -98,7 +100,9 @@ class MtpHead:
             return model.embed(token_ids)
         return functional.embedding(model.tokens(token_ids), self.embedding)
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: Seen) -> FeatureState:
+    def run(
+        self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
+    ) -> FeatureState:
         return FeatureState(self.layer(embedded, features, places, seen))
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:

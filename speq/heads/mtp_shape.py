@@ -21,7 +21,7 @@ class MtpShape:
     own_bytes: tuple[int, ...]
 
     @property
-    def tapped(self) -> tuple[int, ...]:
+    def captured_layers(self) -> tuple[int, ...]:
         """None: it reads the model's last hidden states."""
         return ()
 

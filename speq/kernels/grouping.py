@@ -49,7 +49,7 @@ class Grouping:
         cls,
         topk_ids: Tensor,
         host_ids: Tensor,
-        live: tuple[int, ...] | None = None,
+        active_rows: tuple[int, ...] | None = None,
         left_out: frozenset[int] = frozenset(),
     ) -> "Grouping":
         """host_ids  [T, K] int64: a copy of topk_ids in host memory
@@ -58,12 +58,12 @@ class Grouping:
         """
         rows, top_k = topk_ids.shape
         if rows <= most_fused_rows(library.kernels_for(topk_ids), top_k):
-            asked = host_ids if live is None else host_ids[[*live]]
+            asked = host_ids if active_rows is None else host_ids[[*active_rows]]
             return cls(topk_ids, sorted(set(asked.flatten().tolist()) - left_out), {}, None)
         ids = host_ids.numpy().reshape(-1)
         places = ids.argsort(kind="stable")
-        if live is not None:
-            places = places[np.isin(places // top_k, live)]
+        if active_rows is not None:
+            places = places[np.isin(places // top_k, active_rows)]
         if left_out:
             places = places[~np.isin(ids[places], [*left_out])]
         experts, starts = np.unique(ids[places], return_index=True)

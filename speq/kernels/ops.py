@@ -247,7 +247,7 @@ def moe_int4(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    bank: Int4Bank,
+    backend: Int4Bank,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
@@ -257,13 +257,13 @@ def moe_int4(
     IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
     """
     device = hidden_states.device
-    check_tensor("hidden_states", hidden_states, (None, bank.hidden_size), FLOAT_DTYPES, device)
+    check_tensor("hidden_states", hidden_states, (None, backend.hidden_size), FLOAT_DTYPES, device)
     _check_route(topk_ids, topk_weights, hidden_states)
     check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
-    if bank.device != device:
-        raise ValueError(f"the INT4 bank is on {bank.device} and hidden_states on {device}")
+    if backend.device != device:
+        raise ValueError(f"the INT4 bank is on {backend.device} and hidden_states on {device}")
     code = activation_code(activation)
-    width = bank.down[0].shape[2] * 2
+    width = backend.down[0].shape[2] * 2
     added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)
     if hidden_states.dtype == torch.float64:
         added = tuple(bias.float() for bias in added)
@@ -277,9 +277,9 @@ def moe_int4(
             ids,
             part,
             base_slots,
-            *bank.gate_up,
-            *bank.down,
-            bank.input_perm,
+            *backend.gate_up,
+            *backend.down,
+            backend.input_perm,
             code,
             target,
             *added,
@@ -292,7 +292,7 @@ def moe_int4_unfused(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    bank: Int4Bank,
+    backend: Int4Bank,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
@@ -308,12 +308,12 @@ def moe_int4_unfused(
     for expert in topk_ids.unique().tolist():
         slot = int(base_slots[expert])
         rows, ranks = torch.where(topk_ids == expert)
-        perm = None if bank.input_perm is None else bank.input_perm[slot]
-        codes, scales = bank.gate_up
+        perm = None if backend.input_perm is None else backend.input_perm[slot]
+        codes, scales = backend.gate_up
         gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
         gate, up = reference.with_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
         inner = ACTIVATIONS[activation](gate, up)
-        codes, scales = bank.down
+        codes, scales = backend.down
         down = linear_int4(inner, codes[slot], scales[slot])
         outputs[rows, ranks] = reference.with_bias(down, of_down, expert)
     return combine(outputs, topk_weights, hidden_states.dtype)

@@ -18,7 +18,7 @@ from speq.routing import Route
 
 
 class Lender(Protocol):
-    """What this bank asks of `speq.scheduler.supply`."""
+    """What this bank asks of `speq.scheduler.expert_loader`."""
 
     def residents(self, layer: int, experts: Sequence[int]) -> list[int]: ...
 
@@ -65,7 +65,7 @@ class CachedExperts:
         self.on_route: Callable[[int, Route], None] | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        self._routes.read(route, foresee=False)
+        self._routes.read(route, predict_next_layer=False)
         served = self._among_residents(layer, route)
         wanted = [] if served is None else served.experts
         with self._lender.lend(layer, wanted) as slots:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from speq.layers.dense_matrix import DenseMatrix, ExactMatrix
-from speq.layers.offloaded_experts import BankSwitch
+from speq.layers.offloaded_experts import ActiveBackend
 
 
 class DenseLinear(nn.Module):
@@ -19,7 +19,7 @@ class DenseLinear(nn.Module):
 
     draft: DenseMatrix | None
 
-    def __init__(self, exact: ExactMatrix, bias: Tensor | None, switch: BankSwitch) -> None:
+    def __init__(self, exact: ExactMatrix, bias: Tensor | None, switch: ActiveBackend) -> None:
         super().__init__()
         self.exact = exact
         self.bias = bias

@@ -17,10 +17,10 @@ from speq.routing import Route
 OnRoute = Callable[[int, int, Route], None]
 
 
-class DraftBank(Protocol):
+class DraftBackend(Protocol):
     """Experts that a draft's passes run, and that report their routes.
 
-    drafts    as `ExpertBank` has it
+    drafts    as `ExpertBackend` has it
     on_route  told (layer, route) as soon as a router has spoken, in the midst of the pass
     """
 
@@ -66,7 +66,7 @@ class DraftExperts:
         gates: Sequence[Gate] = (),
     ) -> None:
         self.kernel: Callable[..., Tensor] = ops.moe_int4
-        self._bank = arena.bank
+        self._backend = arena.backend
         self._base_slots = arena.base_slots.unbind()
         self._activation = activation
         self._biases = biases
@@ -85,7 +85,7 @@ class DraftExperts:
             topk_ids,
             topk_weights,
             self._base_slots[layer],
-            self._bank,
+            self._backend,
             self._activation,
             *self._biases[layer : layer + 1],
         )

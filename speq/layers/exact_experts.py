@@ -23,7 +23,7 @@ class ExpertServer(Protocol):
     """
 
     @property
-    def foresees(self) -> bool: ...
+    def predicts_next_layer(self) -> bool: ...
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
@@ -65,7 +65,7 @@ class ExactExperts:
         self._biases = biases
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        self._routes.read(route, self._server.foresees)
+        self._routes.read(route, self._server.predicts_next_layer)
         route = self._on_route(layer, route)
         outputs = self.outputs(layer, hidden_states, route)
         return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)
@@ -76,10 +76,10 @@ class ExactExperts:
         """
         # Rows that were given up come out as some of their experts have it, or as nothing: others
         # look past them, which takes numbers.
-        whole = route.live is None and not route.left_out
+        whole = route.active_rows is None and not route.left_out
         made = hidden_states.new_empty if whole else hidden_states.new_zeros
         outputs = made(*route.topk_ids.shape, hidden_states.shape[1])
-        grouping = Grouping.of(route.topk_ids, route.host_ids, route.live, route.left_out)
+        grouping = Grouping.of(route.topk_ids, route.host_ids, route.active_rows, route.left_out)
         if not grouping.experts:
             return outputs
         waves = self._server.serve(layer, grouping.experts)

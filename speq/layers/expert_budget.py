@@ -19,7 +19,7 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import Gate
-from speq.routing import Guess, Route
+from speq.routing import Route, RoutePrediction
 from speq.stats import Timed
 
 Scores = NDArray[np.float32]
@@ -114,8 +114,8 @@ class Kept:
     served: int = 0
 
 
-class Supply(Protocol):
-    """What the budget asks of `speq.scheduler.supply`."""
+class Loader(Protocol):
+    """What the budget asks of `speq.scheduler.expert_loader`."""
 
     def at_hand(self, layer: int, experts: Sequence[int]) -> list[int]: ...
 
@@ -130,7 +130,7 @@ class ExpertBudget:
 
     rules: BudgetRules
     gates: Sequence[Gate]
-    supply: Supply
+    loader: Loader
     timed: Timed
     _reach: Scores | None = field(default=None, init=False)
     _kept: Kept = field(init=False)
@@ -138,10 +138,10 @@ class ExpertBudget:
     def __post_init__(self) -> None:
         self._kept = Kept(np.zeros(0, np.float32), np.zeros(0, np.float32))
 
-    def begin(self, reach: Sequence[float]) -> None:
+    def begin(self, accept_prob: Sequence[float]) -> None:
         """A verification follows whose rows stand with these chances."""
-        rows = len(reach)
-        self._reach = np.asarray(reach if self.rules.by_reach else [1.0] * rows, np.float32)
+        rows = len(accept_prob)
+        self._reach = np.asarray(accept_prob if self.rules.by_reach else [1.0] * rows, np.float32)
         self._kept = Kept(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
 
     def end(self) -> Kept:
@@ -149,7 +149,7 @@ class ExpertBudget:
         self._reach = None
         return self._kept
 
-    def serve(self, layer: int, route: Route, live: Sequence[int]) -> Route:
+    def serve(self, layer: int, route: Route, active_rows: Sequence[int]) -> Route:
         """What is served for an exact route that the host has read.
 
         live  rows that are not given up
@@ -157,28 +157,35 @@ class ExpertBudget:
         if self._reach is None:
             return route
         with self.timed("select", layer):
-            return self._within(layer, route, list(live), self._reach)
+            return self._within(layer, route, list(active_rows), self._reach)
 
-    def _within(self, layer: int, route: Route, live: list[int], reach: Scores) -> Route:
+    def _within(
+        self, layer: int, route: Route, active_rows: list[int], accept_prob: Scores
+    ) -> Route:
         gate, natural = self.gates[layer], route.host_ids
         logits = route.logits.cpu()
         shares = gate.shares(logits).numpy()
         if self.rules.counts is None:
-            scores = reach[live] @ shares[live]
+            scores = accept_prob[active_rows] @ shares[active_rows]
         else:
             scores = self.rules.counts[layer].float().numpy()
         top_k = natural.shape[1]
-        inside = self.rules.shortlist(scores, top_k, lambda ids: self.supply.at_hand(layer, ids))
-        served = self._chosen(route, gate, logits, inside, live)
-        self._note(natural.numpy(), shares, served, live)
+        inside = self.rules.shortlist(scores, top_k, lambda ids: self.loader.at_hand(layer, ids))
+        served = self._chosen(route, gate, logits, inside, active_rows)
+        self._note(natural.numpy(), shares, served, active_rows)
         return served
 
     def _chosen(
-        self, route: Route, gate: Gate, logits: Tensor, inside: NDArray[np.bool_], live: list[int]
+        self,
+        route: Route,
+        gate: Gate,
+        logits: Tensor,
+        inside: NDArray[np.bool_],
+        active_rows: list[int],
     ) -> Route:
         ids = route.host_ids
         lacking = ~inside[ids.numpy()].all(axis=1)
-        if not lacking[live].any():
+        if not lacking[active_rows].any():
             return route
         if self.rules.truncate:
             route.left_out = frozenset(np.flatnonzero(~inside).tolist())
@@ -191,7 +198,7 @@ class ExpertBudget:
         return route.instead(ids, weights)
 
     def _note(
-        self, natural: NDArray[np.int64], shares: Scores, served: Route, live: list[int]
+        self, natural: NDArray[np.int64], shares: Scores, served: Route, active_rows: list[int]
     ) -> None:
         """Add a layer to what was wanted and kept."""
         weights = np.take_along_axis(shares, natural, axis=1)
@@ -201,8 +208,8 @@ class ExpertBudget:
         kept = self._kept
         kept.wanted += weights.sum(1)
         kept.kept += (weights * given).sum(1)
-        kept.natural += len(np.unique(natural[live]))
-        kept.served += len(set(served.host_ids[live].flatten().tolist()) - served.left_out)
+        kept.natural += len(np.unique(natural[active_rows]))
+        kept.served += len(set(served.host_ids[active_rows].flatten().tolist()) - served.left_out)
 
 
 class PredictedBudget:
@@ -222,7 +229,7 @@ class PredictedBudget:
         self._scores.clear()
         self._inside.clear()
 
-    def named(self, layer: int, route: Route, reach: float) -> None:
+    def named(self, layer: int, route: Route, accept_prob: float) -> None:
         """A drafted token that stands with this chance has this route (T = 1)."""
         if route.router_logits is not None:
             shares = self._gates[layer].shares(route.router_logits.cpu())[0].numpy()
@@ -230,12 +237,14 @@ class PredictedBudget:
             shares = self._none.copy()
             weights = np.asarray(route.weights[0], np.float32)
             shares[route.ids[0]] = weights / weights.sum()
-        self._add(layer, shares * np.float32(self._count(reach)))
+        self._add(layer, shares * np.float32(self._count(accept_prob)))
 
-    def guessed(self, layer: int, guess: Guess, reach: Sequence[float]) -> None:
+    def predicted(
+        self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
+    ) -> None:
         """Tokens that no draft has run will probably want these, and stand with these chances."""
         shares = self._none.copy()
-        for ids, chance in zip(guess.ids, reach, strict=True):
+        for ids, chance in zip(prediction.ids, accept_prob, strict=True):
             shares[ids] += self._count(chance) / len(ids)
         self._add(layer, shares)
 
@@ -250,8 +259,8 @@ class PredictedBudget:
         inside = self._inside[layer]
         return [expert for expert in experts if expert in inside]
 
-    def _count(self, reach: float) -> float:
-        return reach if self._rules.by_reach else 1.0
+    def _count(self, accept_prob: float) -> float:
+        return accept_prob if self._rules.by_reach else 1.0
 
     def _add(self, layer: int, shares: Scores) -> None:
         self._scores[layer] = self._scores.get(layer, self._none) + shares

@@ -29,7 +29,7 @@ def log_of_first(output: tuple[Tensor, ...]) -> Tensor:
     return output[0].log()
 
 
-class ExpertBank(Protocol):
+class ExpertBackend(Protocol):
     """One set of experts for all MoE layers.
 
     drafts  whether passes over it draft, and so run the draft's dense layers, where it has any
@@ -42,20 +42,20 @@ class ExpertBank(Protocol):
         """[T, H] in, the weighted sum of each row's experts [T, H] out."""
 
 
-class BankSwitch:
+class ActiveBackend:
     """Holds the bank that the pass under way uses; all layers of a model share it.
 
     drafting  whether that bank drafts
     """
 
     def __init__(self) -> None:
-        self.bank: ExpertBank | None = None
+        self.backend: ExpertBackend | None = None
         self.drafting = False
 
-    def turn(self, bank: ExpertBank | None) -> None:
+    def use(self, backend: ExpertBackend | None) -> None:
         """Begin a pass over a bank, or end one."""
-        self.bank = bank
-        self.drafting = bank is not None and bank.drafts
+        self.backend = backend
+        self.drafting = backend is not None and backend.drafts
 
 
 class OffloadedExperts(nn.Module):
@@ -68,7 +68,7 @@ class OffloadedExperts(nn.Module):
         super().__init__()
         self._is_hf_initialized = True  # keeps the family's weight initialisation away
         self.layer = -1
-        self.switch = BankSwitch()
+        self.switch = ActiveBackend()
         # Of the pass under way what the router was given, and its logits: a list, as an attribute
         # of a module is slow to set.
         self._heard: list[tuple[Tensor | None, Tensor]] = []
@@ -78,7 +78,7 @@ class OffloadedExperts(nn.Module):
     def attach(
         self,
         layer: int,
-        switch: BankSwitch,
+        switch: ActiveBackend,
         router: nn.Module,
         next_logits: Callable[[Tensor], Tensor] | None,
         logits_of: LogitsOf = first_of,
@@ -100,15 +100,15 @@ class OffloadedExperts(nn.Module):
         self._heard[:] = [(rows, self._logits_of(output))]
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        bank = self.switch.bank
-        if bank is None:
+        backend = self.switch.backend
+        if backend is None:
             raise Broken("a pass runs experts and has chosen none")
         rows, logits = self._heard.pop() if self._heard else (None, None)
         # Routers may look at rows that experts are given through a norm.
         asked = rows if rows is not None and rows.shape == hidden_states.shape else hidden_states
         following = partial(self._foresee, asked) if self._next_logits else None
         route = Route(topk_ids, topk_weights, logits, following)
-        return bank(self.layer, hidden_states, route)
+        return backend(self.layer, hidden_states, route)
 
     @torch.inference_mode()
     def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
@@ -134,7 +134,7 @@ class BiasedExperts(OffloadedExperts):
     def attach(
         self,
         layer: int,
-        switch: BankSwitch,
+        switch: ActiveBackend,
         router: nn.Module,
         next_logits: Callable[[Tensor], Tensor] | None,
         logits_of: LogitsOf = first_of,

@@ -4,11 +4,11 @@ from typing import Protocol
 
 from speq.devices.device import Accelerator
 from speq.devices.staged import Readback
-from speq.routing import Guess, Route, leading
+from speq.routing import Route, RoutePrediction, leading
 
 
 class RouteReader(Protocol):
-    def read(self, route: Route, foresee: bool) -> None:
+    def read(self, route: Route, predict_next_layer: bool) -> None:
         """See that the host knows a route's experts.
 
         foresee  whether it will ask for those of the next layer as well
@@ -18,7 +18,7 @@ class RouteReader(Protocol):
 class HostRoutes:
     """Routes that are in host memory."""
 
-    def read(self, route: Route, foresee: bool) -> None:
+    def read(self, route: Route, predict_next_layer: bool) -> None:
         pass
 
 
@@ -28,14 +28,14 @@ class DeviceRoutes:
     def __init__(self, device: Accelerator) -> None:
         self._readback = Readback(device)
 
-    def read(self, route: Route, foresee: bool) -> None:
-        if not foresee or route.following is None:
+    def read(self, route: Route, predict_next_layer: bool) -> None:
+        if not predict_next_layer or route.following is None:
             host_ids, host_weights = self._readback.read(route.topk_ids, route.topk_weights)
             route.was_read(host_ids, host_weights, None)
             return
         rows, top_k = route.topk_ids.shape
-        guess = leading(route.following([*range(rows)]), top_k)
+        prediction = leading(route.following([*range(rows)]), top_k)
         host_ids, host_weights, ids, margins = self._readback.read(
-            route.topk_ids, route.topk_weights, *guess
+            route.topk_ids, route.topk_weights, *prediction
         )
-        route.was_read(host_ids, host_weights, Guess(ids.tolist(), margins.tolist()))
+        route.was_read(host_ids, host_weights, RoutePrediction(ids.tolist(), margins.tolist()))

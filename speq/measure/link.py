@@ -16,15 +16,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from speq.decode.offload import fetch_from, moved_from
+from speq.engine.offload import fetch_from, moved_from
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
 from speq.files.alignment import aligned_bytes
 from speq.files.range_file import RangeFile
 from speq.governor.roofline import Points
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.reader_threads import ReaderThreads
-from speq.scheduler.transfer import Priority, Ticket
+from speq.scheduler.read_queue import ReaderThreads
+from speq.scheduler.transfer import Priority, TransferTicket
 from speq.stats import Recorder
 from speq.units import Clock, Progress, format_bytes, tracked
 
@@ -119,7 +119,7 @@ def expert_reads(
     # As many again as are read: a reader never waits for the next request.
     slots = arena[: 2 * readers, : store.codec.slot_bytes]
     step = recorder.begin("bench")
-    tickets: dict[int, Ticket] = {}
+    tickets: dict[int, TransferTicket] = {}
     with closing(_transfer_of(store, slots, readers, recorder)) as engine:
         start_s = clock()
         for at, key in enumerate(keys):

@@ -19,7 +19,7 @@ from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
-from speq.heads.named import AUTO, head_named
+from speq.heads.predicted_experts import AUTO, head_named
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -34,11 +34,11 @@ from speq.planning import profiles
 from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 from speq.planning.budget_plan import BudgetPlan
 from speq.planning.budget_plan import plan as make_plan
-from speq.planning.demand import Beside, Budget
-from speq.planning.dense import Room, settle_dense
-from speq.planning.subject import Subject
+from speq.planning.candidates import candidates_of, check_parts
+from speq.planning.demand import Budget, DeviceOverhead
+from speq.planning.dense import MemoryContext, settle_dense
+from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import DraftPart, used_experts, warn
-from speq.planning.ways import check_parts, ways_of
 from speq.units import Progress, no_progress
 
 # Read to measure this machine's memory: seconds, not minutes.
@@ -65,36 +65,36 @@ def plan_of(
 ) -> BudgetPlan:
     """As `plan`. progress: told (what, done, total) while the machine is measured."""
     check_exclusions(settings)
-    subject, opened = subject_of(str(model), settings.dtype, settings.head)
+    model_spec, opened = subject_of(str(model), settings.dtype, settings.head)
     with contextlib.closing(opened) if opened else contextlib.nullcontext():
         machine = machine_of(opened, settings, progress)
-        subject = replace(subject, draft_parts=parts_of(subject, opened, settings))
+        model_spec = replace(model_spec, draft_parts=parts_of(model_spec, opened, settings))
     on_cpu = not device_of(machine).startswith("cuda")
     if settings.device != "auto":
         on_cpu = settings.device == "cpu"
     check_host_budget(settings.host_budget, on_cpu)
-    context = settings.context_length or min(DEFAULT_CONTEXT, subject.shape.max_context)
-    budget = Budget.of(settings.memory_budget, context, on_cpu, subject.shape)
-    budget = replace(budget, texts=settings.max_batch)
+    context = settings.context_length or min(DEFAULT_CONTEXT, model_spec.shape.max_context)
+    budget = Budget.of(settings.memory_budget, context, on_cpu, model_spec.shape)
+    budget = replace(budget, batch_size=settings.max_batch)
     if not on_cpu:
         # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that do
         # not say otherwise.
-        beside = Beside(host_bytes_of(settings), overhead_bytes)
+        beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
         budget = replace(budget, beside=beside, graphs=True)
-    room = Room(budget, partial(ways_of, on_cpu=on_cpu))
-    form = settle_dense(subject, settings.dense, room, trial=None).dense.name
-    subject = room.with_dense(subject, form, usual=True)
-    return make_plan(subject, budget, assumptions(subject, machine, settings))
+    room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
+    form = settle_dense(model_spec, settings.dense, room, trial=None).dense.name
+    model_spec = room.with_dense(model_spec, form, usual=True)
+    return make_plan(model_spec, budget, assumptions(model_spec, machine, settings))
 
 
 def parts_of(
-    subject: Subject, opened: Opened | None, settings: PlanSettings
+    model_spec: ModelSpec, opened: Opened | None, settings: PlanSettings
 ) -> tuple[DraftPart, ...]:
     """What an INT4 draft may hold of the experts."""
     asked, checkpoint = settings.draft_experts, None if opened is None else opened.checkpoint
-    used = used_experts(asked, settings.draft_counts, checkpoint, subject.shape)
+    used = used_experts(asked, settings.draft_counts, checkpoint, model_spec.shape)
     parts = used.parts(asked)
-    check_parts(parts, subject.codec)
+    check_parts(parts, model_spec.codec)
     warn(used, asked)
     return parts
 
@@ -121,7 +121,7 @@ def check_exclusions(settings: PlanSettings) -> None:
         raise SpeqError("locality and routes are given together; give one of them")
 
 
-def subject_of(model: str, dtype: str, head_name: str) -> tuple[Subject, Opened | None]:
+def subject_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opened | None]:
     """The model to plan for, opened where its weights are at hand; they are not read.
 
     head_name  as the option `head` has it
@@ -133,14 +133,14 @@ def subject_of(model: str, dtype: str, head_name: str) -> tuple[Subject, Opened 
                 f"head is {head_name} and {path} holds no weights, without which nobody knows what "
                 "a head takes; give the folder of the whole model, or leave head out"
             )
-        return Subject.of_config(model, path, dtype), None
+        return ModelSpec.of_config(model, path, dtype), None
     opened = open_model(path)
     try:
-        subject = Subject.of_model(model, opened, dtype)
+        model_spec = ModelSpec.of_model(model, opened, dtype)
         head = head_beside_model(opened) if head_name == AUTO else head_named(head_name, opened)
         if head is not None:
-            subject = replace(subject, head=head.shape, head_stand=head.stand)
-        return subject, opened
+            model_spec = replace(model_spec, head=head.shape, head_stand=head.stand)
+        return model_spec, opened
     except BaseException:
         opened.close()
         raise
@@ -197,9 +197,11 @@ def device_of(machine: Rates | Profile) -> str:
     return machine.device if isinstance(machine, Rates) else machine.key.device
 
 
-def assumptions(subject: Subject, machine: Rates | Profile, settings: PlanSettings) -> Assumptions:
+def assumptions(
+    model_spec: ModelSpec, machine: Rates | Profile, settings: PlanSettings
+) -> Assumptions:
     """What is taken for granted of the machine, the routes and the draft."""
-    experts, top_k = subject.shape.experts, subject.shape.top_k
+    experts, top_k = model_spec.shape.experts, model_spec.shape.top_k
     curve, acceptance = CURVES[settings.locality or "published"], settings.acceptance
     if settings.routes is not None:
         recorded = RouteTrace.read(settings.routes)
@@ -207,7 +209,7 @@ def assumptions(subject: Subject, machine: Rates | Profile, settings: PlanSettin
         acceptance = acceptance_of(recorded) if acceptance is None else acceptance
     if isinstance(machine, Profile):
         if settings.routes is None and settings.locality is None:
-            curve = routes_of(machine, subject.shape) or curve
+            curve = routes_of(machine, model_spec.shape) or curve
         acceptance = machine.acceptance if acceptance is None else acceptance
     return Assumptions(
         machine,

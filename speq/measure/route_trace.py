@@ -165,7 +165,7 @@ def record(
             lookahead = runtime.engine.lookahead
             # The tokens of a chain are accepted from the front.
             path = list(range(stats.accepted + 1))
-            steps.append(_step(lookahead, runtime.engine.draft.leads, path))
+            steps.append(_step(lookahead, runtime.engine.steps[0].draft.logit_margins, path))
     finally:
         generator.close()
     experts = runtime.shape.experts
@@ -184,7 +184,7 @@ def _step(lookahead: LookaheadBuffer, leads: list[float | None], path: list[int]
     routes = [lookahead.used[layer] for layer in layers]
     guessed: list[list[Choice]] = [[]]
     for route in routes[:-1]:
-        guess = route.foresee([*range(len(route.ids))])
+        guess = route.predict_next_layer([*range(len(route.ids))])
         guess = present(guess, "a layer before the last guesses nothing of the next one")
         guessed.append(
             [

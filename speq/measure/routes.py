@@ -4,8 +4,8 @@ from collections import Counter
 
 from speq.errors import SpeqError
 from speq.governor.locality import RouteCurve
-from speq.governor.moesd import distinct_of_routes
 from speq.governor.roofline import Points
+from speq.governor.speedup_model import distinct_of_routes
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.route_trace import RouteTrace
 

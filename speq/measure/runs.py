@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from speq.config import SamplingParams
-from speq.decode.sequence import Sequence
+from speq.engine.request import Request
 from speq.errors import present
 from speq.generator import Generation, Generator
 from speq.stats import RunStats, StepStats
@@ -27,11 +27,11 @@ def steps_of(
     generator.reserve(max(map(len, encoded)) + max_new_tokens)
     engine = generator.runtime.engine
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    for prompt_ids in tracked("running texts", encoded, len(encoded), progress):
-        request = Sequence(prompt_ids, sampling)
-        engine.start(request)
+    for prompt_token_ids in tracked("running texts", encoded, len(encoded), progress):
+        request = Request(prompt_token_ids, sampling)
+        engine.prefill(request)
         while request.finish_reason is None:
-            engine.step(request, draft_length())
+            engine.step([request], draft_length())
             yield engine.recorder.step
 
 

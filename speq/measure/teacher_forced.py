@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from speq.config import SamplingParams
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.request import Request
+from speq.measure.probe import follow, verify
+from speq.models.packed_batch import SequenceTokens
 from speq.runtime import Runtime
 from speq.scheduler.lookahead import LookaheadBuffer
 
@@ -43,8 +46,8 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
     has heard of it. What is run on from there must leave both as they are (`Engine.attempt`).
     """
     engine, model = runtime.engine, runtime.model
-    cache, lookahead = engine.cache, engine.lookahead
-    engine.begin(Sequence(token_ids, SamplingParams(max_new_tokens=1)))
+    cache, lookahead = engine.caches[0], engine.lookahead
+    engine.begin_prefill(Request(token_ids, SamplingParams(max_new_tokens=1)))
     for start in range(0, len(token_ids), rows):
         tokens = token_ids[start : start + rows]
         engine.recorder.begin("forced")
@@ -53,10 +56,11 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
         if runtime.draft_bank is not None:
             for at, token in enumerate(tokens):
                 runtime.draft_bank.on_route = partial(lookahead.record, at)
-                drafted.append(model.score(runtime.draft_bank, cache, [token]).logits)
+                tokens_run = [SequenceTokens(cache, [token])]
+                drafted.append(model.score(runtime.draft_bank, tokens_run)[0].logits)
                 cache.advance(1)
             cache.rewind(len(tokens))
-        scored = engine.verify(tokens[0], Draft.chain(tokens[1:]))
-        engine.follow(tokens, scored)
+        scored = verify(engine, tokens[0], Draft.chain(tokens[1:]))
+        follow(engine, tokens, scored)
         draft = torch.cat(drafted) if drafted else None
         yield ForcedPass(start, scored.logits, draft, lookahead)

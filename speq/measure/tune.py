@@ -126,7 +126,7 @@ def measured(
     )
     try:
         runtime = generator.runtime
-        cycles, routes = measured_cycles(generator, prompts, settings.max_new_tokens, tell)
+        cycles, routes = measured_steps(generator, prompts, settings.max_new_tokens, tell)
         points, first_fetch_s = measured_link(runtime, tell, clock)
         shape = runtime.opened.store.codec.shape
         names = codecs_for(shape)
@@ -163,7 +163,7 @@ def measured(
     return profile, counts
 
 
-def measured_cycles(
+def measured_steps(
     generator: Generator,
     prompts: list[str],
     max_new_tokens: int,

@@ -28,7 +28,7 @@ class ConvInputs:
     ) -> None:
         self.length, self.base_at = length, 0
         self.tensor = torch.zeros(taps - 1 + PENDING, channels, dtype=dtype, device=device)
-        self._before, self._text = taps - 1, length.text
+        self._before, self._sequence = taps - 1, length.sequence
 
     @staticmethod
     def nbytes(taps: int, channels: int, dtype: torch.dtype) -> int:
@@ -36,10 +36,10 @@ class ConvInputs:
 
     def forget_other_text(self) -> bool:
         """Begin anew where the text is another one; tell whether it is."""
-        if self._text == self.length.text:
+        if self._sequence == self.length.sequence:
             return False
         self.tensor.zero_()
-        self._text, self.base_at = self.length.text, 0
+        self._sequence, self.base_at = self.length.sequence, 0
         return True
 
     @property

@@ -14,7 +14,7 @@ from speq.kernels.library import KERNELS, Kernels
 from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
-from speq.layers.offloaded_experts import BankSwitch
+from speq.layers.offloaded_experts import ActiveBackend
 from speq.models.resident import MappedWeights
 from speq.units import Done
 
@@ -47,7 +47,7 @@ def is_scaled(module: nn.Module) -> bool:
 
 def hold_dense(
     model: nn.Module,
-    switch: BankSwitch,
+    switch: ActiveBackend,
     records: Mapping[str, ExactMatrix],
     routers: Iterable[nn.Module] = (),
 ) -> None:
@@ -65,7 +65,7 @@ def hold_dense(
         setattr(model.get_submodule(parent), child, standing_in(module, matrix, switch))
 
 
-def standing_in(module: Plain, matrix: ExactMatrix, switch: BankSwitch) -> nn.Module:
+def standing_in(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn.Module:
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)
         return DenseEmbedding(matrix, scale)

@@ -47,7 +47,7 @@ from speq.models.attention import (
 )
 from speq.models.bounds import LAYER
 from speq.models.delta_net import delta_states
-from speq.models.predictor import APART, ERNIE, Predictor, apart, behind_the_last
+from speq.models.mtp_layer import APART, ERNIE, Predictor, apart, behind_the_last
 from speq.models.short_conv import check_short_conv, conv_states
 from speq.models.states import NO_STATES, StateShape
 

@@ -189,7 +189,7 @@ class KVCache(Cache):
             raise Broken(f"a KV cache of {self.capacity} tokens is to keep {count}")
         length = self._length
         if not count:
-            length.text, length.settled, self.written = length.text + 1, 0, 0
+            length.sequence, length.settled, self.written = length.sequence + 1, 0, 0
         length.count, length.settled = count, min(length.settled, count)
         del self.known[count:]
         self.ends = [end for end in self.ends if end <= count]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import Broken
-from speq.layers.offloaded_experts import ExpertBank
+from speq.layers.offloaded_experts import ExpertBackend
 from speq.models.moe_model import MoEModel
 
 
@@ -52,10 +52,10 @@ class LayerwiseModel:
         return seen[0][0]
 
     @torch.inference_mode()
-    def run(self, layer: int, bank: ExpertBank, hidden_states: Tensor) -> Tensor:
+    def run(self, layer: int, backend: ExpertBackend, hidden_states: Tensor) -> Tensor:
         """One layer: [T, H] in any float dtype to [T, H] in the model's."""
         inputs = hidden_states[None].to(self._model.device, self._model.dtype)
-        with self._model.using(bank):
+        with self._model.using(backend):
             return self._layers[layer](inputs, **self._arguments[layer])[0]
 
     @torch.inference_mode()

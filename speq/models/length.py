@@ -14,6 +14,6 @@ class Length:
     """
 
     def __init__(self) -> None:
-        self.count = self.settled = self.text = 0
+        self.count = self.settled = self.sequence = 0
         self.tree: Tree | None = None
         self.reading = False

@@ -21,25 +21,29 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
-from speq.layers.offloaded_experts import BankSwitch, ExpertBank
-from speq.models.decoder import ChainDecoder, Windows, walk_chains
+from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
 from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
 from speq.models.dequantised import from_checkpoint
 from speq.models.families import Family
+from speq.models.fused_decoder import AttentionWindows, FusedDecoder, install_fused_decoder
+from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
-from speq.models.part import Arriving, OtherStages, Part, built, onward_of, own_layers
-from speq.models.resident import MappedWeights, make_resident
-from speq.models.taps import Taps
-from speq.models.texts import (
-    Span,
-    TextTokens,
-    branching,
+from speq.models.layer_range import (
+    LayerRange,
+    RemoteStages,
+    StageInput,
+    built,
+    next_stage_layer,
+    own_layers,
+)
+from speq.models.packed_batch import (
+    BatchSpan,
+    SequenceTokens,
     cache_of,
-    check_rows,
     mask_of,
     spans_of,
 )
-from speq.models.tree import Tree
+from speq.models.resident import MappedWeights, make_resident
 from speq.units import Progress, no_progress
 
 # Parts of a pass: the routed experts, and what no module below the model is charged with.
@@ -47,7 +51,7 @@ EXPERTS = "routed experts"
 WHOLE = "between modules"
 # Layers of a model that has one mask for all.
 ANY_KIND = "any"
-# Told tokens, and what drafters go by of them [T, F], as `MoEModel.tap` has it.
+# Told tokens, and what drafters go by of them [T, F], as `MoEModel.capture_hidden_states` has it.
 OnHidden = Callable[[list[int], Tensor], None]
 
 
@@ -56,7 +60,8 @@ class Scored:
     """What a pass found of the nodes asked for.
 
     logits    [N, V]
-    features  [N, F], what drafters go by: last hidden states, or as `MoEModel.tap` has it
+    features  [N, F], what drafters go by: last hidden states, or those of
+              `MoEModel.capture_hidden_states`
     """
 
     logits: Tensor
@@ -77,7 +82,7 @@ class MoEModel:
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
-        self._switch = BankSwitch()
+        self._switch = ActiveBackend()
         self.device = device.torch
         self._uploads = None if isinstance(device, Processor) else Uploads(device)
         self.dtype: torch.dtype = hf_model.dtype
@@ -95,20 +100,22 @@ class MoEModel:
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         self._cache_name = cache_name(type(hf_model.model).forward)
-        self._taps: Taps | None = None
+        self._capture: HiddenStateCapture | None = None
         layers = own_layers(hf_model.model)
         self._states = family.states(self._config)
         self._states.hold(layers)
         # Behind its own layers, where other machines hold the rest.
-        self._onward = onward_of(hf_model.model)
+        self._next_stage = next_stage_layer(hf_model.model)
         keeps_entries = not self._states.layers
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES and keeps_entries:
             kinds = [ANY_KIND] * len(layers)
             if family.typed_masks:
                 types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
                 kinds = [kind for layer, kind in types if layer in layers]
-            walk_chains(hf_model, family, kinds, ahead=host_rope(family, hf_model.model) is None)
-        self._walks = isinstance(hf_model.model.forward, ChainDecoder)
+            install_fused_decoder(
+                hf_model, family, kinds, ahead=host_rope(family, hf_model.model) is None
+            )
+        self._fused = isinstance(hf_model.model.forward, FusedDecoder)
 
     @property
     def nbytes(self) -> int:
@@ -136,20 +143,20 @@ class MoEModel:
             return f"rotary embeddings of type {kind} look at positions on the host"
         return None
 
-    def join(self, others: OtherStages) -> None:
+    def join(self, others: RemoteStages) -> None:
         """Have passes go through other stages behind this model's own layers. Of a first stage."""
-        onward = present(self._onward, "stages were joined to one that is not the first")
-        onward.others = others
+        next_stage = present(self._next_stage, "stages were joined to one that is not the first")
+        next_stage.others = others
 
     @property
-    def other_stages(self) -> OtherStages | None:
+    def remote_stages(self) -> RemoteStages | None:
         """Where passes go on; None: this machine has all layers, or is not the first."""
-        return None if self._onward is None else self._onward.others
+        return None if self._next_stage is None else self._next_stage.others
 
     @property
-    def bank(self) -> ExpertBank | None:
+    def backend(self) -> ExpertBackend | None:
         """The experts of the pass under way."""
-        return self._switch.bank
+        return self._switch.backend
 
     @property
     def body(self) -> nn.Module:
@@ -161,29 +168,29 @@ class MoEModel:
         normed: Tensor = getattr(self.body, self._family.last_norm)(hidden_states)
         return normed
 
-    def tap(self, layers: tuple[int, ...]) -> None:
+    def capture_hidden_states(self, layers: tuple[int, ...]) -> None:
         """Have drafters go by what goes into these layers, side by side, in place of last hidden
         states. Once of a model; none: they go by last hidden states, and nothing is kept.
         """
         if not layers:
             return
         body = self._hf_model.model
-        self._taps = Taps(body, layers)
-        if isinstance(body.forward, ChainDecoder):
-            body.forward.taps = self._taps
+        self._capture = HiddenStateCapture(body, layers)
+        if isinstance(body.forward, FusedDecoder):
+            body.forward.capture = self._capture
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """What drafters go by [T, F] of the pass that ran last, given its last hidden states."""
-        return hidden_states if self._taps is None else self._taps.take()
+        return hidden_states if self._capture is None else self._capture.take()
 
     @contextmanager
-    def using(self, bank: ExpertBank) -> Iterator[None]:
-        """Modules called inside the block run `bank`'s experts."""
-        self._switch.turn(bank)
+    def using(self, backend: ExpertBackend) -> Iterator[None]:
+        """Modules called inside the block run `backend`'s experts."""
+        self._switch.use(backend)
         try:
             yield
         finally:
-            self._switch.turn(None)
+            self._switch.use(None)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """Modules by what they do, for measurements; each holds those of other parts inside it."""
@@ -205,83 +212,57 @@ class MoEModel:
 
     @torch.inference_mode()
     def forward(
-        self,
-        bank: ExpertBank,
-        cache: KVCache,
-        token_ids: Tensor,
-        tree: Tree | None = None,
-        reading: bool = False,
+        self, backend: ExpertBackend, batch: Sequence[SequenceTokens], prefill: bool = False
     ) -> Tensor:
-        """Run [1, T] tokens behind what `cache` holds; return their last hidden states [1, T, H].
+        """Run tokens of some sequences in one pass; return their last hidden states [1, T, H], the
+        rows of each sequence behind those of the one before.
 
-        tree     whose last T nodes they are, with entries of the others kept; None: they are a
-                 chain
-        reading  whether they are of a prompt: all of them stay, and a text's states need not go
-                 back; other stages want to know as well
+        prefill  whether they are of a prompt: all of them stay, and states need not go back; other
+                 stages want to know as well
 
-        Their entries are written behind the cache's length, which stays as it is.
+        Their KV is written behind the length of each cache, which stays as it is. In a pass of few
+        rows that the fused decoder runs, a row comes out, bit for bit, as it would without the
+        other sequences. Elsewhere it does up to the rounding of products and of attention: torch's
+        depend on the number of rows.
         """
-        count = token_ids.shape[1]
-        check_rows(tree, count)
-        span = Span(cache, 0, count, branching(tree))
-        if self.other_stages is not None:
-            self.other_stages.begin([span], reading)
-        if self._walks and count <= MAX_LINEAR_ROWS:
-            return self._run(bank, cache, token_ids, None, Windows([span], self._windows))
-        positions, mask = self._seen(span)
-        cache.begin_pass(span.tree, reading)
-        return self._run(bank, cache, self._send(token_ids), positions, self._masks(mask))
+        spans = spans_of(batch)
+        if self.remote_stages is not None:
+            self.remote_stages.begin(spans, prefill)
+        packed = torch.tensor([[token_id for each in batch for token_id in each.token_ids]])
+        if self._fused and packed.shape[1] <= MAX_LINEAR_ROWS:
+            return self._run(backend, None, packed, None, AttentionWindows(spans, self._windows))
+        seen = [self._seen(span) for span in spans]
+        for span in spans:
+            span.cache.begin_pass(span.tree, prefill)
+        token_ids = self._send(packed)
+        if len(spans) == 1:
+            ((positions, mask),) = seen
+            return self._run(backend, spans[0].cache, token_ids, positions, self._masks(mask))
+        positions = torch.cat([positions for positions, _ in seen], 1)
+        masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
+        with rotated_by_sequence(self._family, self._hf_model.model, spans):
+            return self._run(backend, cache_of(spans), token_ids, positions, masks)
 
     def forward_rows(
         self,
-        bank: ExpertBank,
-        texts: Sequence[TextTokens],
+        backend: ExpertBackend,
+        batch: Sequence[SequenceTokens],
         hidden_states: Tensor,
-        reading: bool = False,
+        prefill: bool = False,
     ) -> Tensor:
-        """Of a stage behind the first: what its layers make of rows [T, H], as `forward_texts` has
-        them: [T, H]. What ids the texts have does not matter.
+        """Run the layers of a stage behind the first over rows [T, H], which lie as `forward` has
+        them: [T, H]. The token ids of the batch do not matter.
         """
         embedding = self._hf_model.model.embed_tokens
-        if not isinstance(embedding, Arriving):
+        if not isinstance(embedding, StageInput):
             raise Broken("rows came to a model that makes its own")
         embedding.hidden_states = hidden_states
         try:
-            return self.forward_texts(bank, texts, reading)[0]
+            return self.forward(backend, batch, prefill)[0]
         finally:
             embedding.hidden_states = None
 
-    @torch.inference_mode()
-    def forward_texts(
-        self, bank: ExpertBank, texts: Sequence[TextTokens], reading: bool = False
-    ) -> Tensor:
-        """Run tokens of several texts; return their last hidden states [1, T, H], text by text.
-
-        reading  as of `forward`
-
-        A row of few comes out, bit for bit, as it would without the other texts where the walk
-        runs it, and elsewhere up to the rounding of products and of attention: torch's depend on
-        the number of rows.
-        """
-        if len(texts) == 1:
-            (text,) = texts
-            ids = torch.tensor([text.token_ids])
-            return self.forward(bank, text.cache, ids, text.tree, reading)
-        spans = spans_of(texts)
-        if self.other_stages is not None:
-            self.other_stages.begin(spans, reading)
-        packed = torch.tensor([[token_id for text in texts for token_id in text.token_ids]])
-        if self._walks and packed.shape[1] <= MAX_LINEAR_ROWS:
-            return self._run(bank, None, packed, None, Windows(spans, self._windows))
-        seen = [self._seen(span) for span in spans]
-        for span in spans:
-            span.cache.begin_pass(span.tree, reading)
-        positions = torch.cat([positions for positions, _ in seen], 1)
-        masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
-        with turned_by_text(self._family, self._hf_model.model, spans):
-            return self._run(bank, cache_of(spans), self._send(packed), positions, masks)
-
-    def _seen(self, span: Span) -> tuple[Tensor, Callable[[int | None], Tensor]]:
+    def _seen(self, span: BatchSpan) -> tuple[Tensor, Callable[[int | None], Tensor]]:
         """Positions [1, T] of a text's rows, and what they see of its entries, by how far they look
         back.
         """
@@ -297,7 +278,12 @@ class MoEModel:
 
     @torch.inference_mode()
     def forward_at(
-        self, bank: ExpertBank, cache: KVCache, token_ids: Tensor, positions: Tensor, seen: int
+        self,
+        backend: ExpertBackend,
+        cache: KVCache,
+        token_ids: Tensor,
+        positions: Tensor,
+        seen: int,
     ) -> Tensor:
         """Run one row's chain of tokens [1, T]; return their last hidden states [1, T, H].
 
@@ -309,7 +295,7 @@ class MoEModel:
         """
         placed = cache.placed(positions[0], seen)
         mask = partial(causal_mask, positions, seen)
-        return self._run(bank, placed, token_ids, positions, self._masks(mask))
+        return self._run(backend, placed, token_ids, positions, self._masks(mask))
 
     def _send(self, values: Tensor) -> Tensor:
         """A tensor of the host where the model computes."""
@@ -317,16 +303,16 @@ class MoEModel:
 
     def _run(
         self,
-        bank: ExpertBank,
+        backend: ExpertBackend,
         cache: Cache | None,
         token_ids: Tensor,
         positions: Tensor | None,
         masks: Any,
     ) -> Tensor:
-        """masks: as the model takes them, or `Windows`, without positions."""
-        self._switch.turn(bank)
+        """masks: as the model takes them, or `AttentionWindows`, without positions."""
+        self._switch.use(backend)
         try:
-            if isinstance(masks, Windows):
+            if isinstance(masks, AttentionWindows):
                 return self._hf_model.model(
                     input_ids=token_ids, attention_mask=masks
                 ).last_hidden_state
@@ -338,7 +324,7 @@ class MoEModel:
                 **{self._cache_name: cache},
             )
         finally:
-            self._switch.turn(None)
+            self._switch.use(None)
         return output.last_hidden_state
 
     def head_words(self) -> tuple[Tensor, Tensor | None]:
@@ -356,15 +342,15 @@ class MoEModel:
         return self._send(torch.tensor(token_ids))
 
     @torch.inference_mode()
-    def logits(self, hidden_states: Tensor, bank: ExpertBank | None = None) -> Tensor:
+    def logits(self, hidden_states: Tensor, backend: ExpertBackend | None = None) -> Tensor:
         """The head: [..., H] to [..., V].
 
         bank  of the pass that made the hidden states: drafts may have a head of their own
         """
         head = self._hf_model.get_output_embeddings()
-        if bank is None:
+        if backend is None:
             return self._capped(head(hidden_states))
-        with self.using(bank):
+        with self.using(backend):
             return self._capped(head(hidden_states))
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -372,41 +358,26 @@ class MoEModel:
         cap = logits_cap(self._config)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def score(
-        self,
-        bank: ExpertBank,
-        cache: KVCache,
-        token_ids: list[int],
-        tree: Tree | None = None,
-    ) -> Scored:
-        """One text's tokens in one pass, logits for all of them."""
-        hidden = self.forward(bank, cache, torch.tensor([token_ids]), tree)[0]
-        return Scored(self.logits(hidden, bank), self.features(hidden))
+    def score(self, backend: ExpertBackend, batch: Sequence[SequenceTokens]) -> list[Scored]:
+        """Run tokens of some sequences in one pass; logits of all of them, for each sequence."""
+        hidden = self.forward(backend, batch)[0]
+        counts = [len(each.token_ids) for each in batch]
+        found = self.logits(hidden, backend), self.features(hidden)
+        by_sequence = zip(*(rows.split(counts) for rows in found), strict=True)
+        return [Scored(*each) for each in by_sequence]
 
-    def score_texts(self, bank: ExpertBank, texts: Sequence[TextTokens]) -> list[Scored]:
-        """Tokens of several texts in one pass, logits for all of them, text by text."""
-        hidden = self.forward_texts(bank, texts)[0]
-        counts = [len(text.token_ids) for text in texts]
-        found = self.logits(hidden, bank), self.features(hidden)
-        by_text = zip(*(rows.split(counts) for rows in found), strict=True)
-        return [Scored(*each) for each in by_text]
-
-    def read(
-        self,
-        bank: ExpertBank,
-        cache: KVCache,
-        token_ids: list[int],
-        on_hidden: OnHidden | None = None,
+    def prefill(
+        self, backend: ExpertBackend, tokens: SequenceTokens, observe: OnHidden | None = None
     ) -> Tensor:
-        """Run some tokens of a prompt, keeping their entries; the last hidden state [1, H].
+        """Run a chunk of a prompt and keep its KV; the last hidden state [1, H].
 
-        on_hidden  told the tokens and what drafters go by of them
+        observe  told the tokens, and what drafters go by of them
         """
-        hidden = self.forward(bank, cache, torch.tensor([token_ids]), reading=True)[0]
-        cache.advance(len(token_ids))
-        cache.settle()
-        if on_hidden is not None:
-            on_hidden(token_ids, self.features(hidden))
+        hidden = self.forward(backend, [tokens], prefill=True)[0]
+        tokens.cache.advance(len(tokens.token_ids))
+        tokens.cache.settle()
+        if observe is not None:
+            observe(tokens.token_ids, self.features(hidden))
         return hidden[-1:]
 
     def score_last(self, last: Tensor) -> Scored:
@@ -444,7 +415,7 @@ def host_rope(family: Family, body: Any) -> str | None:
 
 
 @contextmanager
-def turned_by_text(family: Family, body: Any, spans: Sequence[Span]) -> Iterator[None]:
+def rotated_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) -> Iterator[None]:
     """Within the block positions turn the rows of each text as those of that text alone do, where
     turns depend on all positions of a pass.
     """
@@ -456,7 +427,7 @@ def turned_by_text(family: Family, body: Any, spans: Sequence[Span]) -> Iterator
 
     def forward(hidden: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, ...]:
         turns = [own(hidden, position_ids=position_ids[..., span.rows], **others) for span in spans]
-        return tuple(torch.cat(of_texts, 1) for of_texts in zip(*turns, strict=True))
+        return tuple(torch.cat(of_sequences, 1) for of_sequences in zip(*turns, strict=True))
 
     rotary.forward = forward
     try:
@@ -486,7 +457,7 @@ def load(
     device: Processor | Accelerator,
     records: Records | None = None,
     progress: Progress = no_progress,
-    part: Part | None = None,
+    part: LayerRange | None = None,
 ) -> MoEModel:
     """Load all of a model but its experts, or of a part of it.
 

@@ -14,7 +14,7 @@ from speq.files.json_file import read_json
 from speq.files.published_format import FP8_DTYPE
 from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
-from speq.models.part import Part
+from speq.models.layer_range import LayerRange
 from speq.models.self_test import check_transformers
 from speq.models.shape import ModelShape, hf_config, shape_of
 
@@ -32,7 +32,7 @@ class Opened:
     shape: ModelShape
     store: ExpertStore
     dense: PackedDense | None = None
-    part: Part | None = None
+    part: LayerRange | None = None
 
     def converted_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
@@ -67,7 +67,9 @@ class Opened:
         self.checkpoint.close()
 
 
-def open_model(model: str | Path, verify_reads: bool = False, part: Part | None = None) -> Opened:
+def open_model(
+    model: str | Path, verify_reads: bool = False, part: LayerRange | None = None
+) -> Opened:
     """Check a model folder and read its sizes, without loading weights.
 
     verify_reads  compare a pack's experts with their checksums whenever they are read

@@ -20,6 +20,7 @@ from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, quiet_transformers
+from speq.models.packed_batch import SequenceTokens
 from speq.routing import Route
 from speq.version import TESTED, is_tested, transformers_version
 
@@ -58,7 +59,7 @@ SEEDS = (1, 2, 3)
 _passed: set[tuple[str, tuple[str, ...]]] = set()
 
 
-class WordsBank:
+class PlainBackend:
     """Runs experts out of the words that transformers' own experts have.
 
     words  of each MoE layer: [E, 2F, H] and [E, H, F]
@@ -193,11 +194,11 @@ def difference(
     """
     config = model.config
     act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
-    bank, ours = (
-        WordsBank(words, family.activation or act),
+    backend, ours = (
+        PlainBackend(words, family.activation or act),
         MoEModel(model, family, Processor(), {}),
     )
-    bank.biases = ours.biases
+    backend.biases = ours.biases
     shape = family.attention(config)
     cache = KVCache(
         config.num_hidden_layers,
@@ -212,7 +213,8 @@ def difference(
     for count in PASSES:
         first = cache.length
         rows = slice(first, first + count)
-        made = ours.forward(bank, cache, text()[None, rows])[0]
+        tokens = SequenceTokens(cache, text()[rows].tolist())
+        made = ours.forward(backend, [tokens])[0]
         largest = float((made - theirs[rows]).abs().max())
         if not largest <= allowed:  # also where it is no number
             what = "a prompt" if not first else f"{count} tokens behind {first}"

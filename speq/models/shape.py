@@ -22,7 +22,7 @@ from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
-from speq.models.part import Part, built
+from speq.models.layer_range import LayerRange, built
 from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
@@ -80,7 +80,7 @@ class ModelShape:
     draft_layers: tuple[DenseShape, ...]
     max_context: int
     states: StateShape = NO_STATES
-    part: Part | None = None
+    part: LayerRange | None = None
 
     @property
     def embedding(self) -> tuple[int, int]:
@@ -227,7 +227,9 @@ def config_in(path: Path) -> Any:
     return config
 
 
-def skeleton(family: Family, config: Any, where: object, part: Part | None = None) -> nn.Module:
+def skeleton(
+    family: Family, config: Any, where: object, part: LayerRange | None = None
+) -> nn.Module:
     """The model, or a part of it, without experts and without storage, in bfloat16."""
     try:
         with built(family, part), torch.device("meta"):
@@ -256,7 +258,9 @@ def _nulls(config: Any, error: Exception) -> str:
     return f", where {' and '.join(nulls)} is null" if nulls else ""
 
 
-def shape_of(family: Family, config: Any, where: object, part: Part | None = None) -> ModelShape:
+def shape_of(
+    family: Family, config: Any, where: object, part: LayerRange | None = None
+) -> ModelShape:
     """Read the sizes of a model, or of a part of it, off its configuration. Raises SpeqError for
     what is not supported.
     """
@@ -328,7 +332,7 @@ def shape_of(family: Family, config: Any, where: object, part: Part | None = Non
     )
 
 
-def states_of(family: Family, config: Any, part: Part | None) -> StateShape:
+def states_of(family: Family, config: Any, part: LayerRange | None) -> StateShape:
     """Which layers of a model, or of a part of it, keep states."""
     states = family.states(config)
     return states if part is None else states.among(part.layers)

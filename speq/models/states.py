@@ -87,7 +87,7 @@ def layers_of_kind(config: Any, kind: str) -> frozenset[int]:
     return frozenset(at for at, each in enumerate(kinds) if each == kind)
 
 
-class StateTexts:
+class BatchStateLayer:
     """One layer of several texts, whose tokens lie side by side."""
 
     def __init__(self, layers: list[StateLayer], counts: list[int]) -> None:

@@ -4,14 +4,14 @@ A body is what `speq serve` takes at that URL, and is answered as it would be th
 """
 
 import asyncio
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from speq.config import SamplingParams
-from speq.decode.logprobs import Logprobs
-from speq.decode.sequence import Sequence
+from speq.engine.request import Request
+from speq.engine.token_stream import End
 from speq.errors import Broken, SpeqError, checked_choice, checked_text
 from speq.generator import Generator, Token
 from speq.offline.answer import Answer
@@ -19,7 +19,6 @@ from speq.offline.request_file import RequestLine
 from speq.options.declared import refuse_unknown
 from speq.server.api_error import ApiError, error_of, error_of_fields
 from speq.server.defaults import sampling_defaults
-from speq.server.engine_worker import End, EngineRequest
 from speq.server.fields import ChatBody, CompletionBody, SampledBody
 from speq.server.forms import Form
 from speq.server.service import Service
@@ -37,29 +36,29 @@ class Refused(SpeqError):
 
 
 @dataclass(slots=True)
-class OpenAIAsked:
+class OpenAIRequest:
     """A request of that form. form: writes the answer's body."""
 
     number: int
     heading: dict[str, Any]
-    sequence: Sequence
+    request: Request
     form: Form
 
-    def hear(self, tokens: list[Token]) -> None:
+    def add_tokens(self, tokens: list[Token]) -> None:
         for token in tokens:
             for _ in self.form.chunks(token):
                 continue
 
     def answer(self, figures: dict[str, Any]) -> Answer:
-        prompt_tokens = len(self.sequence.prompt_ids)
-        new_tokens = len(self.sequence.generated_ids)
+        prompt_tokens = len(self.request.prompt_token_ids)
+        new_tokens = len(self.request.output_token_ids)
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
             "speq": figures,
         }
-        end = End(self.sequence.finish_reason or "", figures)
+        end = End(self.request.finish_reason or "", figures)
         for _ in self.form.closing(end):
             continue
         content = responded(self.heading, 200, self.form.whole(end, usage))
@@ -81,7 +80,7 @@ class OpenAIForm:
             self.generator, self.name, self.sampling.max_new_tokens, sampling_defaults(folder)
         )
 
-    def asked(self, request: RequestLine, given: dict[str, Any]) -> OpenAIAsked:
+    def read_request(self, line: RequestLine, given: dict[str, Any]) -> OpenAIRequest:
         refuse_unknown(given, FIELDS)
         missing = [name for name in FIELDS if name not in given]
         if missing:
@@ -90,16 +89,12 @@ class OpenAIForm:
         checked_choice("method", given["method"], ("POST",))
         checked_choice("url", given["url"], (CHAT, COMPLETION))
         try:
-            asked, form = self._asked(given["url"], given["body"])
+            request, form = self._read_body(given["url"], given["body"])
         except ApiError as error:
             raise Refused(error) from error
-        options: Any = asdict(asked.sampling)
-        sequence = self.generator.prepare(asked.prompt, None, options)
-        if asked.top_logprobs is not None:
-            sequence.odds = Logprobs(asked.top_logprobs)
-        return OpenAIAsked(request.number, heading(request, given), sequence, form)
+        return OpenAIRequest(line.number, heading(line, given), request, form)
 
-    def _asked(self, url: str, fields: Any) -> tuple[EngineRequest, Form]:
+    def _read_body(self, url: str, fields: Any) -> tuple[Request, Form]:
         """Raises ApiError and SpeqError as the server does."""
         wanted: type[SampledBody] = ChatBody if url == CHAT else CompletionBody
         try:

@@ -9,9 +9,9 @@ from speq.config import RunConfig, SamplingParams
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.offline.answer import Answer
+from speq.offline.batch_answerer import BatchAnswerer
 from speq.offline.in_blocks import News
 from speq.offline.request_file import RequestLine
-from speq.offline.side_by_side import SideBySide
 from speq.server.ray_settings import RaySettings
 
 
@@ -30,7 +30,7 @@ class Answering:
     """The actor. It loads the model with its first block, so that a failure is that block's."""
 
     spec: WorkerSpec
-    _answerer: SideBySide | None = None
+    _answerer: BatchAnswerer | None = None
 
     def answer(self, lines: list[RequestLine]) -> Iterator[list[Answer] | str]:
         """Answers as they come; a sentence at the end where the machine fails."""
@@ -38,7 +38,7 @@ class Answering:
             if self._answerer is None:
                 spec = self.spec
                 generator = Generator.load(spec.model, spec.run)
-                self._answerer = SideBySide(generator, spec.sampling, spec.name)
+                self._answerer = BatchAnswerer(generator, spec.sampling, spec.name)
             yield from self._answerer.answers(lines)
         except SpeqError as error:
             yield str(error)

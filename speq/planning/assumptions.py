@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from speq.governor.holding import Holding
 from speq.governor.locality import Locality, RouteCurve, nearest_curve
 from speq.governor.planner import Outlook, PassBytes, Speeds
 from speq.governor.presets import Rates
 from speq.governor.profile import Profile
+from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link
 from speq.governor.survey import Survey
 from speq.models.shape import ModelShape
@@ -74,40 +74,46 @@ class Assumptions:
         """Of the codecs whose encoding was timed, by name."""
         return {} if isinstance(self.machine, Rates) else self.machine.encode_bytes_per_s
 
-    def timed(self, holding: Holding, on_cpu: bool) -> bool:
+    def timed(self, residency_plan: ResidencyPlan, on_cpu: bool) -> bool:
         """Whether it is known how fast published words are encoded, if a holding needs that. On a
         GPU host memory holds them encoded already: a miss moves records.
         """
-        return not holding.encoded or (on_cpu and holding.codec in self.encode_bytes_per_s)
+        return not residency_plan.encoded or (
+            on_cpu and residency_plan.codec in self.encode_bytes_per_s
+        )
 
-    def priced(self, holding: Holding, words_bytes: int, on_cpu: bool, count: int) -> Holding:
+    def priced(
+        self, residency_plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
+    ) -> ResidencyPlan:
         """The holding with the time that encoding adds to a miss, and to a load. A load reads all
         experts for it, which a prompt would otherwise do.
 
         words_bytes  of one expert as published; count: of all experts
         """
-        if not (holding.encoded and on_cpu and holding.codec in self.encode_bytes_per_s):
-            return holding
-        encode_s = words_bytes / self.encode_bytes_per_s[holding.codec]
-        return replace(holding, encode_s=encode_s, start_s=count * encode_s)
+        if not (
+            residency_plan.encoded and on_cpu and residency_plan.codec in self.encode_bytes_per_s
+        ):
+            return residency_plan
+        encode_s = words_bytes / self.encode_bytes_per_s[residency_plan.codec]
+        return replace(residency_plan, encode_s=encode_s, start_s=count * encode_s)
 
     def outlook(
         self,
         num_layers: int,
         sizes: PassBytes,
-        holdings: Iterable[Holding],
+        residency_plans: Iterable[ResidencyPlan],
         head_stand: tuple[float, ...] = (),
     ) -> Outlook:
         """head_stand: by depth, how often tokens of the model's head stand; empty: not measured"""
         machine, locality = self.machine, self.locality
         if isinstance(machine, Profile):
             speeds = Speeds.of_profile(
-                machine, sizes, lambda rows: num_layers * locality.distinct(rows), holdings
+                machine, sizes, lambda rows: num_layers * locality.distinct(rows), residency_plans
             )
         elif isinstance(machine, Survey):
-            speeds = Speeds.of_survey(machine, sizes, holdings)
+            speeds = Speeds.of_survey(machine, sizes, residency_plans)
         else:
-            speeds = Speeds.of_rates(machine, sizes, holdings)
+            speeds = Speeds.of_rates(machine, sizes, residency_plans)
         return Outlook(
             num_layers, locality, speeds, self.link, self.acceptance, head_stand=head_stand
         )

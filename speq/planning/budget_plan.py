@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from speq.governor.holding import Holding
 from speq.governor.planner import choose
+from speq.governor.residency_plan import ResidencyPlan
 from speq.planning.assumptions import Assumptions
+from speq.planning.candidates import candidates_of, with_measured_head
+from speq.planning.choose_plan import outlook_of
 from speq.planning.demand import Budget
-from speq.planning.fitting import fit, fitted, least_refusal
+from speq.planning.fitting import fit, fit_all, least_refusal
 from speq.planning.host_memory import HostPlan, host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
-from speq.planning.settle import outlook_of
-from speq.planning.subject import Subject
-from speq.planning.ways import ways_of, with_measured_head
+from speq.planning.model_spec import ModelSpec
 from speq.units import format_bytes
 
 
@@ -33,10 +33,10 @@ class BudgetPlan:
                where it does not fit
     """
 
-    subject: Subject
+    model_spec: ModelSpec
     budget: Budget
     assumptions: Assumptions
-    candidates: list[Holding]
+    candidates: list[ResidencyPlan]
     memory: list[MemoryPlan]
     reason: str
     worst: str
@@ -48,7 +48,7 @@ class BudgetPlan:
     @property
     def host(self) -> HostPlan | None:
         """The host's memory with the best of them; None where no limit is set to it."""
-        return host_plan(self.subject, self.candidates[self.best], self.budget)
+        return host_plan(self.model_spec, self.candidates[self.best], self.budget)
 
     @property
     def best(self) -> int:
@@ -61,11 +61,11 @@ class BudgetPlan:
         host = self.host
         best = self.memory[self.best]
         return {
-            "model": self.subject.name,
+            "model": self.model_spec.name,
             "budget_bytes": self.budget.budget_bytes,
             "context_length": self.budget.context,
-            "expert_bytes": self.subject.count * self.subject.codec.shape.nbytes,
-            "dense": self.subject.dense.name,
+            "expert_bytes": self.model_spec.count * self.model_spec.codec.shape.nbytes,
+            "dense": self.model_spec.dense.name,
             "items": dict(best.items),
             "unused_bytes": best.report()["unused"],
             "host": host and host.to_dict(),
@@ -90,83 +90,94 @@ class BudgetPlan:
         }
 
 
-def candidate_entry(holding: Holding) -> dict[str, Any]:
+def candidate_entry(residency_plan: ResidencyPlan) -> dict[str, Any]:
     """One of `candidates` in the object of `--json`. encoded: from words, as they are read;
     draft_experts: of each layer that an INT4 draft holds, None of one that holds all. The two
     TPOTs beside the expected one are those with all transfers exposed (Eq. 3 of MoE-SpeQ) and with
     all hidden that can be.
     """
-    cycle = holding.cycle
+    cycle = residency_plan.cycle
     return {
-        "codec": holding.codec,
-        "encoded": holding.encode_s > 0,
-        "draft": holding.drafts,
-        "drafter": holding.drafter,
-        "draft_experts": holding.draft_experts,
-        "slots": holding.slots,
+        "codec": residency_plan.codec,
+        "encoded": residency_plan.encode_s > 0,
+        "draft": residency_plan.drafts,
+        "drafter": residency_plan.drafter,
+        "draft_experts": residency_plan.draft_experts,
+        "slots": residency_plan.slots,
         "draft_length": cycle.draft_length,
-        "tpot_ms": holding.tpot_s * 1e3,
+        "tpot_ms": residency_plan.tpot_s * 1e3,
         "exposed_tpot_ms": cycle.serial_s / cycle.tokens * 1e3,
         "hidden_tpot_ms": cycle.overlapped_s / cycle.tokens * 1e3,
-        "moved_bytes_per_token": holding.moved_bytes_per_token,
+        "moved_bytes_per_token": residency_plan.moved_bytes_per_token,
         "limit": cycle.limit,
     }
 
 
-def plan(subject: Subject, budget: Budget, assumptions: Assumptions) -> BudgetPlan:
+def plan(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions) -> BudgetPlan:
     """Plan every way to hold the experts.
 
     Raises SpeqError, item by item, where not even the smallest fits without a draft, and where the
     host's memory is too small.
     """
     left_out: dict[str, str] = {}
-    ways = [way for way in ways_of(subject, budget.on_cpu) if assumptions.timed(way, budget.on_cpu)]
-    ways += with_measured_head(subject, ways)
-    if subject.draft is None:
+    candidates = [
+        way
+        for way in candidates_of(model_spec, budget.on_cpu)
+        if assumptions.timed(way, budget.on_cpu)
+    ]
+    candidates += with_measured_head(model_spec, candidates)
+    if model_spec.draft is None:
         left_out["with a draft"] = "no INT4 copy of these experts is much smaller than they are"
     elif not assumptions.drafted:
         left_out["with a draft"] = "the profile was measured without one"
-        ways = [way for way in ways if way.drafter != "int4"]
-    words_bytes = subject.codec.shape.nbytes
-    ways = [assumptions.priced(way, words_bytes, budget.on_cpu, subject.count) for way in ways]
-    fitting, refused = fitted(subject, ways, budget)
+        candidates = [way for way in candidates if way.drafter != "int4"]
+    words_bytes = model_spec.codec.shape.nbytes
+    candidates = [
+        assumptions.priced(way, words_bytes, budget.on_cpu, model_spec.count) for way in candidates
+    ]
+    fitting, refused = fit_all(model_spec, candidates, budget)
     left_out |= {
         way.name: f"takes {format_bytes(error.needed_bytes)} at the least" for way, error in refused
     }
     if not fitting:
         raise least_refusal(refused)
-    holdings = [holding for holding, _ in fitting]
-    outlook = outlook_of(subject, assumptions, holdings)
+    residency_plans = [residency_plan for residency_plan, _ in fitting]
+    outlook = outlook_of(model_spec, assumptions, residency_plans)
     independent = replace(assumptions.locality, curve=None)
     made = BudgetPlan(
-        subject,
+        model_spec,
         budget,
         assumptions,
-        [outlook.weighed(holding) for holding in holdings],
+        [outlook.weighed(residency_plan) for residency_plan in residency_plans],
         [made for _, made in fitting],
-        choose(outlook, holdings)[1],
-        choose(replace(outlook, locality=independent), holdings)[1],
-        outlook.break_even_acceptance(holdings),
-        outlook.break_even_link(holdings),
+        choose(outlook, residency_plans)[1],
+        choose(replace(outlook, locality=independent), residency_plans)[1],
+        outlook.break_even_acceptance(residency_plans),
+        outlook.break_even_link(residency_plans),
         left_out,
-        with_head(subject, holdings, budget, left_out),
+        with_head(model_spec, residency_plans, budget, left_out),
     )
     _ = made.host  # refuses a host budget that is too small
     return made
 
 
 def with_head(
-    subject: Subject, holdings: Sequence[Holding], budget: Budget, left_out: dict[str, str]
+    model_spec: ModelSpec,
+    residency_plans: Sequence[ResidencyPlan],
+    budget: Budget,
+    left_out: dict[str, str],
 ) -> MemoryPlan | None:
     """Memory of the first way without a draft, if the model's head drafts in it.
 
     left_out  is told why it does not fit
     """
-    plain = next((holding for holding in holdings if not holding.drafts), None)
-    if subject.head is None or plain is None:
+    plain = next(
+        (residency_plan for residency_plan in residency_plans if not residency_plan.drafts), None
+    )
+    if model_spec.head is None or plain is None:
         return None
     try:
-        return fit(subject, replace(plain, drafter="head"), budget)[1]
+        return fit(model_spec, replace(plain, drafter="head"), budget)[1]
     except BudgetTooSmall as error:
         left_out["with a head"] = f"takes {format_bytes(error.needed_bytes)} at the least"
         return None

@@ -13,15 +13,15 @@ from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST, LONGEST_SIDE
-from speq.governor.holding import Holding
-from speq.heads.head_text import ROWS as HEAD_ROWS
+from speq.governor.residency_plan import ResidencyPlan
+from speq.heads.head_context import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
 from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
 from speq.planning.memory import Demand
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 
 # A plan is for so many tokens where nothing is said: enough for a chat.
 DEFAULT_CONTEXT = 4096
@@ -30,7 +30,7 @@ HEAD_LOGIT_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class DeviceOverhead:
     """What a run on a device with memory of its own takes besides tensors there.
 
     host_bytes  of the host's memory, for exact experts; None: as much as all of them take
@@ -61,9 +61,9 @@ class Budget:
     on_cpu: bool
     readers: int = DEFAULT_READER_THREADS
     longest_draft: int = LONGEST
-    beside: Beside | None = None
+    beside: DeviceOverhead | None = None
     graphs: bool = False
-    texts: int = 1
+    batch_size: int = 1
     longest_side: int = 0
 
     @classmethod
@@ -81,32 +81,32 @@ class Budget:
         return cls(budget_bytes, context, on_cpu, longest_side=LONGEST_SIDE)
 
 
-def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
+def demand_of(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget) -> Demand:
     """A run of the model with its experts held so."""
-    shape, dtype = subject.shape, subject.dtype
-    codec = codec_of(holding.codec, subject.codec.shape)
+    shape, dtype = model_spec.shape, model_spec.dtype
+    codec = codec_of(residency_plan.codec, model_spec.codec.shape)
     # On a GPU loading and reading pass through host memory, which is not what is budgeted.
     readers = budget.readers if budget.on_cpu else 0
     loading_bytes = 0
     if budget.on_cpu:
-        loading_bytes = subject.dense.loading_bytes(budget.readers, subject.converted_bytes)
-    texts = budget.texts
-    each = 1 + budget.longest_draft if holding.drafts else 1
+        loading_bytes = model_spec.dense.loading_bytes(budget.readers, model_spec.converted_bytes)
+    batch_size = budget.batch_size
+    each = 1 + budget.longest_draft if residency_plan.drafts else 1
     alone = max(each, 1 + budget.longest_side)
     # Side by side, texts draft less far each: all rows of a pass are few.
-    scored = max(alone, texts * min(each, MAX_LINEAR_ROWS // texts))
+    scored = max(alone, batch_size * min(each, MAX_LINEAR_ROWS // batch_size))
     order_bytes = 0
-    if holding.draft_bytes and holding.encoded and codec.needs_draft:
+    if residency_plan.draft_bytes and residency_plan.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
-        order_bytes = subject.count * 4 * subject.shape.experts.expert_width
+        order_bytes = model_spec.count * 4 * model_spec.shape.experts.expert_width
     recorded = budget.graphs and not budget.on_cpu
-    head = subject.head if holding.drafter == "head" else None
+    head = model_spec.head if residency_plan.drafter == "head" else None
     kv_elements = shape.kv_elements_per_token + (head.kv_elements_per_token if head else 0)
 
     def workspace(rows: int, context: int) -> int:
         taken = pass_bytes(rows, context)
-        if texts > 1:
-            taken = max(taken, pass_bytes(scored, texts * context))
+        if batch_size > 1:
+            taken = max(taken, pass_bytes(scored, batch_size * context))
         if head is None:
             return taken
         taken += head.features_bytes(max(rows, scored), dtype)
@@ -116,45 +116,47 @@ def demand_of(subject: Subject, holding: Holding, budget: Budget) -> Demand:
     def pass_bytes(rows: int, context: int) -> int:
         rows = max(rows, scored)
         few = min(MAX_LINEAR_ROWS, KERNELS["cpu" if budget.on_cpu else "cuda"].max_rows)
-        decoded = decoded_bytes(subject, rows, scored, few)
+        decoded = decoded_bytes(model_spec, rows, scored, few)
         if budget.on_cpu:
             return shape.workspace_bytes(rows, scored, context, dtype) + decoded
         kernels = shape.gpu_kernel_bytes(rows, dtype, codec.shape.dtype, codec.plain_bytes)
         return shape.activation_bytes(rows, scored, context, dtype) + kernels + decoded
 
     def graphs(context: int) -> int:
-        taken = graph_bytes(shape, alone, holding.drafter == "int4", context, dtype)
+        taken = graph_bytes(shape, alone, residency_plan.drafter == "int4", context, dtype)
         kept = MAX_GRAPHS * head.features_bytes(alone, dtype) if head else 0
         return taken + kept
 
     return Demand(
-        non_expert_bytes=subject.non_expert_bytes,
+        non_expert_bytes=model_spec.non_expert_bytes,
         loading_bytes=loading_bytes,
-        draft_bytes=holding.draft_bytes + order_bytes,
-        kv_bytes_per_token=texts * kv_elements * dtype.itemsize,
-        texts=texts,
+        draft_bytes=residency_plan.draft_bytes + order_bytes,
+        kv_bytes_per_token=batch_size * kv_elements * dtype.itemsize,
+        batch_size=batch_size,
         reading_bytes=(
-            ALIGNMENT + readers * reading_bytes_of(subject, holding) + subject.copying_bytes
+            ALIGNMENT
+            + readers * reading_bytes_of(model_spec, residency_plan)
+            + model_spec.copying_bytes
         ),
-        slot_bytes=holding.slot_bytes,
-        num_experts=subject.count,
+        slot_bytes=residency_plan.slot_bytes,
+        num_experts=model_spec.count,
         workspace=workspace,
         graphs=graphs if recorded else None,
-        overhead=overhead_of(subject, holding, budget),
+        overhead=overhead_of(model_spec, residency_plan, budget),
         head_bytes=head.nbytes(dtype) if head else 0,
-        state_bytes=texts * shape.states.nbytes(dtype),
+        state_bytes=batch_size * shape.states.nbytes(dtype),
     )
 
 
-def decoded_bytes(subject: Subject, rows: int, scored: int, few: int) -> int:
+def decoded_bytes(model_spec: ModelSpec, rows: int, scored: int, few: int) -> int:
     """What products of many rows by a compact dense matrix take: its words, one matrix at a time.
 
     rows  of the pass; scored: of them, those that the head, of the embedding's shape, is asked for
     few   rows that need none of it
     """
-    if subject.dense.name == "raw":
+    if model_spec.dense.name == "raw":
         return 0
-    shape, dtype = subject.shape, subject.dtype
+    shape, dtype = model_spec.shape, model_spec.dtype
     head = shape.embedding
     asked = {each: scored if each == head else rows for each in shape.dense}
     return max(
@@ -162,13 +164,15 @@ def decoded_bytes(subject: Subject, rows: int, scored: int, few: int) -> int:
     )
 
 
-def overhead_of(subject: Subject, holding: Holding, budget: Budget) -> Callable[[int], int] | None:
+def overhead_of(
+    model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget
+) -> Callable[[int], int] | None:
     """Tokens of context -> what the device takes beyond all tensors."""
     beside = budget.beside
     if beside is None:
         return None
     return lambda context: beside.overhead(
-        kept_bytes(subject, holding, context, budget.texts), budget.graphs
+        kept_bytes(model_spec, residency_plan, context, budget.batch_size), budget.graphs
     )
 
 
@@ -195,33 +199,37 @@ def graph_bytes(
     return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 
-def reading_bytes_of(subject: Subject, holding: Holding) -> int:
+def reading_bytes_of(model_spec: ModelSpec, residency_plan: ResidencyPlan) -> int:
     """Memory of each thread that reads; records go straight into their slots."""
-    codec = codec_of(holding.codec, subject.codec.shape)
-    if holding.encoded:
-        return subject.reading_bytes + encoding_bytes(subject.codec, codec)
-    if holding.codec == subject.codec.name:
-        return subject.reading_bytes
+    codec = codec_of(residency_plan.codec, model_spec.codec.shape)
+    if residency_plan.encoded:
+        return model_spec.reading_bytes + encoding_bytes(model_spec.codec, codec)
+    if residency_plan.codec == model_spec.codec.name:
+        return model_spec.reading_bytes
     return ENDS_BYTES + ALIGNMENT if codec.usual_bits is None else 0
 
 
-def kept_bytes(subject: Subject, holding: Holding, context: int, texts: int = 1) -> Iterator[int]:
+def kept_bytes(
+    model_spec: ModelSpec, residency_plan: ResidencyPlan, context: int, batch_size: int = 1
+) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
     weights, the INT4 copy part by part, the head, and the KV caches of so many texts.
     """
-    shape, size = subject.shape, subject.dtype.itemsize
-    yield from subject.dense.sizes
-    yield from shape.other_bytes(subject.dtype)
-    if holding.holds_int4 and subject.draft is not None:
-        for part, dtype in subject.draft.shapes.values():
-            yield subject.drafted(holding.draft_experts) * math.prod(part) * dtype.itemsize
-    if holding.drafter == "int4":
-        for layout in subject.dense_draft.layouts.values():
+    shape, size = model_spec.shape, model_spec.dtype.itemsize
+    yield from model_spec.dense.sizes
+    yield from shape.other_bytes(model_spec.dtype)
+    if residency_plan.holds_int4 and model_spec.draft is not None:
+        for part, dtype in model_spec.draft.shapes.values():
+            yield (
+                model_spec.drafted(residency_plan.draft_experts) * math.prod(part) * dtype.itemsize
+            )
+    if residency_plan.drafter == "int4":
+        for layout in model_spec.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
-    kv_shapes = shape.kv_layers * texts
-    yield from texts * shape.states.sizes_of(subject.dtype)
-    if holding.drafter == "head" and subject.head is not None:
-        yield from subject.head.sizes(subject.dtype)
-        kv_shapes += [subject.head.kv_shapes] * texts
+    kv_shapes = shape.kv_layers * batch_size
+    yield from batch_size * shape.states.sizes_of(model_spec.dtype)
+    if residency_plan.drafter == "head" and model_spec.head is not None:
+        yield from model_spec.head.sizes(model_spec.dtype)
+        kv_shapes += [model_spec.head.kv_shapes] * batch_size
     for of_layer in kv_shapes:
         yield from (heads * width * context * size for heads, width in of_layer)

@@ -12,11 +12,11 @@ from speq.errors import SpeqError
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
-from speq.governor.holding import Holding
+from speq.governor.residency_plan import ResidencyPlan
 from speq.kernels import dense_ops, library, ops
 from speq.planning.demand import Budget
-from speq.planning.fitting import fitted
-from speq.planning.subject import Subject
+from speq.planning.fitting import fit_all
+from speq.planning.model_spec import ModelSpec
 from speq.units import Clock
 
 logger = logging.getLogger("speq")
@@ -91,68 +91,68 @@ def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryContext:
     """What is known of memory before the form is chosen.
 
     ways  the ways to hold a model's experts, in the order of preference
     """
 
     budget: Budget
-    ways: Callable[[Subject], Sequence[Holding]]
+    candidates: Callable[[ModelSpec], Sequence[ResidencyPlan]]
 
     @property
     def device(self) -> str:
         return "cpu" if self.budget.on_cpu else "cuda"
 
-    def with_dense(self, subject: Subject, form: str, usual: bool = False) -> Subject:
-        """As `Subject.with_dense`, as far as kernels take records where the run is to be."""
-        return subject.with_dense(form, usual, library.KERNELS[self.device])
+    def with_dense(self, model_spec: ModelSpec, form: str, usual: bool = False) -> ModelSpec:
+        """As `ModelSpec.with_dense`, as far as kernels take records where the run is to be."""
+        return model_spec.with_dense(form, usual, library.KERNELS[self.device])
 
-    def fits(self, subject: Subject) -> bool:
+    def fits(self, model_spec: ModelSpec) -> bool:
         """Whether a model fits in any way."""
-        fitting, _ = fitted(subject, self.ways(subject), self.budget)
+        fitting, _ = fit_all(model_spec, self.candidates(model_spec), self.budget)
         return bool(fitting)
 
-    def holds_all(self, subject: Subject) -> bool:
+    def holds_all(self, model_spec: ModelSpec) -> bool:
         """Whether some way to hold the experts has slots for all of them, and no smaller ones."""
-        ways = self.ways(subject)
-        as_given = [way for way in ways if way.codec == subject.codec.name]
-        fitting, _ = fitted(subject, as_given or ways, self.budget)
-        return any(way.slots == subject.count for way, _ in fitting)
+        candidates = self.candidates(model_spec)
+        as_given = [way for way in candidates if way.codec == model_spec.codec.name]
+        fitting, _ = fit_all(model_spec, as_given or candidates, self.budget)
+        return any(way.slots == model_spec.count for way, _ in fitting)
 
 
 def settle_dense(
-    subject: Subject, form: str, room: Room, trial: Callable[[], DenseTrial] | None
-) -> Subject:
+    model_spec: ModelSpec, form: str, room: MemoryContext, trial: Callable[[], DenseTrial] | None
+) -> ModelSpec:
     """The model with its dense matrices in the form of the option, or in that which is best here.
 
     trial  None: nothing is measured, and words are kept where memory is not short
 
     Raises SpeqError for a form that there is none of.
     """
-    codes = subject.dtype == torch.bfloat16
+    codes = model_spec.dtype == torch.bfloat16
     if form == "raw" or (form == "auto" and not codes):
-        return subject
+        return model_spec
     if form == "auto":
-        chosen, reason = automatic(subject, room, trial)
+        chosen, reason = automatic(model_spec, room, trial)
         logger.info("dense layers %s: %s", chosen, reason)
-        return room.with_dense(subject, chosen)
+        return room.with_dense(model_spec, chosen)
     if not codes:
         raise SpeqError(
             f"dense {form} codes bfloat16 and the run computes in "
-            f"{str(subject.dtype).removeprefix('torch.')}; use dense raw"
+            f"{str(model_spec.dtype).removeprefix('torch.')}; use dense raw"
         )
-    drafts = any(way.drafter == "int4" for way in room.ways(subject))
-    if form == "residual" and not (drafts and subject.dense_draft.bases):
+    drafts = any(way.drafter == "int4" for way in room.candidates(model_spec))
+    if form == "residual" and not (drafts and model_spec.dense_draft.bases):
         raise SpeqError(
             "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
             "no such draft; use dense lossless"
         )
-    return room.with_dense(subject, form)
+    return room.with_dense(model_spec, form)
 
 
 def automatic(
-    subject: Subject, room: Room, trial: Callable[[], DenseTrial] | None
+    model_spec: ModelSpec, room: MemoryContext, trial: Callable[[], DenseTrial] | None
 ) -> tuple[str, str]:
     """lossless or raw, and why: lossless where a fast kernel runs it, and memory is short or it was
     measured to be no slower.
@@ -160,8 +160,8 @@ def automatic(
     backend = library.backend_of("linear_lossless", room.device)
     if backend.name == "reference":
         return "raw", f"records of them have no fast kernel here ({backend.reason})"
-    if not room.holds_all(subject):
-        if room.fits(room.with_dense(subject, "lossless")):
+    if not room.holds_all(model_spec):
+        if room.fits(room.with_dense(model_spec, "lossless")):
             return "lossless", "experts get the memory that is saved"
         return "raw", "to encode them while they are loaded takes more memory than the budget has"
     if trial is None:

@@ -5,31 +5,31 @@ from dataclasses import replace
 
 from speq.experts.codec import codec_of
 from speq.files.alignment import aligned
-from speq.governor.holding import Holding
+from speq.governor.residency_plan import ResidencyPlan
 from speq.planning import memory
 from speq.planning.demand import Budget, demand_of
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 
-Fitting = tuple[Holding, MemoryPlan]
-Refusal = tuple[Holding, BudgetTooSmall]
+FittingPlan = tuple[ResidencyPlan, MemoryPlan]
+Refusal = tuple[ResidencyPlan, BudgetTooSmall]
 
 
-def fit(subject: Subject, way: Holding, budget: Budget) -> Fitting:
+def fit(model_spec: ModelSpec, way: ResidencyPlan, budget: Budget) -> FittingPlan:
     """A way with its slots and memory. Raises BudgetTooSmall, item by item."""
-    made = memory.plan(demand_of(subject, way, budget), budget.budget_bytes, budget.context)
+    made = memory.plan(demand_of(model_spec, way, budget), budget.budget_bytes, budget.context)
     return replace(way, slots=made.slots), made
 
 
-def fitted(
-    subject: Subject, ways: Sequence[Holding], budget: Budget
-) -> tuple[list[Fitting], list[Refusal]]:
+def fit_all(
+    model_spec: ModelSpec, candidates: Sequence[ResidencyPlan], budget: Budget
+) -> tuple[list[FittingPlan], list[Refusal]]:
     """Plan each way: those that fit, and why others do not."""
-    fitting: list[Fitting] = []
+    fitting: list[FittingPlan] = []
     refused: list[Refusal] = []
-    for way in ways:
+    for way in candidates:
         try:
-            fitting.append(fit(subject, way, budget))
+            fitting.append(fit(model_spec, way, budget))
         except BudgetTooSmall as error:
             refused.append((way, error))
     return fitting, refused
@@ -40,7 +40,7 @@ def least_refusal(refused: Sequence[Refusal]) -> BudgetTooSmall:
     return min((error for _, error in refused), key=lambda error: error.needed_bytes)
 
 
-def smallest(subject: Subject, way: Holding) -> Holding:
+def smallest(model_spec: ModelSpec, way: ResidencyPlan) -> ResidencyPlan:
     """The way with the smallest slots there can be, where their size is not known yet.
 
     Experts that are encoded as they are read have sizes that only a pass over all of them tells.
@@ -48,5 +48,5 @@ def smallest(subject: Subject, way: Holding) -> Holding:
     """
     if not (way.encoded and way.estimated):
         return way
-    fewest, _ = codec_of(way.codec, subject.codec.shape).record_range
+    fewest, _ = codec_of(way.codec, model_spec.codec.shape).record_range
     return replace(way, slot_bytes=aligned(fewest))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from speq.experts.host_tier import fewest_records, too_small
-from speq.governor.holding import Holding
+from speq.governor.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, reading_bytes_of
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 from speq.units import format_bytes
 
 
@@ -58,7 +58,9 @@ class HostPlan:
         )
 
 
-def host_plan(subject: Subject, holding: Holding, budget: Budget) -> HostPlan | None:
+def host_plan(
+    model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget
+) -> HostPlan | None:
     """The host's part in a run; None where it has none of its own, or no limit is set.
 
     Raises SpeqError where too few experts could be held to bring others from disk.
@@ -66,10 +68,10 @@ def host_plan(subject: Subject, holding: Holding, budget: Budget) -> HostPlan | 
     if budget.beside is None or budget.beside.host_bytes is None:
         return None
     host_bytes = budget.beside.host_bytes
-    reading = budget.readers * reading_bytes_of(subject, holding)
-    fitting = max(host_bytes - reading, 0) // holding.slot_bytes
-    fewest = fewest_records(budget.readers, subject.count)
+    reading = budget.readers * reading_bytes_of(model_spec, residency_plan)
+    fitting = max(host_bytes - reading, 0) // residency_plan.slot_bytes
+    fewest = fewest_records(budget.readers, model_spec.count)
     if fitting < fewest:
-        raise too_small(host_bytes - reading, fewest, holding.slot_bytes)
-    records = min(fitting, subject.count)
-    return HostPlan(host_bytes, reading, holding.slot_bytes, records, subject.count)
+        raise too_small(host_bytes - reading, fewest, residency_plan.slot_bytes)
+    records = min(fitting, model_spec.count)
+    return HostPlan(host_bytes, reading, residency_plan.slot_bytes, records, model_spec.count)

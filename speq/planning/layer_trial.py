@@ -11,6 +11,7 @@ from speq.devices.device import Processor
 from speq.models.families import Family
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
+from speq.models.packed_batch import SequenceTokens
 from speq.models.shape import hf_config, skeleton
 from speq.routing import Route
 from speq.units import Clock
@@ -45,8 +46,8 @@ class PassTimes:
         def timed(layers: int, rows: int) -> float:
             body.layers = nn.ModuleList([layer] * layers)  # type: ignore[union-attr]
             switched = MoEModel(model, opened.family, Processor(), {})  # which knows its layers
-            token_ids = torch.zeros((1, rows), dtype=torch.long)
-            return passes_s(partial(switched.forward, NoExperts(), cache, token_ids), clock)
+            batch = [SequenceTokens(cache, [0] * rows)]
+            return passes_s(partial(switched.forward, NoExperts(), batch), clock)
 
         deep = min(DEEP, shape.num_layers)  # transformers runs no more
         shallow_s, deep_s, wide_s = timed(1, 1), timed(deep, 1), timed(deep, WIDE)

@@ -41,7 +41,7 @@ class Demand:
     slot_bytes: int
     num_experts: int
     workspace: Callable[[int, int], int]
-    texts: int = 1
+    batch_size: int = 1
     overhead: Callable[[int], int] | None = None
     graphs: Callable[[int], int] | None = None
     head_bytes: int = 0
@@ -114,8 +114,8 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
     if needed > sum(items.values()):
         listed += f", and loading weights that are converted or encoded {format_bytes(loading)}"
     contexts, less = f"a context of {context} tokens", "with a shorter context"
-    if demand.texts > 1:
-        contexts = f"{demand.texts} contexts of {context} tokens"
+    if demand.batch_size > 1:
+        contexts = f"{demand.batch_size} contexts of {context} tokens"
         less = "with a shorter context or a smaller max_batch"
     raise BudgetTooSmall(
         f"memory budget {format_bytes(budget)} is too small for {contexts}: it takes {listed} (at "
@@ -127,7 +127,7 @@ def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
 
 def _chunk(demand: Demand, room: float, context: int) -> int:
     chunk = MIN_CHUNK
-    while chunk < min(context, MAX_CHUNK if demand.texts == 1 else MAX_CHUNK_BESIDE):
+    while chunk < min(context, MAX_CHUNK if demand.batch_size == 1 else MAX_CHUNK_BESIDE):
         chunk *= 2
     while chunk > MIN_CHUNK and demand.workspace(chunk, context) > room:
         chunk //= 2

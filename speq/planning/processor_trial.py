@@ -160,7 +160,7 @@ class ExpertTrial:
         start_s = clock()
         nbytes = codec.encode(self.words, base, room)
         encoded = ENCODING_SHARE * self.shape.nbytes / max(clock() - start_s, 1e-9)
-        return self.scale * self.run_s(codec.holding(nbytes), room[:nbytes], clock), encoded
+        return self.scale * self.run_s(codec.residency_plan(nbytes), room[:nbytes], clock), encoded
 
     def run_s(self, codec: ExpertCodec, record: torch.Tensor, clock: Clock) -> float:
         """Seconds that one of a token's experts takes out of its slot."""
@@ -190,10 +190,12 @@ class ExpertTrial:
         arena, count = self.arena(), self.model.top_k
         topk_ids = torch.arange(count).view(1, count)
         weights = torch.full((1, count), 1 / count)
-        base_slots, bank, hidden_states = arena.base_slots[0], arena.bank, self.row()
+        base_slots, backend, hidden_states = arena.base_slots[0], arena.backend, self.row()
 
         def run() -> None:
-            ops.moe_int4(hidden_states, topk_ids, weights, base_slots, bank, self.model.activation)
+            ops.moe_int4(
+                hidden_states, topk_ids, weights, base_slots, backend, self.model.activation
+            )
 
         return self.scale * passes_s(run, clock) / count
 

@@ -45,7 +45,7 @@ class DenseLayers:
     _running: str = ""
 
     @contextmanager
-    def in_lane(self, lane: str, bank: Overhearing) -> Iterator[None]:
+    def in_lane(self, lane: str, backend: Overhearing) -> Iterator[None]:
         """A window of that lane is run: overheard, or on codes, or on what rounding makes."""
         if not self.layers or lane not in (CALIBRATION, DRAFT, ROUNDED):
             yield
@@ -54,11 +54,11 @@ class DenseLayers:
                 yield
         else:
             self._run_on(lane)
-            bank.drafts = True
+            backend.drafts = True
             try:
                 yield
             finally:
-                bank.drafts = False
+                backend.drafts = False
 
     @contextmanager
     def _overheard(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from speq.experts.expert_store import (
 )
 from speq.files.alone import alone_in
 from speq.files.atomic_file import make_folder, writing
-from speq.layers.offloaded_experts import ExpertBank
+from speq.layers.offloaded_experts import ExpertBackend
 from speq.models import moe_model
 from speq.models.dense_parts import DenseShape
 from speq.models.layerwise import LayerwiseModel
@@ -150,7 +150,7 @@ class Quantizer:
         self._layers = LayerwiseModel(model, lanes.length)
         self._linears, self._biases = model.dense, model.biases
         self._hidden = hidden
-        self._bank = Overhearing(asked, lanes.rows, source.shape.top_k)
+        self._backend = Overhearing(asked, lanes.rows, source.shape.top_k)
         self._folder = folder
         self._slot = expert_slot(source.store)
 
@@ -203,14 +203,14 @@ class Quantizer:
 
     def _run_layer(self, layer: int, dense: DenseLayers, progress: Progress | None) -> None:
         """A layer without its experts, in place; each lane with its own dense layers."""
-        bank: ExpertBank = self._bank
+        backend: ExpertBackend = self._backend
         starts = list(self._lanes.starts())
         what = f"running layer {layer + 1} of {self._layers.num_layers}"
         for start in tracked(what, starts, len(starts), progress):
-            self._bank.begin(start)
+            self._backend.begin(start)
             entering = self._hidden.read(start, self._lanes.length)
-            with dense.in_lane(self._lanes.lane_of(start), self._bank):
-                leaving = self._layers.run(layer, bank, entering)
+            with dense.in_lane(self._lanes.lane_of(start), self._backend):
+                leaving = self._layers.run(layer, backend, entering)
             self._hidden.write(start, leaving.float())
 
     def _quantise_layer(
@@ -290,19 +290,19 @@ class Quantizer:
         self, lane: str, index: int, experts: FloatExpert, hessians: Hessians | None = None
     ) -> None:
         """An expert's outputs for a lane."""
-        rows, weights = self._bank.rows_of(index, self._lanes.span(lane))
-        expert.run(experts, self._bank.inputs, rows, weights, self._hidden, hessians)
+        rows, weights = self._backend.rows_of(index, self._lanes.span(lane))
+        expert.run(experts, self._backend.inputs, rows, weights, self._hidden, hessians)
 
     def _add_held_out(
         self, index: int, exact: FloatExpert, draft: FloatExpert, plain: FloatExpert
     ) -> tuple[int, float, float, float]:
         """The exact expert's outputs for the held-out lane; (tokens, squared errors of the draft's
         and of rounding's, squared outputs)."""
-        rows, weights = self._bank.rows_of(index, self._lanes.span(HELD_OUT))
+        rows, weights = self._backend.rows_of(index, self._lanes.span(HELD_OUT))
         sums = [0.0, 0.0, 0.0]
         size = expert.EXPERT_ROWS
         for block, shares in zip(rows.split(size), weights.split(size), strict=True):
-            given = self._bank.inputs.gather(block).float()
+            given = self._backend.inputs.gather(block).float()
             wanted = exact(given) * shares[:, None]
             self._hidden.add(block, wanted)
             for at, other in enumerate((draft, plain)):
@@ -313,8 +313,8 @@ class Quantizer:
 
     def _routes(self) -> tuple[float | None, float | None]:
         """(route recall, same sets) of the draft's lane against the exact one."""
-        used = self._bank.topk_ids[self._lanes.span(HELD_OUT)]
-        named = self._bank.topk_ids[self._lanes.span(DRAFT)]
+        used = self._backend.topk_ids[self._lanes.span(HELD_OUT)]
+        named = self._backend.topk_ids[self._lanes.span(DRAFT)]
         if not len(used):
             return None, None
         hits = (used[:, :, None] == named[:, None, :]).any(2)

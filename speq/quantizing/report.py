@@ -117,7 +117,7 @@ class TextReport:
                 greedy draft has accepted
     overlap     mean of sum min(p, q) of its distribution and the exact one's at temperature 1: the
                 most of a drawn draft that any rule can accept (arXiv:2211.17192); by shared noise
-                it is a little less (`speq.decode.sampling`)
+                it is a little less (`speq.engine.sampling`)
     divergence  mean Kullback-Leibler divergence from the exact distribution, in nats
     """
 

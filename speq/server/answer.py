@@ -8,12 +8,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from speq.dashboard.live.event_stream import left
+from speq.engine.engine_thread import EngineThread
+from speq.engine.token_stream import End, TokenStream
 from speq.errors import SpeqError, present
 from speq.generator import Token
 from speq.server.api_error import ApiError, error_of
-from speq.server.engine_worker import End, EngineWorker
 from speq.server.forms import Chunk, Form, usage_of
-from speq.server.token_stream import TokenStream
 
 # A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
 HEARTBEAT_S = 15.0
@@ -29,7 +29,7 @@ def frames(chunks: Iterable[Chunk]) -> bytes:
 class Answer(Response):
     """Sends an answer and ends; where the client leaves before, cancels its stream."""
 
-    def __init__(self, worker: EngineWorker, stream: TokenStream, form: Form) -> None:
+    def __init__(self, worker: EngineThread, stream: TokenStream, form: Form) -> None:
         super().__init__()
         self._worker, self._stream, self._form = worker, stream, form
 
@@ -49,7 +49,7 @@ class Answer(Response):
         raise NotImplementedError
 
     def _usage(self) -> Chunk:
-        return usage_of(len(self._stream.request.prompt_ids), self._end)
+        return usage_of(len(self._stream.request.prompt_token_ids), self._end)
 
     @property
     def _end(self) -> End:
@@ -82,7 +82,7 @@ class StreamedAnswer(Answer):
     """
 
     def __init__(
-        self, worker: EngineWorker, stream: TokenStream, form: Form, includes_usage: bool
+        self, worker: EngineThread, stream: TokenStream, form: Form, includes_usage: bool
     ) -> None:
         super().__init__(worker, stream, form)
         self._includes_usage = includes_usage

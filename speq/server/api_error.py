@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from speq.engine.token_stream import EngineFailed, QueueFull, Unavailable
 from speq.errors import SpeqError
-from speq.server.engine_worker import EngineFailed, QueueFull, Unavailable
 from speq.server.fields import FIELD_NAMES
 
 INVALID, SERVER, RATE = "invalid_request_error", "server_error", "rate_limit_error"

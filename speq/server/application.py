@@ -1,6 +1,5 @@
 """The server's routes."""
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -9,11 +8,12 @@ from starlette.exceptions import HTTPException as Unanswered
 from starlette.requests import ClientDisconnect
 
 from speq.dashboard.live.metrics import Metrics
+from speq.engine.engine_thread import EngineThread
+from speq.engine.request import Request as EngineRequest
 from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
-from speq.server.engine_worker import EngineRequest, EngineWorker
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.server.forms import Form
 from speq.server.gate import OWNER_KEY
@@ -35,7 +35,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def application(service: Service, worker: EngineWorker, metrics: Metrics) -> FastAPI:
+def application(service: Service, worker: EngineThread, metrics: Metrics) -> FastAPI:
     """An ASGI application: what clients ask for, without a gate before it."""
     app = FastAPI(
         title="speq", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -50,7 +50,8 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     }
 
     def answer(body: SampledBody, asked: Request, request: EngineRequest, form: Form) -> Answer:
-        stream = worker.submit(replace(request, owner=asked.scope.get(OWNER_KEY, "")))
+        request.owner = asked.scope.get(OWNER_KEY, "")
+        stream = worker.submit(request)
         if body.stream:
             return StreamedAnswer(worker, stream, form, body.includes_usage)
         return WholeAnswer(worker, stream, form)
@@ -84,7 +85,7 @@ def application(service: Service, worker: EngineWorker, metrics: Metrics) -> Fas
     async def health() -> Response:
         if worker.failure is not None:
             return refusal(ApiError(503, worker.failure, code="unavailable"))
-        stats = worker.stats()
+        stats = worker.queue_lengths
         return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
 
     @app.get("/metrics")

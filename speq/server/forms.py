@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from speq.engine.token_stream import End
 from speq.generator import Token
-from speq.server.engine_worker import End
-from speq.server.token_odds import chat_entry, completion_lists
+from speq.server.token_logprobs import chat_entry, completion_lists
 from speq.server.tool_calls import Call, CallParser, Piece
 from speq.text.vocabulary import Vocabulary
 
@@ -97,9 +97,9 @@ class ChatForm:
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
         piece = Piece(token.text) if self.parser is None else self.parser.hear(token)
-        odds = [] if token.odds is None else [chat_entry(self.vocabulary, token)]
-        self._odds += odds
-        yield from self._told(piece, odds)
+        logprobs = [] if token.logprobs is None else [chat_entry(self.vocabulary, token)]
+        self._odds += logprobs
+        yield from self._told(piece, logprobs)
 
     def closing(self, end: End) -> Iterator[Chunk]:
         if self.parser is not None:
@@ -123,11 +123,11 @@ class ChatForm:
         }
         return self.heading.chunk("chat.completion", [choice], usage)
 
-    def _told(self, piece: Piece, odds: list[Chunk]) -> Iterator[Chunk]:
+    def _told(self, piece: Piece, logprobs: list[Chunk]) -> Iterator[Chunk]:
         """Chunks with what is certain; nothing where that is nothing."""
-        if piece.text or odds:
+        if piece.text or logprobs:
             self._said.append(piece.text)
-            yield self._chunk({"content": piece.text}, odds=odds)
+            yield self._chunk({"content": piece.text}, logprobs=logprobs)
         for call in piece.calls:
             yield self._chunk({"tool_calls": [{"index": len(self._calls)} | call.content]})
             self._calls.append(call)
@@ -136,12 +136,12 @@ class ChatForm:
         return "tool_calls" if self._calls else FINISH_REASONS[end.finish_reason]
 
     def _chunk(
-        self, delta: Chunk, reason: str | None = None, odds: list[Chunk] | None = None
+        self, delta: Chunk, reason: str | None = None, logprobs: list[Chunk] | None = None
     ) -> Chunk:
         choice = {
             "index": 0,
             "delta": delta,
-            "logprobs": {"content": odds} if odds else None,
+            "logprobs": {"content": logprobs} if logprobs else None,
             "finish_reason": reason,
         }
         return self.heading.chunk("chat.completion.chunk", [choice], None)
@@ -160,7 +160,7 @@ class CompletionForm:
         yield from ()
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
-        if token.text or token.odds is not None:
+        if token.text or token.logprobs is not None:
             yield self._chunk([token], self._length)
         self._tokens.append(token)
         self._length += len(token.text)
@@ -181,7 +181,7 @@ class CompletionForm:
         reason: str | None = None,
         usage: Chunk | None = None,
     ) -> Chunk:
-        told = any(token.odds is not None for token in tokens)
+        told = any(token.logprobs is not None for token in tokens)
         choice = {
             "index": 0,
             "text": "".join(token.text for token in tokens),

@@ -13,10 +13,10 @@ from speq.config import RunConfig
 from speq.dashboard.live.guard import App, authorities_of, authority
 from speq.dashboard.live.metrics import Metrics
 from speq.dashboard.live.server import port_of
+from speq.engine.engine_thread import EngineThread
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.server.application import application
-from speq.server.batch_worker import BatchWorker
 from speq.server.defaults import sampling_defaults
 from speq.server.gate import Access, Gate
 from speq.server.keys import Keys
@@ -57,7 +57,7 @@ class Replica:
             generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
             stack.enter_context(metrics.listening(generator.runtime.recorder))
             self._worker = stack.enter_context(
-                closing(BatchWorker(generator, metrics, settings.max_waiting))
+                closing(EngineThread(generator, metrics, settings.max_waiting))
             )
             folder = generator.runtime.opened.checkpoint.path
             service = Service(

@@ -10,8 +10,8 @@ import uvicorn
 from speq.dashboard.live.guard import App, authorities_of, authority
 from speq.dashboard.live.metrics import Metrics
 from speq.dashboard.live.server import PATIENCE_S, config_of
+from speq.engine.engine_thread import EngineThread
 from speq.server.application import application
-from speq.server.engine_worker import EngineWorker
 from speq.server.gate import Access, Gate
 from speq.server.keys import Keys
 from speq.server.service import Service
@@ -31,7 +31,7 @@ class ApiServer:
     def __init__(
         self,
         service: Service,
-        worker: EngineWorker,
+        worker: EngineThread,
         metrics: Metrics,
         settings: ServeSettings,
         keys: Keys | None,
@@ -72,7 +72,7 @@ class Draining(uvicorn.Server):
     that wait are sent home at once.
     """
 
-    def __init__(self, app: App, worker: EngineWorker, shutdown_s: float) -> None:
+    def __init__(self, app: App, worker: EngineThread, shutdown_s: float) -> None:
         # Answers end by themselves once the worker has cancelled them.
         super().__init__(config_of(app, math.ceil(shutdown_s) + PATIENCE_S))
         self._worker, self._shutdown_s = worker, shutdown_s

@@ -1,15 +1,15 @@
-"""From a request's fields to what the engine is asked for, and the form of the answer."""
+"""From the fields of a body to a request, and to the form of its answer."""
 
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from speq.config import SamplingParams
+from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.options.declared import build
 from speq.server.api_error import ApiError
 from speq.server.chat_prompt import template_messages, template_tools
-from speq.server.engine_worker import EngineRequest
 from speq.server.fields import ChatBody, CompletionBody, Message, SampledBody, TokenizeBody, Tool
 from speq.server.forms import ChatForm, CompletionForm, Heading
 from speq.server.tool_calls import CallParser
@@ -40,6 +40,14 @@ class Model(Protocol):
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]: ...
 
+    def request(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        continues_text: bool = False,
+        top_logprobs: int | None = None,
+    ) -> Request: ...
+
 
 @dataclass(slots=True)
 class Service:
@@ -59,7 +67,7 @@ class Service:
     def max_context(self) -> int:
         return self.model.max_context
 
-    async def chat(self, body: ChatBody) -> tuple[EngineRequest, ChatForm]:
+    async def chat(self, body: ChatBody) -> tuple[Request, ChatForm]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
@@ -69,16 +77,15 @@ class Service:
         called = body.tools if body.tool_choice != "none" else None
         ids = await self.chat_ids(body.messages, called)
         wanted = body.max_completion_tokens or body.max_tokens
-        request = EngineRequest(
-            ids,
+        request = self.model.request(
             ids,
             self._sampling(body, len(ids), wanted, self.default_max_tokens),
-            (body.top_logprobs or 0) if body.logprobs else None,
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         parser = CallParser() if called else None
         return request, ChatForm(Heading(self.name, "chatcmpl"), self.model.vocabulary, parser)
 
-    async def completion(self, body: CompletionBody) -> tuple[EngineRequest, CompletionForm]:
+    async def completion(self, body: CompletionBody) -> tuple[Request, CompletionForm]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         prompt = one_prompt(body.prompt)
@@ -87,7 +94,8 @@ class Service:
             self._sampling(body, len(prompt), body.max_tokens, COMPLETION_TOKENS)
         ids = await self._encode(prompt)
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
-        request = EngineRequest(prompt, ids, sampling, body.logprobs)
+        continues_text = isinstance(prompt, str)
+        request = self.model.request(ids, sampling, continues_text, top_logprobs=body.logprobs)
         return request, CompletionForm(Heading(self.name, "cmpl"), self.model.vocabulary)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:

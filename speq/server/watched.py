@@ -10,10 +10,9 @@ from speq.dashboard.live.session import STOPPED, Busy, Nothing, Pictures
 from speq.dashboard.panel import Panel
 from speq.dashboard.recording import Recording
 from speq.dashboard.run_record import RunRecord
+from speq.engine.token_stream import End, TokenStream
 from speq.errors import SpeqError
 from speq.generator import Generator, Token
-from speq.server.engine_worker import End
-from speq.server.token_stream import TokenStream
 from speq.stats import Origin
 
 # Of a prompt that is shown.
@@ -48,9 +47,9 @@ class Watched:
             return
         self._shown = stream
         request = stream.request
-        prompt, ids, sampling = request.prompt, request.prompt_ids, asdict(request.sampling)
+        ids, sampling = request.prompt_token_ids, asdict(request.sampling)
         self._recording.begin(len(ids), sampling)
-        shown = prompt if isinstance(prompt, str) else self._generator.tokenizer.decode(ids)
+        shown = self._generator.tokenizer.decode(ids[-SHOWN_CHARACTERS:])
         self.broadcast.begin({"prompt": shown[-SHOWN_CHARACTERS:], "sampling": sampling})
         self._pictures.begin()
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBounds, GoOn
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.request import Request
 from speq.errors import Broken, present
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
@@ -56,17 +57,21 @@ class Ear:
     def __init__(self) -> None:
         self._heard: list[Tensor] = []
 
-    def knows(self, prompt_ids: list[int]) -> int:
+    def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
         return 0
 
     def begin(self, count: int, of: "Ear") -> None:
         self._heard = []
 
-    def hear(self, token_ids: list[int], features: Tensor) -> None:
+    def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
         self._heard.append(features.cpu())
 
     def propose(
-        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+        self,
+        request: Request,
+        bounds: DraftLimits,
+        on_route: OnRoute,
+        continue_draft: ContinueDraft,
     ) -> Draft:
         return Draft()
 
@@ -90,7 +95,7 @@ class RouteEar:
     def __call__(self, layer: int, route: Route) -> None:
         self._used[layer].append(route.host_ids.to(ID_DTYPE))
         if self._guessed is not None and layer < len(self._guessed):
-            guess = route.foresee([*range(len(route.topk_ids))])
+            guess = route.predict_next_layer([*range(len(route.topk_ids))])
             guess = present(guess, f"layer {layer} guesses nothing of the next one")
             self._guessed[layer].append(torch.tensor(guess.ids, dtype=ID_DTYPE))
 
@@ -117,13 +122,13 @@ def _heard(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
     engine, ear = runtime.reserve(len(token_ids) + 1), Ear()
     engine.recorder.begin_run(runtime.begin_stats(0.0))
     routes = RouteEar(len(runtime.shape.experts.layers), guesses)
-    before, engine.drafter = engine.drafter, ear
+    before, engine.drafters[0] = engine.drafters[0], ear
     engine.offload.stream.on_route = routes
     try:
         sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
-        engine.start(Sequence(token_ids.tolist(), sampling))
+        engine.prefill(Request(token_ids.tolist(), sampling))
     finally:
-        engine.drafter = before
+        engine.drafters[0] = before
         engine.offload.stream.on_route = None
     return HeldOut(Window(token_ids, ear.features(), routes.used()), routes.guessed())
 

@@ -174,7 +174,7 @@ class HeadRun:
             "draft_length": DRAFT_LENGTH,
             "acceptance": acceptance,
             "routes": None if found is None else found.to_json(),
-            "named_layers": list(head.named_layers),
+            "named_layers": list(head.predicted_layers),
             "seconds": monotonic() - self.start_s,
         }
         write_whole(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")

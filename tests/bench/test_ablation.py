@@ -30,9 +30,9 @@ from speq.registries import PREFETCHERS
 from speq.scheduler.eviction import LookaheadPolicy, LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import ThreePhase
-from speq.scheduler.supply import ExpertSupply
 from speq.stats import Recorder, RunStats, StepStats
 from tests.helpers.fake_transfer import Clock, FakeTransfer
 from tests.helpers.packing import pack_to
@@ -119,14 +119,14 @@ def served(
 ) -> list[set[int]]:
     """Waves of a layer that wants four experts, of which two are in slots."""
     transfer, cache = FakeTransfer(), ExpertCache(slots, policy(slots, 2, 8))
-    supply = ExpertSupply(cache, transfer, Recorder(Clock()))
-    made = prefetcher(supply, LookaheadBuffer(2))
-    supply.load_ahead([ExpertKey(0, 1), ExpertKey(0, 3)], 2)
+    loader = ExpertLoader(cache, transfer, Recorder(Clock()))
+    made = prefetcher(loader, LookaheadBuffer(2))
+    loader.load_ahead([ExpertKey(0, 1), ExpertKey(0, 3)], 2)
     transfer.end_all()
-    supply.land()
+    loader.collect_finished()
     waves = [set(wave) for wave in made.serve(0, [1, 2, 3, 4])]
-    assert not supply.under_way
-    assert supply.cache.free_slots + len(supply.cache) == slots
+    assert not loader.under_way
+    assert loader.cache.free_slots + len(loader.cache) == slots
     return waves
 
 

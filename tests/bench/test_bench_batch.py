@@ -11,7 +11,7 @@ from speq import SpeqError
 from speq.bench.paper import batches
 from speq.bench.paper.batches import AUTO, HELD, PLAIN, Cell
 from speq.generator import Generator
-from speq.governor.moesd import Measurement, SpeedupParameters, modelled_speedup
+from speq.governor.speedup_model import Measurement, SpeedupParameters, modelled_speedup
 from speq.stats import StepStats
 
 Folder = Callable[[str], Path]

@@ -200,12 +200,12 @@ def test_compact_kernels_compute_the_first_expert() -> None:
 
 def test_weights_that_no_kernel_reads_are_not_held() -> None:
     layer = Layer(TINY, 8, bench.forms(["moe_int4"]), GROUP_SIZE, CPU)
-    int4 = [*layer.bank.gate_up, *layer.bank.down]
+    int4 = [*layer.backend.gate_up, *layer.backend.down]
     assert sum(part.nbytes for part in int4) == 8 * INT4_BYTES
     assert sum(part.nbytes for part in layer.exact) == 0
     layer = Layer(TINY, 8, bench.forms(["torch"]), GROUP_SIZE, CPU)
     assert sum(part.nbytes for part in layer.exact) == 8 * EXACT_BYTES
-    assert layer.bank.gate_up[0].numel() == 0
+    assert layer.backend.gate_up[0].numel() == 0
 
 
 def test_calls_read_about_as_much_as_the_read() -> None:

@@ -17,10 +17,11 @@ from speq.bench.paper import coverage, expert_shares
 from speq.bench.paper.coverage import Settings
 from speq.bench.paper.route_sample import RouteSample, TextSample, TreePlan, TreeSample, recorded
 from speq.dashboard.bench_panels import coverage as bench_panels
-from speq.decode.drafter import DraftBounds
-from speq.decode.engine import Engine
-from speq.decode.sequence import Draft, Sequence
-from speq.decode.turn import Turn
+from speq.engine.draft import Draft
+from speq.engine.drafter import DraftLimits
+from speq.engine.engine import Engine
+from speq.engine.request import Request
+from speq.engine.request_step import RequestStep
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.layers.expert_counts import ExpertCounts
@@ -248,8 +249,8 @@ def test_routes_are_those_of_transformers(
     drafts: list[Draft] = []
     attempt = Engine.attempt
 
-    def heard(engine: Engine, sequence: Sequence, bounds: DraftBounds) -> Turn:
-        turn = attempt(engine, sequence, bounds)
+    def heard(engine: Engine, request: Request, bounds: DraftLimits) -> RequestStep:
+        turn = attempt(engine, request, bounds)
         drafts.append(turn.draft)
         return turn
 
@@ -259,7 +260,7 @@ def test_routes_are_those_of_transformers(
     try:
         plan = TreePlan((3, 6), None, 6)
         texts = recorded(generator, [("a", each) for each in prompts], new, plan)
-        prompt_ids = [generator.encode(each) for each in prompts]
+        prompt_token_ids = [generator.encode(each) for each in prompts]
         written = [
             generator.generate(each, max_new_tokens=new, ignore_eos=True).token_ids
             for each in prompts
@@ -268,7 +269,7 @@ def test_routes_are_those_of_transformers(
         generator.close()
     plain = load_plain(tiny(family))
     trees = iter(drafts)
-    for text, before, after in zip(texts, prompt_ids, written, strict=True):
+    for text, before, after in zip(texts, prompt_token_ids, written, strict=True):
         assert text.tokens.tokens == new - 1
         logits = router_logits(plain, before + after[:-1])[:, len(before) :]
         probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)

@@ -11,7 +11,7 @@ from speq.bench.runs.draft_counts import DraftCounts, diversity_index
 from speq.bench.runs.drafters import cells_of, notes, run
 from speq.bench.settings import DraftersSettings
 from speq.dashboard.bench_panels.kinds import kind_of
-from speq.decode.sequence import Draft, Outcome
+from speq.engine.draft import Draft, Outcome
 from speq.errors import SpeqError
 from speq.heads.head_file import head_beside
 from speq.options.declared import build
@@ -22,10 +22,10 @@ from tests.helpers.heads import write_random_head
 def test_chains_by_hand() -> None:
     """Two texts: drafts of 3 tokens of which 2 and 0 stand, and none at all."""
     counts = DraftCounts()
-    counts.begin_text()
+    counts.begin_sequence()
     counts.add(Draft.chain([5, 6, 7], passes=3), Outcome([0, 1, 2], [5, 6, 8]), range(4))
     counts.add(Draft.chain([5, 9, 5], passes=3), Outcome([0], [1]), range(4))
-    counts.begin_text()
+    counts.begin_sequence()
     counts.add(Draft(), Outcome([0], [4]), range(1))
     counts.add(Draft.chain([4]), Outcome([0, 1], [4, 4]), range(2))
     row = counts.row()
@@ -45,14 +45,14 @@ def test_trees_by_hand() -> None:
     """Node 2 stands, the second behind the root, and node 5, the third behind it."""
     draft = Draft([10, 11, 12, 13, 14, 15], [0, 0, 2, 2, 2, 1], passes=3)
     counts = DraftCounts()
-    counts.begin_text()
+    counts.begin_sequence()
     counts.add(draft, Outcome([0, 2, 5], [11, 14, 1]), range(7))
     row = counts.row()
     assert (row["tried_by_depth"], row["by_depth"]) == ([1, 1], [1.0, 1.0])
     assert (row["tried_by_rank"], row["by_rank"]) == ([2, 2, 1], [0.0, 0.5, 1.0])
     # One that was given up was not tried.
     counts = DraftCounts()
-    counts.begin_text()
+    counts.begin_sequence()
     counts.add(draft, Outcome([0, 2], [11, 14]), {0, 1, 2, 3})
     row = counts.row()
     assert (row["tried_by_depth"], row["by_depth"]) == ([1, 1], [1.0, 0.0])
@@ -62,7 +62,7 @@ def test_trees_by_hand() -> None:
 
 def test_without_drafts_there_is_nothing_to_share() -> None:
     counts = DraftCounts()
-    counts.begin_text()
+    counts.begin_sequence()
     counts.add(Draft(), Outcome([0], [4]), range(1))
     row = counts.row()
     assert row["accept_length"] == 1

@@ -18,12 +18,12 @@ from speq.bench.runs.fidelity import Settings
 from speq.bench.runs.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
 from speq.dashboard.bench_panels import fidelity as bench_panels
-from speq.decode.drafter import DraftBase, DraftBounds
-from speq.decode.drafters.int4 import Int4Drafter
-from speq.decode.engine import Engine
-from speq.decode.sampler import HostSampler
-from speq.decode.sequence import Sequence
-from speq.decode.turn import Turn
+from speq.engine.drafter import DraftContext, DraftLimits
+from speq.engine.drafters.int4 import Int4Drafter
+from speq.engine.engine import Engine
+from speq.engine.request import Request
+from speq.engine.request_step import RequestStep
+from speq.engine.sampler import HostSampler
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.routing import Route
@@ -204,7 +204,9 @@ def test_the_exact_model_is_its_own_perfect_draft(
         perfect: Any = ExactAsDraft(runtime)
         monkeypatch.setattr(Runtime, "draft_bank", perfect)
         engine = runtime.engine
-        engine.drafter = Int4Drafter(DraftBase(runtime.model, engine.cache, perfect, HostSampler()))
+        engine.drafters[0] = Int4Drafter(
+            DraftContext(runtime.model, engine.caches[0], perfect, HostSampler())
+        )
         found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)
     finally:
         generator.close()
@@ -255,12 +257,12 @@ def test_the_exact_side_is_that_of_transformers(family: str, tiny: Folder) -> No
 def test_free_drafts_are_the_engines_own_steps(
     tiny: Folder, poor_draft: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[list[int], Turn, tuple[int, int]]] = []
+    seen: list[tuple[list[int], RequestStep, tuple[int, int]]] = []
     attempt = Engine.attempt
 
-    def recorded(engine: Engine, sequence: Sequence, bounds: DraftBounds) -> Turn:
-        turn = attempt(engine, sequence, bounds)
-        seen.append((sequence.prompt_ids, turn, engine.lookahead.recall(turn.kept)))
+    def recorded(engine: Engine, request: Request, bounds: DraftLimits) -> RequestStep:
+        turn = attempt(engine, request, bounds)
+        seen.append((request.prompt_token_ids, turn, engine.lookahead.recall(turn.kept)))
         return turn
 
     monkeypatch.setattr(Engine, "attempt", recorded)
@@ -271,7 +273,7 @@ def test_free_drafts_are_the_engines_own_steps(
         generator.close()
     first, second = TEXTS
     starts = [first[:7], first[:13], first[:19], first[:25], second[:7]]
-    assert [prompt_ids for prompt_ids, _, _ in seen] == starts
+    assert [prompt_token_ids for prompt_token_ids, _, _ in seen] == starts
     assert {turn.draft.depth for _, turn, _ in seen} == {DRAFT_LENGTH}
     steps = [turn.outcome.accepted for _, turn, _ in seen]
     assert 0 < sum(steps) < DRAFT_LENGTH * len(steps)

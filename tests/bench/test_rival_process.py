@@ -35,16 +35,16 @@ class Steady:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
 
-    def stream(self, prompt_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+    def stream(self, prompt_token_ids: list[int], max_new_tokens: int) -> Iterator[int]:
         self.clock.now_s += 3
         for at in range(max_new_tokens):
-            yield prompt_ids[0] + at
+            yield prompt_token_ids[0] + at
             self.clock.now_s += 2
 
     def figures(self) -> dict[str, Any]:
         return {"hit_rate": 0.5}
 
-    def choices(self, prompt_ids: list[int], continuation: list[int]) -> list[int]:
+    def choices(self, prompt_token_ids: list[int], continuation: list[int]) -> list[int]:
         return continuation
 
     def settled(self) -> dict[str, Any]:

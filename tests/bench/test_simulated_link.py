@@ -9,7 +9,7 @@ import pytest
 
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.transfer import Priority, State, Ticket
+from speq.scheduler.transfer import Priority, State, TransferTicket
 from speq.stats import Event, Recorder
 
 MOVED_BYTES = 1000
@@ -101,9 +101,9 @@ class Rig:
         self.step = self.recorder.begin("decode")
         self.link = SimulatedLink(self.clock, self.recorder, length(), MOVED_BYTES, begun)
         self.ticks = Ticks(begun, length())
-        self.tickets: list[Ticket] = []
+        self.tickets: list[TransferTicket] = []
 
-    def ask(self, demand: bool) -> Ticket:
+    def ask(self, demand: bool) -> TransferTicket:
         number = len(self.tickets)
         priority = Priority.DEMAND if demand else Priority.PREFETCH
         self.tickets.append(self.link.submit(ExpertKey(0, number), number, priority))
@@ -142,7 +142,7 @@ def test_one_at_a_time_and_demands_before_prefetches() -> None:
     assert (third.start_s, third.end_s, rig.clock.now) == (10, 20, 20)
     # It is the prefetch's turn now, and what has begun is carried to its end.
     fourth = rig.ask(demand=False)
-    rig.link.quiesce()
+    rig.link.drain()
     assert (second.state, fourth.state) == (State.DONE, State.CANCELLED)
     assert rig.events("transfer") == [(0, 0, 10), (2, 10, 20), (1, 20, 30)]
     assert rig.events("stall") == [(2, 3, 20)]
@@ -233,7 +233,7 @@ def test_random_requests(begun: int, looked_after: bool) -> None:
                     assert rig.link.cancel(ticket) == rig.ticks.cancel(ticket.slot)
             if rng.random() < 0.3:
                 rig.check()
-        rig.link.quiesce()
+        rig.link.drain()
         rig.ticks.waiting.clear()
         while rig.ticks.hand:
             rig.ticks.tick()

@@ -20,9 +20,9 @@ FAMILY = "qwen3_moe"
 def wanted(tiny: Folder) -> list[int]:
     """What transformers generates."""
     generator = Generator.from_pretrained(tiny(FAMILY), "1GiB", draft="none")
-    prompt_ids = generator.encode(TEXT)
+    prompt_token_ids = generator.encode(TEXT)
     generator.close()
-    return greedy_tokens(load_plain(tiny(FAMILY)), prompt_ids, TOKENS)
+    return greedy_tokens(load_plain(tiny(FAMILY)), prompt_token_ids, TOKENS)
 
 
 @pytest.mark.parametrize(("acceptance", "draft_length"), [(0.0, 3), (0.5, 1), (0.8, 4), (1.0, 4)])
@@ -67,7 +67,7 @@ def test_a_seed_chooses_which_tokens_stand(tiny: Folder) -> None:
 
 def test_what_it_is_not_for_is_refused(tiny: Folder) -> None:
     generator = Generator.from_pretrained(tiny(FAMILY), "1GiB", draft_length=2)
-    own = generator.runtime.engine.drafter
+    own = generator.runtime.engine.drafters[0]
     with pytest.raises(SpeqError, match="synthetic_acceptance is 2; it must be from 0 to 1"):
         synthetic_acceptance(generator, [TEXT], 8, 2).__enter__()
     chooses = own.next_token  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def test_what_it_is_not_for_is_refused(tiny: Folder) -> None:
             generator.generate(TEXT, max_new_tokens=8, temperature=1.0)
         with pytest.raises(SpeqError, match="this one is not among them; give its prompt before"):
             generator.generate("Another", max_new_tokens=8)
-    assert generator.runtime.engine.drafter.next_token is chooses  # type: ignore[attr-defined]
+    assert generator.runtime.engine.drafters[0].next_token is chooses  # type: ignore[attr-defined]
     generator.close()
     ngram = Generator.from_pretrained(tiny(FAMILY), "1GiB", draft_length=2, drafter="ngram")
     with pytest.raises(

@@ -111,8 +111,8 @@ def test_memory_is_divided_as_was_fastest_once_for_each_budget(
         shares.append(share)
         return with_share(job, share, *rest)
 
-    def trial_ms(made: GeneratorContestant, prompt_ids: list[int]) -> float:
-        assert prompt_ids == PROMPTS[-1]
+    def trial_ms(made: GeneratorContestant, prompt_token_ids: list[int]) -> float:
+        assert prompt_token_ids == PROMPTS[-1]
         tried.append(shares[-1])
         return times_ms[shares[-1]]
 

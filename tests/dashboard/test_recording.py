@@ -126,7 +126,7 @@ def test_residency_is_that_of_the_slots(generator: Generator) -> None:
     record = recorded(generator)
     held = record.residency
     assert held.steps == [step.number for step in record.steps]
-    cache = generator.runtime.engine.offload.supply.cache
+    cache = generator.runtime.engine.offload.loader.cache
     last = flags(held.slots[-1], record)
     assert {(int(a), int(b)) for a, b in zip(*np.nonzero(last), strict=True)} == {
         (key.layer, key.expert) for key in cache.residents()

@@ -11,7 +11,7 @@ from typing import Any
 
 from speq.dashboard.live.metrics import Metrics
 from speq.dashboard.live.server import port_of
-from speq.server.batch_worker import BatchWorker, Engine, Viewer
+from speq.engine.engine_thread import Engine, EngineThread, Viewer
 from speq.server.keys import Keys
 from speq.server.server import ApiServer
 from speq.server.service import Model, Service
@@ -54,7 +54,7 @@ class Rig:
     """A server that runs, with what is behind it."""
 
     server: ApiServer
-    worker: BatchWorker
+    worker: EngineThread
     metrics: Metrics
     thread: threading.Thread
 
@@ -125,7 +125,7 @@ def api_server(
     counted = metrics or Metrics(NAME)
     service = Service(model, NAME, chosen.default_max_tokens, defaults or {})
     with contextlib.ExitStack() as stack:
-        worker = BatchWorker(engine, counted, chosen.max_waiting, viewers)
+        worker = EngineThread(engine, counted, chosen.max_waiting, viewers)
         stack.enter_context(closing(worker))
         listening = port_of(chosen.host, chosen.port)
         server = ApiServer(service, worker, counted, chosen, keys, listening)

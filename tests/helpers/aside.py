@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from speq.decode.drafter import DraftBounds, GoOn
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.request import Request
 from speq.governor.draft_length import Decision, FixedDraftLength
 from speq.layers.draft_experts import OnRoute
 
@@ -14,7 +15,7 @@ class ByTurns(FixedDraftLength):
     """Chooses the drafter beside the run's own whenever that has a draft."""
 
     @property
-    def side(self) -> str | None:
+    def secondary(self) -> str | None:
         return "ngram"
 
     def decide(self, offered: bool = False) -> Decision:
@@ -33,12 +34,16 @@ class Told:
     token_ids: list[int]
     needs_int4: ClassVar[bool] = False
 
-    def offers(self, sequence: Sequence) -> bool:
-        return len(sequence.generated_ids) % 3 == 1
+    def has_proposal(self, request: Request) -> bool:
+        return len(request.output_token_ids) % 3 == 1
 
     def propose(
-        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+        self,
+        request: Request,
+        bounds: DraftLimits,
+        on_route: OnRoute,
+        continue_draft: ContinueDraft,
     ) -> Draft:
-        at = len(sequence.generated_ids)
+        at = len(request.output_token_ids)
         following = self.token_ids[at : at + bounds.length]
         return Draft.chain([*following[:-1], *(token_id ^ 1 for token_id in following[-1:])])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from torch import Tensor
 
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.transfer import Fetch, Priority, State, Ticket
+from speq.scheduler.transfer import Fetch, Priority, State, TransferTicket
 
 # Of waiting for another thread. Only a test that fails takes so long.
 LIMIT_S = 60.0
@@ -46,26 +46,26 @@ class FakeTransfer:
         self.asked: list[tuple[ExpertKey, Priority]] = []
         self.begun: list[ExpertKey] = []
         self.calls: list[str] = []
-        self._open: list[Ticket] = []
-        self._done: list[Ticket] = []
+        self._open: list[TransferTicket] = []
+        self._done: list[TransferTicket] = []
 
-    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> Ticket:
+    def submit(self, key: ExpertKey, slot: int, priority: Priority) -> TransferTicket:
         assert "close" not in self.calls
         for other in self._open:
             assert slot != other.slot, f"{other} is still written to"
             assert key != other.key, f"{other} was asked for twice"
-        ticket = Ticket(key, slot, priority)
+        ticket = TransferTicket(key, slot, priority)
         self.asked.append((key, priority))
         self.contents[slot] = None
         self._open.append(ticket)
         self._advance()
         return ticket
 
-    def hasten(self, ticket: Ticket) -> None:
+    def hasten(self, ticket: TransferTicket) -> None:
         ticket.priority = Priority.DEMAND
         self._advance()
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: TransferTicket) -> None:
         self.calls.append("wait")
         assert ticket.state is not State.CANCELLED
         ticket.priority = Priority.DEMAND
@@ -81,7 +81,7 @@ class FakeTransfer:
         if ticket.error is not None:
             raise ticket.error
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, ticket: TransferTicket) -> bool:
         self.calls.append("cancel")
         self._advance()
         if ticket.state is not State.QUEUED:
@@ -92,14 +92,14 @@ class FakeTransfer:
     def launched(self, slots: Collection[int]) -> None:
         assert not self.open_slots & set(slots), "a slot that is written to was read"
 
-    def report(self) -> list[Ticket]:
+    def report(self) -> list[TransferTicket]:
         done, self._done = self._done, []
         return done
 
     def held_below(self) -> list[ExpertKey] | None:
         return None
 
-    def quiesce(self) -> None:
+    def drain(self) -> None:
         self.calls.append("quiesce")
         for ticket in self._in(State.QUEUED):
             self._withdraw(ticket)
@@ -107,11 +107,11 @@ class FakeTransfer:
         self.end_all()
 
     def close(self) -> None:
-        self.quiesce()
+        self.drain()
         self.calls.append("close")
 
     @property
-    def running(self) -> list[Ticket]:
+    def running(self) -> list[TransferTicket]:
         return self._in(State.RUNNING)
 
     @property
@@ -138,10 +138,10 @@ class FakeTransfer:
         while self.running:
             self._end(self._choose(self.running))
 
-    def _in(self, state: State) -> list[Ticket]:
+    def _in(self, state: State) -> list[TransferTicket]:
         return [ticket for ticket in self._open if ticket.state is state]
 
-    def _choose(self, tickets: list[Ticket]) -> Ticket:
+    def _choose(self, tickets: list[TransferTicket]) -> TransferTicket:
         return tickets[0] if self.rng is None else self.rng.choice(tickets)
 
     def _interrupt(self, call: str) -> None:
@@ -158,12 +158,12 @@ class FakeTransfer:
         while len(self.running) < self.depth and (queued := self._in(State.QUEUED)):
             self._begin(min(queued, key=lambda ticket: ticket.priority))
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _begin(self, ticket: TransferTicket) -> None:
         assert len(self.running) < self.depth
         ticket.state = State.RUNNING
         self.begun.append(ticket.key)
 
-    def _end(self, ticket: Ticket) -> None:
+    def _end(self, ticket: TransferTicket) -> None:
         self._open.remove(ticket)
         ticket.error = self.failing.get(ticket.key)
         if ticket.error is None:
@@ -174,7 +174,7 @@ class FakeTransfer:
         ticket.finished.release()
         self._fill_up()
 
-    def _withdraw(self, ticket: Ticket) -> None:
+    def _withdraw(self, ticket: TransferTicket) -> None:
         self._open.remove(ticket)
         ticket.state = State.CANCELLED
 

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speq.decode.sequence import Draft
-from speq.heads.head_text import HeadText
+from speq.engine.draft import Draft
+from speq.heads.head_context import HeadContext
 from speq.models.tree import Tree
 
 
@@ -22,7 +22,7 @@ class Whole(Protocol):
 
 
 def assert_pieces_make_the_whole(
-    text: HeadText,
+    text: HeadContext,
     features: Tensor,
     whole_of: Callable[[Tensor], Whole],
     words: int,
@@ -46,9 +46,9 @@ def assert_pieces_make_the_whole(
         torch.testing.assert_close(found[0].double(), wanted, rtol=1e-5, atol=atol)
 
     tokens = [rng.randrange(words) for _ in range(chunks[-1])]
-    text.begin()
+    text.reset()
     for start, end in zip((0, *chunks), chunks, strict=False):
-        text.hear(tokens[start:end], features[start:end])
+        text.observe_verified(tokens[start:end], features[start:end])
     for accepted in rounds:
         heard = len(tokens)
         tokens.append(rng.randrange(words))
@@ -75,4 +75,4 @@ def assert_pieces_make_the_whole(
             close(states[node].feature, whole.at(tokens + draft.above(node))[0])
         text.forget(root)
         tokens += [rng.randrange(words) for _ in range(accepted)]
-        text.hear(tokens[heard:], features[heard : len(tokens)])
+        text.observe_verified(tokens[heard:], features[heard : len(tokens)])

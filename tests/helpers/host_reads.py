@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from speq.decode import engine as engine_module
-from speq.decode.engine import Engine
+from speq.engine import engine as engine_module
+from speq.engine.engine import Engine
 from speq.stats import StepStats
 from tests.helpers.host_device import HostDevice
 from tests.helpers.host_tensors import HostTensor, caller

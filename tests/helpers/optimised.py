@@ -27,7 +27,7 @@ class Job:
 
     model: str
     options: dict[str, Any]
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     tokens: int
     most: int = 0
     length: int | None = None
@@ -42,7 +42,7 @@ def outcome_of(job: Job) -> Any:
             generator._draft_length = job.length
             most = max(job.most, job.tokens)
             stream = generator.stream(
-                job.prompt_ids, max_new_tokens=most, ignore_eos=True, **job.sampling
+                job.prompt_token_ids, max_new_tokens=most, ignore_eos=True, **job.sampling
             )
             with closing(stream):
                 return [token.id for token in islice(stream, job.tokens)]

@@ -78,7 +78,7 @@ class Shape:
         return self.prompt > 1000
 
     @property
-    def prompt_ids(self) -> list[int]:
+    def prompt_token_ids(self) -> list[int]:
         """The first and the last token of the vocabulary among them."""
         size, draws = self.options["vocab_size"], random.Random(1)
         return [0, *(draws.randrange(size) for _ in range(self.prompt - 2)), size - 1]

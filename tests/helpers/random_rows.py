@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.row_pruning import Stakes
+from speq.scheduler.row_pruning import RowValues
 
 
 class RandomRows:
@@ -17,7 +17,7 @@ class RandomRows:
 
     def live(
         self,
-        stakes: Stakes,
+        row_values: RowValues,
         rows: list[int],
         layer: int,
         missing: list[set[ExpertKey]],
@@ -25,9 +25,9 @@ class RandomRows:
     ) -> list[int]:
         if self._rng.random() > self._chance:
             return rows
-        dead = {self._rng.choice([node for node in rows if stakes.parents[node] >= 0])}
+        dead = {self._rng.choice([node for node in rows if row_values.parents[node] >= 0])}
         for node in rows:
-            if stakes.parents[node] in dead:
+            if row_values.parents[node] in dead:
                 dead.add(node)
         self.died += len(dead)
         return [node for node in rows if node not in dead]

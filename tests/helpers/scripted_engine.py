@@ -3,16 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from speq.batching import Emitted, Request
 from speq.config import SamplingParams
-from speq.decode.logprobs import Logprobs, TokenOdds
-from speq.decode.sequence import Sequence
+from speq.engine.batch import PrefillProgress, StepOutput
+from speq.engine.logprobs import Logprobs, TokenLogprobs
+from speq.engine.request import Request, RequestMetrics
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.prompts import Prompt, PromptEncoder, Tools
@@ -52,6 +52,16 @@ class ScriptedModel:
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         return self._encoder.encode(prompt, tools)
 
+    def request(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        continues_text: bool = False,
+        top_logprobs: int | None = None,
+    ) -> Request:
+        logprobs = None if top_logprobs is None else Logprobs(top_logprobs)
+        return Request(prompt_token_ids, sampling, logprobs=logprobs)
+
 
 def with_template(folder: Path, template: str, max_context: int = 200) -> ScriptedModel:
     """The same with a chat template of another model, written to a new folder."""
@@ -64,7 +74,9 @@ def with_template(folder: Path, template: str, max_context: int = 200) -> Script
 
 def pieces(*texts: str) -> list[Token]:
     """Tokens with these texts, and odds that only a script has."""
-    return [Token(400 + at, text, TokenOdds(-0.5 * (at + 1), ())) for at, text in enumerate(texts)]
+    return [
+        Token(400 + at, text, TokenLogprobs(-0.5 * (at + 1), ())) for at, text in enumerate(texts)
+    ]
 
 
 class ScriptedText(TextStream):
@@ -87,17 +99,16 @@ class ScriptedOdds(Logprobs):
     """Of the tokens of a script."""
 
     def __init__(self, tokens: list[Token]) -> None:
-        self._odds = deque(token.odds for token in tokens)
+        self._odds = deque(token.logprobs for token in tokens)
 
-    def take(self, count: int) -> list[TokenOdds]:
+    def take(self, count: int) -> list[TokenLogprobs]:
         taken = [self._odds.popleft() for _ in range(count)]
-        return [odds for odds in taken if odds is not None]
+        return [logprobs for logprobs in taken if logprobs is not None]
 
 
-class ScriptedRequest(Request):
-    @property
-    def figures(self) -> dict[str, Any]:
-        return STATS | {"new_tokens": len(self.sequence.generated_ids)}
+class ScriptedMetrics(RequestMetrics):
+    def summary(self, tokens: int) -> dict[str, Any]:
+        return STATS | {"new_tokens": tokens}
 
 
 @dataclass
@@ -108,7 +119,7 @@ class ScriptedEngine:
     before_prompt  called with 1 and 2 as the prompt is run
     fault          raised in place of the token at `fault_at`; -1: as the request is laid out
     lost           raised where it is looked whether the engine is alive
-    asked          (prompt, options) of each request; closed: how many texts were left
+    asked          (prompt token ids, options) of each request; closed: how many texts were left
     """
 
     tokens: list[Token]
@@ -119,20 +130,20 @@ class ScriptedEngine:
     lost: SpeqError | None = None
     max_batch: int = 1
     fixed_draft_length: int | None = None
-    asked: list[tuple[Prompt, dict[str, Any]]] = field(default_factory=list)
+    asked: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     closed: int = 0
 
-    def prepare(
-        self, prompt: Prompt, config: Any, options: Any, top_logprobs: int | None = None
-    ) -> Sequence:
-        self.asked.append((prompt, options | {"top_logprobs": top_logprobs}))
-        return Sequence(
-            [1, 2, 3],
-            SamplingParams(**options | {"ignore_eos": False}),  # the script has an end
-            frozenset([self.tokens[-1].id]),
-            ScriptedText(self.tokens),
-            odds=None if top_logprobs is None else ScriptedOdds(self.tokens),
-        )
+    def script(self, request: Request) -> None:
+        """Have a request say what the script says."""
+        logprobs = request.logprobs
+        asked: dict[str, Any] = asdict(request.sampling)
+        asked["top_logprobs"] = logprobs.count if isinstance(logprobs, Logprobs) else None
+        self.asked.append((request.prompt_token_ids, asked))
+        request.sampling = replace(request.sampling, ignore_eos=False)  # the script has an end
+        request.eos_token_ids = frozenset([self.tokens[-1].id])
+        request.detokenizer = ScriptedText(self.tokens)
+        request.logprobs = None if logprobs is None else ScriptedOdds(self.tokens)
+        request.metrics = ScriptedMetrics()
 
     def check_alive(self) -> None:
         if self.lost is not None:
@@ -158,13 +169,14 @@ class ScriptedBatch:
     def cached_share(self) -> float:
         return len(self.running) / self.engine.max_batch
 
-    def takes(self, context: int) -> bool:
+    def has_room(self, context: int) -> bool:
         return len(self.running) < self.engine.max_batch
 
-    def add(self, sequence: Sequence, given_s: float | None = None) -> Request:
+    def add(self, request: Request, arrival_s: float | None = None) -> Request:
         if self.engine.fault is not None and self.engine.fault_at < 0:
             raise self.engine.fault
-        request = ScriptedRequest(sequence, given_s or 0.0)
+        self.engine.script(request)
+        request.metrics.arrival_s = arrival_s or 0.0
         self.running.append(request)
         return request
 
@@ -174,10 +186,8 @@ class ScriptedBatch:
             self.engine.closed += 1
 
     def step(
-        self,
-        draft_length: int | None = None,
-        progress: Callable[[Request, int, int], None] | None = None,
-    ) -> list[Emitted]:
+        self, draft_length: int | None = None, progress: PrefillProgress | None = None
+    ) -> list[StepOutput]:
         try:
             return [self._token(request, progress) for request in [*self.running]]
         except BaseException:
@@ -185,11 +195,8 @@ class ScriptedBatch:
                 self.drop(request)
             raise
 
-    def _token(
-        self, request: Request, progress: Callable[[Request, int, int], None] | None
-    ) -> Emitted:
-        engine, sequence = self.engine, request.sequence
-        at = sequence.position
+    def _token(self, request: Request, progress: PrefillProgress | None) -> StepOutput:
+        engine, at = self.engine, request.position
         for done in (1, 2) if at == 0 else ():
             engine.before_prompt(done)
             if progress is not None:
@@ -197,13 +204,13 @@ class ScriptedBatch:
         engine.before(at)
         if at == engine.fault_at and isinstance(engine.fault, SpeqError):
             self.drop(request)
-            return Emitted(request, [], error=engine.fault)
+            return StepOutput(request, [], error=engine.fault)
         if at == engine.fault_at and engine.fault is not None:
             raise engine.fault
-        token_ids = sequence.extend([engine.tokens[at].id])
-        if sequence.finish_reason is not None:
+        token_ids = request.extend([engine.tokens[at].id])
+        if request.finish_reason is not None:
             self.drop(request)
-        return Emitted(request, token_ids, ["exact" if at else "prompt"])
+        return StepOutput(request, request.take(token_ids), ["exact" if at else "prompt"])
 
 
 def no_room() -> SpeqError:

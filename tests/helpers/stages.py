@@ -16,12 +16,12 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.load import load
+from speq.pipeline.fingerprint import RunSettings
+from speq.pipeline.first_stage import RingStages, open_stage
+from speq.pipeline.later_stage import Stage, with_run_settings
+from speq.pipeline.settings import StagesSettings, with_stages
+from speq.pipeline.wire import Message, sizes_of, unpacked
 from speq.runtime import Runtime
-from speq.stages.agreement import Shared
-from speq.stages.first import RingStages, open_stage
-from speq.stages.serve import Stage, decided
-from speq.stages.settings import StagesSettings, staged
-from speq.stages.wire import Message, sizes_of, unpacked
 from tests.helpers.command import arguments_of
 
 PATIENCE_S = 60.0
@@ -60,8 +60,8 @@ def in_threads(model: Path, stages: str, budgets: list[str], **options: Any) -> 
 
     options  of the run
     """
-    given = [staged(RunConfig.of(budget, **options)) for budget in budgets]
-    configs = [given[0], *(decided(each, Shared.of(given[0])) for each in given[1:])]
+    given = [with_stages(RunConfig.of(budget, **options)) for budget in budgets]
+    configs = [given[0], *(with_run_settings(each, RunSettings.of(given[0])) for each in given[1:])]
     queues: list[queue.Queue[Any]] = [queue.Queue() for _ in configs]
     failures: list[BaseException] = []
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from speq.devices.device import Accelerator
 from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.stream_transfer import StreamTransfer
-from speq.scheduler.transfer import Priority, State, Ticket
+from speq.scheduler.transfer import Priority, State, TransferTicket
 from speq.stats import Recorder
 
 LAYERS, EXPERTS, SLOTS, RECORD_BYTES = 3, 8, 5, 48
@@ -82,10 +82,10 @@ class Rig:
         self.engine.close()
         self.tier.close()
 
-    def demand(self, layer: int, expert: int, slot: int) -> Ticket:
+    def demand(self, layer: int, expert: int, slot: int) -> TransferTicket:
         return self.engine.submit(ExpertKey(layer, expert), slot, Priority.DEMAND)
 
-    def ahead(self, layer: int, expert: int, slot: int) -> Ticket:
+    def ahead(self, layer: int, expert: int, slot: int) -> TransferTicket:
         return self.engine.submit(ExpertKey(layer, expert), slot, Priority.PREFETCH)
 
     def kernel(self, slot: int, nbytes: int) -> Tensor:
@@ -94,7 +94,7 @@ class Rig:
         self.engine.launched([slot])
         return found
 
-    def check(self, ticket: Ticket) -> None:
+    def check(self, ticket: TransferTicket) -> None:
         wanted = words(ticket.key)
         assert self.kernel(ticket.slot, len(wanted)).tolist() == wanted
 
@@ -102,7 +102,7 @@ class Rig:
 def any_calls(rig: Rig, seed: int, calls: int) -> None:
     """Slots hold what was asked for, whoever is waited for, withdrawn or overwritten."""
     rng = random.Random(seed)
-    held: dict[int, Ticket] = {}  # by slot
+    held: dict[int, TransferTicket] = {}  # by slot
     for _ in range(calls):
         choice = rng.random()
         free = [slot for slot in range(SLOTS) if slot not in held or held[slot].ended]
@@ -123,7 +123,7 @@ def any_calls(rig: Rig, seed: int, calls: int) -> None:
         elif choice < 0.95:
             rig.engine.report()
         else:
-            rig.engine.quiesce()
+            rig.engine.drain()
             assert all(ticket.ended for ticket in held.values())
             held = {slot: ticket for slot, ticket in held.items() if ticket.state is State.DONE}
     for ticket in held.values():

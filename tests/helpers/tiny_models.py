@@ -519,24 +519,24 @@ class Chosen(LogitsProcessor):
 
 
 def drawn_tokens(
-    model: Any, prompt_ids: list[int], count: int, options: SamplingParams
+    model: Any, prompt_token_ids: list[int], count: int, options: SamplingParams
 ) -> list[int]:
     """As `greedy_tokens`, chosen as options say: penalties, and what shapes a distribution."""
-    chosen = LogitsProcessorList([Chosen(len(prompt_ids), options)])
-    return greedy_tokens(model, prompt_ids, count, chosen)
+    chosen = LogitsProcessorList([Chosen(len(prompt_token_ids), options)])
+    return greedy_tokens(model, prompt_token_ids, count, chosen)
 
 
 def greedy_tokens(
-    model: Any, prompt_ids: list[int], count: int, processors: Any = None
+    model: Any, prompt_token_ids: list[int], count: int, processors: Any = None
 ) -> list[int]:
     """`count` greedy tokens of plain transformers' generate, an end of text not ending it."""
     output = model.generate(
-        torch.tensor([prompt_ids]),
-        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+        torch.tensor([prompt_token_ids]),
+        attention_mask=torch.ones(1, len(prompt_token_ids), dtype=torch.long),
         max_new_tokens=count,
         do_sample=False,
         logits_processor=processors,
         eos_token_id=None,
         pad_token_id=EOS if model.config.get_text_config().vocab_size > EOS else 0,
     )
-    return output[0, len(prompt_ids) :].tolist()
+    return output[0, len(prompt_token_ids) :].tolist()

@@ -212,7 +212,7 @@ class Experts:
         if perm:
             perms = [torch.randperm(hidden, generator=generator) for _ in range(self.count)]
             self.perm = torch.stack(perms).int()
-        self.bank = Int4Bank(
+        self.backend = Int4Bank(
             (torch.stack([b[0][0] for b in base]), torch.stack([b[0][1] for b in base])),
             (torch.stack([b[1][0] for b in base]), torch.stack([b[1][1] for b in base])),
             self.perm,
@@ -228,7 +228,9 @@ class Experts:
             compact_ops.moe_grouped_lossless(*rows, slots, self.width, "silu", out)
         else:
             slots = self.residual
-            compact_ops.moe_grouped_residual(*rows, slots, self.base_slots, self.bank, "silu", out)
+            compact_ops.moe_grouped_residual(
+                *rows, slots, self.base_slots, self.backend, "silu", out
+            )
         return out
 
 

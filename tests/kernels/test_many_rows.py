@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speq.decode.offload import host_side
 from speq.devices.device import Processor
 from speq.devices.named import device_named
+from speq.engine.offload import host_side
 from speq.experts.codec import ExpertShape, Matrices, codec_of
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.slots import SlotExperts
@@ -299,7 +299,7 @@ def test_memory_is_what_is_planned(
     hidden_states, topk_ids = routed.on(device)
     slots = {expert: slot_of(expert) for expert in (3, 5)}
     table, out = table_of(slots, device), hidden_states.new_empty(rows, 2, H)
-    with LiveBytes() as live:
+    with LiveBytes() as active_rows:
         grouping = Grouping.of(topk_ids, ids)
         experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
     check_close(out.cpu(), routed.wanted())
@@ -311,7 +311,7 @@ def test_memory_is_what_is_planned(
     # What `activation_bytes` has of the experts' rows.
     planned += 4 * F * rows * dtype.itemsize
     # On the host nothing is copied: the index is numpy's.
-    peak = live.peak + (2 * 8 * rows * 2 if device.type == "cpu" else 0)
+    peak = active_rows.peak + (2 * 8 * rows * 2 if device.type == "cpu" else 0)
     assert 0.75 * planned < peak <= planned
 
 
@@ -323,7 +323,7 @@ def table_of(slots: dict[int, int], device: torch.device) -> Tensor:
 class Waves:
     """A server with all experts in slots, some at a time."""
 
-    foresees = False
+    predicts_next_layer = False
 
     def serve(self, layer: int, experts: list[int]) -> Any:
         assert experts == sorted(set(experts))
@@ -375,7 +375,7 @@ def test_int4_experts_in_blocks(
     routed = Routed.of(rows, top_k, torch.float32)
     weights = torch.rand(rows, top_k, generator=torch.Generator().manual_seed(9)).to(device)
     hidden_states, topk_ids = routed.on(device)
-    table, bank = arena.base_slots[0], arena.bank
+    table, bank = arena.base_slots[0], arena.backend
     found = ops.moe_int4(hidden_states, topk_ids, weights, table, bank, "silu")
     plain = torch.empty_like(found)
     reference.moe_int4_out(

@@ -782,10 +782,10 @@ def test_int4_experts_match_double_precision(activation: str) -> None:
     layer = 1
     for expert in range(E):
         arena.quantize_into(int(arena.base_slots[layer, expert]), gate_up[expert], down[expert])
-    slots, bank = arena.base_slots[layer], arena.bank
+    slots, backend = arena.base_slots[layer], arena.backend
     dense = [
         np.stack([unpacked(codes[slot], scales[slot]) for slot in slots.tolist()])
-        for codes, scales in (bank.gate_up, bank.down)
+        for codes, scales in (backend.gate_up, backend.down)
     ]
     wanted = np.zeros((T, H))
     for token, experts in enumerate(ids.tolist()):
@@ -796,10 +796,10 @@ def test_int4_experts_match_double_precision(activation: str) -> None:
             wanted[token] += float(chances[token, rank]) * (dense[1][expert] @ inner)
     plain = torch.full((T, H), math.nan)
     reference.moe_int4_out(
-        hidden, ids, chances, slots, *bank.gate_up, *bank.down, None, activation, plain
+        hidden, ids, chances, slots, *backend.gate_up, *backend.down, None, activation, plain
     )
-    fused = ops.moe_int4(hidden, ids, chances, slots, bank, activation)
-    unfused = ops.moe_int4_unfused(hidden, ids, chances, slots, bank, activation)
+    fused = ops.moe_int4(hidden, ids, chances, slots, backend, activation)
+    unfused = ops.moe_int4_unfused(hidden, ids, chances, slots, backend, activation)
     for ours in (plain, fused, unfused):
         error = np.abs(ours.numpy() - wanted).max(1) / wanted.std()
         assert (error < 1e-5).sum() >= T - 2
@@ -812,14 +812,14 @@ def test_rounding_inputs_to_int8_costs_little() -> None:
     arena = Int4Arena(Int4Layout(H, F), 1, E, torch.device("cpu"))
     for expert in range(E):
         arena.quantize_into(expert, gate_up[expert], down[expert])
-    bank = arena.bank
+    backend = arena.backend
     dense = [
         np.stack([unpacked(codes[slot], scales[slot]) for slot in range(E)])
-        for codes, scales in (bank.gate_up, bank.down)
+        for codes, scales in (backend.gate_up, backend.down)
     ]
     outputs = expert_outputs(hidden, ids, *dense, "silu")
     wanted = (outputs * chances.double().numpy()[..., None]).sum(1)
-    ours = ops.moe_int4(hidden, ids, chances, arena.base_slots[0], bank, "silu").numpy()
+    ours = ops.moe_int4(hidden, ids, chances, arena.base_slots[0], backend, "silu").numpy()
     assert 0 < np.abs(ours - wanted).std() / wanted.std() < 0.02
 
 
@@ -839,7 +839,7 @@ def test_arena_rounds_long_matrices_as_a_whole_would_be() -> None:
     gate_up, down = weights(2 * width, hidden), weights(hidden, width, seed=5)
     arena = Int4Arena(Int4Layout(hidden, width), 1, 1, torch.device("cpu"))
     arena.quantize_into(0, gate_up, down)
-    for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
+    for matrix, (codes, scales) in ((gate_up, arena.backend.gate_up), (down, arena.backend.down)):
         wanted_codes, wanted_scales = reference.quantize_int4(
             matrix, matrix.shape[1] // scales.shape[2]
         )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from speq.batching import Batch, Emitted
 from speq.config import RunConfig
+from speq.engine.batch import Batch, StepOutput
 from speq.errors import SpeqError
 from speq.offline.answer_folder import AnswerFolder
 from speq.offline.batch_run import MAY_DIFFER
@@ -126,9 +126,9 @@ def test_an_interrupted_job_goes_on(
     joined: list[str] = []
     added = Batch.add
 
-    def counted(batch: Batch, sequence: Any) -> Any:
-        joined.append(sequence.prompt_ids)
-        return added(batch, sequence)
+    def counted(batch: Batch, request: Any) -> Any:
+        joined.append(request.prompt_token_ids)
+        return added(batch, request)
 
     monkeypatch.setattr(Batch, "add", counted)
     ended = run(command, bundled, path, "--memory-budget", "90MiB", "--max-batch", 2)
@@ -148,11 +148,11 @@ def test_a_disk_that_fails_ends_the_job_and_no_request(
     path = write(tmp_path / "requests.jsonl", asked())
     own, steps = Batch.step, iter(range(100))
 
-    def failing(batch: Batch, draft_length: int | None = None) -> list[Emitted]:
+    def failing(batch: Batch, draft_length: int | None = None) -> list[StepOutput]:
         if next(steps) == 6:
             error = SpeqError("reading failed; look after the disk and run again")
             error.__cause__ = OSError("of the disk")
-            return [Emitted(request, [], error=error) for request in batch.clear()]
+            return [StepOutput(request, [], error=error) for request in batch.clear()]
         return own(batch, draft_length)
 
     with monkeypatch.context() as patch:
@@ -171,14 +171,14 @@ def test_a_text_that_the_engine_cannot_finish_fails_alone(
     path = write(tmp_path / "requests.jsonl", asked())
     own, seen = Batch.step, []
 
-    def failing(batch: Batch, draft_length: int | None = None) -> list[Emitted]:
+    def failing(batch: Batch, draft_length: int | None = None) -> list[StepOutput]:
         emitted = own(batch, draft_length)
         if batch.running and not seen:
             request = batch.running[0]
             seen.append(request)
             batch.drop(request)
             others = [each for each in emitted if each.request is not request]
-            return [*others, Emitted(request, [], error=SpeqError("the logits are not numbers"))]
+            return [*others, StepOutput(request, [], error=SpeqError("the logits are not numbers"))]
         return emitted
 
     monkeypatch.setattr(Batch, "step", failing)

@@ -11,9 +11,10 @@ from scipy import stats
 from torch import Tensor
 
 from speq.config import SamplingParams
-from speq.decode.accept import accept, walk
-from speq.decode.sampling import chosen
-from speq.decode.sequence import Draft, Outcome, Sequence
+from speq.engine.accept import accept, walk
+from speq.engine.draft import Draft, Outcome
+from speq.engine.request import Request
+from speq.engine.sampling import chosen
 from tests.reference.noise import noise
 
 V = 12
@@ -23,7 +24,7 @@ RIGHT = 1e-3
 WRONG = 1e-10
 
 # Proposes a draft behind the last token of a text.
-Proposer = Callable[[Sequence], Draft]
+Proposer = Callable[[Request], Draft]
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +86,8 @@ def test_greedy_request_takes_the_likeliest_tokens() -> None:
     logits = torch.full((4, V), -1.0)
     for node, token in enumerate([3, 7, 2, 9]):
         logits[node, token] = 1.0
-    sequence = Sequence([1], SamplingParams(temperature=0.0))
-    assert accept(draft, logits, sequence) == Outcome([0, 1, 3], [3, 7, 9])
+    request = Request([1], SamplingParams(temperature=0.0))
+    assert accept(draft, logits, request) == Outcome([0, 1, 3], [3, 7, 9])
 
 
 def rows(seed: int, spread: float) -> Tensor:
@@ -122,7 +123,7 @@ JOINT = FIRST[:, None] * TARGET.double().numpy()
 def drawn_chain(table: Tensor, length: int) -> Proposer:
     """Chains that a drafter draws with the noise of the text."""
 
-    def propose(text: Sequence) -> Draft:
+    def propose(text: Request) -> Draft:
         tokens = [text.pending_id]
         for _ in range(length):
             tokens.append(chosen(table[tokens[-1]].log(), text, tokens[1:]))
@@ -142,12 +143,12 @@ def foreign_tree(nodes: int) -> Proposer:
     return lambda text: random_tree(rng, nodes)
 
 
-def likeliest(text: Sequence) -> Draft:
+def likeliest(text: Request) -> Draft:
     """The draft's three likeliest tokens side by side."""
     return Draft(DRAFT[text.pending_id].topk(3).indices.tolist(), [0, 0, 0])
 
 
-def no_draft(text: Sequence) -> Draft:
+def no_draft(text: Request) -> Draft:
     return Draft()
 
 
@@ -162,13 +163,13 @@ PROPOSERS = [
 
 def written(propose: Proposer, sampling: SamplingParams) -> tuple[list[int], list[Outcome]]:
     """A whole text behind START, and what became of each draft."""
-    text, outcomes = Sequence([START], sampling), []
+    text, outcomes = Request([START], sampling), []
     while text.finish_reason is None:
         draft = propose(text)
         logits = TARGET[[text.pending_id, *draft.token_ids]].log()
         outcomes.append(accept(draft, logits, text))
         text.extend(outcomes[-1].token_ids)
-    return text.generated_ids, outcomes
+    return text.output_token_ids, outcomes
 
 
 def walked(sampling: SamplingParams, seed: int) -> list[int]:
@@ -249,7 +250,7 @@ def test_chi_square_catches_noise_that_repeats() -> None:
     """Were the second token drawn by the first one's noise, pairs would not be independent."""
     counts = np.zeros((V, V), dtype=int)
     for seed in range(DRAWS):
-        text = Sequence([START], SamplingParams(temperature=1.0, seed=seed))
+        text = Request([START], SamplingParams(temperature=1.0, seed=seed))
         first = chosen(TARGET[START].log(), text, [])
         counts[first, chosen(TARGET[first].log(), text, [])] += 1
     assert p_value(counts.sum(1), FIRST) > RIGHT
@@ -303,7 +304,7 @@ def test_shared_noise_lets_most_of_what_is_alike_stand() -> None:
         other = torch.softmax(TARGET.log() + spread * torch.randn(V, V, generator=generator), -1)
         stands, at_least, at_most = 0, 0.0, 0.0
         for seed in range(DRAWS):
-            text = Sequence([START], SamplingParams(temperature=1.0, seed=seed))
+            text = Request([START], SamplingParams(temperature=1.0, seed=seed))
             row = seed % V
             ours, theirs = (chosen(t[row].log(), text, [row]) for t in (TARGET, other))
             stands += ours == theirs
@@ -317,7 +318,7 @@ def test_shared_noise_lets_most_of_what_is_alike_stand() -> None:
 def test_disjoint_support_accepts_nothing() -> None:
     even = torch.arange(V) % 2 == 0
     odd_tokens = (DRAFT * ~even) / (DRAFT * ~even).sum(-1, keepdim=True)
-    text = Sequence([START], SamplingParams(temperature=1.0, seed=8))
+    text = Request([START], SamplingParams(temperature=1.0, seed=8))
     while text.remaining > 2:
         draft = drawn_chain(odd_tokens, 2)(text)
         outcome = accept(draft, TARGET[[0, 1, 2]].log().masked_fill(~even, -torch.inf), text)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from speq import Generator
-from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
-from speq.decode.sequence import Sequence
+from speq.engine.batch import Batch
+from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.stats import RunStats, StepStats
 from tests.helpers.cells import Cell, Folders, loaded
@@ -63,7 +63,7 @@ def run(batch: Batch, plans: list[Plan], draft_length: int | None = None) -> int
     while at <= 12 or not batch.idle:
         for plan in plans:
             if plan.arrives == at:
-                requests[batch.add(Sequence(plan.prompt, plan.sampling))] = plan
+                requests[batch.add(Request(plan.prompt, plan.sampling))] = plan
         for request, plan in requests.items():
             if plan.dropped is not None and len(plan.made) >= plan.dropped:
                 batch.drop(request)
@@ -74,7 +74,7 @@ def run(batch: Batch, plans: list[Plan], draft_length: int | None = None) -> int
             plan.made += emitted.token_ids
         at += 1
     for request, plan in requests.items():
-        assert plan.made == request.sequence.generated_ids
+        assert plan.made == request.output_token_ids
     return most
 
 
@@ -174,13 +174,13 @@ def test_drafts_of_texts_share_their_passes(tiny: Callable[[str], Path]) -> None
     )
     passes: list[int] = []
     model = generator.runtime.model
-    own = model.forward_texts
+    own = model.forward_batch
 
-    def counted(bank: Any, texts: Any) -> Any:
+    def counted(backend: Any, texts: Any) -> Any:
         passes.append(sum(len(text.token_ids) for text in texts))
-        return own(bank, texts)
+        return own(backend, texts)
 
-    model.forward_texts = counted  # type: ignore[method-assign]
+    model.forward_batch = counted  # type: ignore[method-assign]
     try:
         generator.generate_batch(["ab", "cd", "ef", "gh"], max_new_tokens=60, ignore_eos=True)
         assert generator.last_run is not None
@@ -202,7 +202,7 @@ def test_what_can_never_fit_is_refused_at_once(tiny: Callable[[str], Path]) -> N
     try:
         with generator.batch() as batch:
             with pytest.raises(SpeqError, match="need a context of 40 tokens and context_length"):
-                batch.add(Sequence([1] * 20, SamplingParams(max_new_tokens=20)))
+                batch.add(Request([1] * 20, SamplingParams(max_new_tokens=20)))
             assert batch.idle
     finally:
         generator.close()
@@ -220,7 +220,7 @@ def test_contexts_of_all_texts_are_planned(tiny: Callable[[str], Path]) -> None:
     options: dict[str, Any] = {"draft": "none", "context_length": 512, "dtype": "float32"}
     alone = Generator.from_pretrained(tiny("olmoe"), ROOMY, **options)
     one = alone.runtime.plan.items["kv_cache"]
-    assert one == alone.runtime.engine.cache.nbytes
+    assert one == alone.runtime.engine.caches[0].nbytes
     alone.close()
     side_by_side = Generator.from_pretrained(tiny("olmoe"), ROOMY, max_batch=5, **options)
     assert side_by_side.runtime.plan.items["kv_cache"] == 5 * one
@@ -245,7 +245,7 @@ def test_who_needs_more_room_waits_until_it_can_be_made(tiny: Callable[[str], Pa
             assert generator.runtime.plan.context == 64
             prompts = {6: [5] * 6, 7: [9] * 60, 8: [3] * 4}
             sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
-            requests = {n: batch.add(Sequence(ids, sampling)) for n, ids in prompts.items()}
+            requests = {n: batch.add(Request(ids, sampling)) for n, ids in prompts.items()}
             order = []
             while not batch.idle:
                 for emitted in batch.step():
@@ -256,7 +256,7 @@ def test_who_needs_more_room_waits_until_it_can_be_made(tiny: Callable[[str], Pa
             assert order == list(requests.values())
             for number, request in requests.items():
                 expected = greedy_tokens(plain, prompts[number], 20)
-                assert request.sequence.generated_ids == expected
+                assert request.output_token_ids == expected
     finally:
         generator.close()
 
@@ -275,10 +275,10 @@ def test_a_damaged_text_ends_alone(tiny: Callable[[str], Path]) -> None:
         with generator.batch() as batch:
             sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
             prompts = [[number + 3] * (number + 2) for number in range(3)]
-            requests = [batch.add(Sequence(prompt, sampling)) for prompt in prompts]
+            requests = [batch.add(Request(prompt, sampling)) for prompt in prompts]
             while len(batch.running) < 3:
                 batch.step()
-            damaged(generator, requests[1].sequence.row)
+            damaged(generator, requests[1].kv_slot)
             ended = batch.step()
             assert [each.request for each in ended if each.error] == [requests[1]]
             assert "not numbers" in str(next(each.error for each in ended if each.error))
@@ -286,7 +286,7 @@ def test_a_damaged_text_ends_alone(tiny: Callable[[str], Path]) -> None:
                 assert not any(each.error for each in batch.step())
         for request, prompt in zip(requests, prompts, strict=True):
             wanted = greedy_tokens(plain, prompt, 24)
-            got = request.sequence.generated_ids
+            got = request.output_token_ids
             assert got == (wanted if request is not requests[1] else wanted[: len(got)])
     finally:
         generator.close()
@@ -303,7 +303,7 @@ def test_a_lost_pass_ends_all_and_no_more(
     try:
         with generator.batch() as batch:
             sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
-            requests = [batch.add(Sequence([at + 1] * 5, sampling)) for at in range(3)]
+            requests = [batch.add(Request([at + 1] * 5, sampling)) for at in range(3)]
             while len(batch.running) < 2:
                 batch.step()
             with monkeypatch.context() as broken:
@@ -312,14 +312,14 @@ def test_a_lost_pass_ends_all_and_no_more(
                 def fail(*args: Any) -> Any:
                     raise lost
 
-                broken.setattr(generator.runtime.engine.verification, "score_texts", fail)
+                broken.setattr(generator.runtime.engine.verification, "score_batch", fail)
                 ended = batch.step()
             assert {each.request for each in ended if each.error is lost} == {*requests[:2]}
             while not batch.idle:
                 assert not any(each.error for each in batch.step())
-            assert requests[2].sequence.generated_ids == greedy_tokens(plain, [3] * 5, 12)
+            assert requests[2].output_token_ids == greedy_tokens(plain, [3] * 5, 12)
             with monkeypatch.context() as broken:
-                again = batch.add(Sequence([9] * 5, sampling))
+                again = batch.add(Request([9] * 5, sampling))
                 batch.step()
 
                 def interrupt(*args: Any) -> Any:
@@ -329,7 +329,7 @@ def test_a_lost_pass_ends_all_and_no_more(
                 with pytest.raises(KeyboardInterrupt):
                     batch.step()
             assert batch.idle
-            assert again.sequence.finish_reason is None
+            assert again.finish_reason is None
         made = generator.generate([7] * 4, max_new_tokens=12, ignore_eos=True)
         assert made.token_ids == greedy_tokens(plain, [7] * 4, 12)
     finally:
@@ -344,9 +344,9 @@ def test_first_tokens_do_not_wait_for_a_round(tiny: Callable[[str], Path]) -> No
     try:
         sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
         with generator.batch() as batch:
-            assert batch.takes(64)
-            first, second = (batch.add(Sequence([at + 1] * 5, sampling)) for at in range(2))
-            assert not batch.takes(5)  # one waits for its cache already
+            assert batch.has_room(64)
+            first, second = (batch.add(Request([at + 1] * 5, sampling)) for at in range(2))
+            assert not batch.has_room(5)  # one waits for its cache already
             (told,) = batch.step()
             assert (told.request, told.origins, len(told.token_ids)) == (first, ["prompt"], 1)
             (told,) = batch.step()
@@ -356,8 +356,8 @@ def test_first_tokens_do_not_wait_for_a_round(tiny: Callable[[str], Path]) -> No
             (told,) = batch.step()
             assert (told.request, told.origins) == (second, ["prompt"])
             assert {each.request for each in batch.step()} == {first, second}
-            assert batch.takes(64)
-            batch.add(Sequence([3] * 5, sampling))
+            assert batch.has_room(64)
+            batch.add(Request([3] * 5, sampling))
             while not batch.idle:
                 batch.step()
     finally:
@@ -375,7 +375,7 @@ def test_figures_of_each_text_are_its_share(tiny: Callable[[str], Path]) -> None
         sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
         prompts = [[at + 1] * (at + 3) for at in range(3)]
         with generator.batch() as batch:
-            requests = [batch.add(Sequence(prompt, sampling)) for prompt in prompts]
+            requests = [batch.add(Request(prompt, sampling)) for prompt in prompts]
             while not batch.idle:
                 batch.step()
         figures = [request.figures for request in requests]
@@ -399,13 +399,13 @@ def test_figures_of_each_text_are_its_share(tiny: Callable[[str], Path]) -> None
 def test_records_of_texts_without_end_have_an_end(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speq.batching.RECORDED_STEPS", 5)
+    monkeypatch.setattr("speq.engine.batch.RECORDED_STEPS", 5)
     generator = Generator.from_pretrained(
         tiny("olmoe"), ROOMY, dtype="float32", draft="none", max_batch=2, context_length=32
     )
     try:
         with generator.batch() as batch:
-            batch.add(Sequence([1, 2, 3], SamplingParams(max_new_tokens=13, ignore_eos=True)))
+            batch.add(Request([1, 2, 3], SamplingParams(max_new_tokens=13, ignore_eos=True)))
             lengths, runs = [], []
             while not batch.idle:
                 batch.step()

@@ -57,7 +57,7 @@ def test_drafters_change_from_step_to_step(
         engine.governors = Governors(ByTurns(2 if drafter != "none" else 0), most_rows=16)
 
         def made(expected: list[int], **sampling: Any) -> list[StepStats]:
-            engine.sides = [Told(expected)]
+            engine.secondary_drafters = [Told(expected)]
             result = generator.generate(PROMPT, **limits, **sampling)
             assert result.token_ids == expected
             assert generator.last_run is not None

@@ -14,20 +14,22 @@ from torch import Tensor
 
 from speq import Generator
 from speq.config import RunConfig, SamplingParams
-from speq.decode.drafter import DraftBounds
-from speq.decode.engine import Engine
-from speq.decode.sequence import Draft, Sequence
-from speq.decode.turn import Turn
+from speq.engine.draft import Draft
+from speq.engine.drafter import DraftLimits
+from speq.engine.engine import Engine
+from speq.engine.request import Request
+from speq.engine.request_step import RequestStep
 from speq.governor.draft_length import FixedDraftLength
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.gates import ScoreGate
 from speq.layers.route_reader import HostRoutes
 from speq.layers.slot_table import HostSlotTable
+from speq.measure.probe import verify
 from speq.routing import Route
 from speq.scheduler.eviction import LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from tests.helpers.cells import Cell, Folder, Folders, loaded
@@ -71,9 +73,9 @@ def restricted(plain: Any, residents: list[list[int]], divided: bool) -> Iterato
             hook.remove()
 
 
-def drafted(engine: Engine, request: Sequence, bounds: DraftBounds) -> Draft:
+def drafted(engine: Engine, request: Request, bounds: DraftLimits) -> Draft:
     engine.recorder.begin("by hand")
-    turn = Turn(request, engine.cache, engine.drafter, bounds)
+    turn = RequestStep(request, engine.caches[0], engine.drafters[0], bounds)
     engine.propose([turn], FixedDraftLength(bounds.length, nodes=bounds.nodes))
     return turn.draft
 
@@ -88,18 +90,18 @@ def test_drafts_are_those_of_the_model_with_the_experts_in_slots(
     divided = bool(plain.config.norm_topk_prob)
     generator, _ = loaded(cell, *folders.of(family, cell), "float32", 64)
     engine = generator.runtime.engine
-    request = Sequence(PROMPT, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    engine.start(request)
+    request = Request(PROMPT, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    engine.prefill(request)
     lacking = 0
     while request.remaining > 5:
-        supply = engine.offload.supply
+        loader = engine.offload.loader
         layers = range(generator.runtime.model.num_moe_layers)
         experts = range(plain.config.num_experts)
-        residents = [supply.residents(layer, experts) for layer in layers]
-        before = engine.cache.length
-        draft = drafted(engine, request, DraftBounds(4))
-        assert engine.cache.length == before
-        text = torch.tensor([PROMPT + request.generated_ids])
+        residents = [loader.residents(layer, experts) for layer in layers]
+        before = engine.caches[0].length
+        draft = drafted(engine, request, DraftLimits(4))
+        assert engine.caches[0].length == before
+        text = torch.tensor([PROMPT + request.output_token_ids])
         with torch.inference_mode():
             past = plain(text[:, :-1], use_cache=True).past_key_values
             tokens = [request.pending_id]
@@ -109,7 +111,7 @@ def test_drafts_are_those_of_the_model_with_the_experts_in_slots(
                     tokens.append(int(made.logits[0, -1].argmax()))
         assert len(tokens) == 5
         assert draft.token_ids == tokens[1:]
-        engine.step(request, 0)
+        engine.step([request], 0)
         lacking += draft.token_ids[0] != request.pending_id
     assert lacking
     generator.close()
@@ -120,20 +122,20 @@ def test_a_draft_moves_no_bytes_and_names_what_it_lacks(folders: Folders) -> Non
     cell = Cell(3, "two slots", "own", drafter="cached")
     generator, _ = loaded(cell, *folders.of("qwen2_moe", cell), "float32", 64)
     engine = generator.runtime.engine
-    request = Sequence(PROMPT, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    engine.start(request)
+    request = Request(PROMPT, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    engine.prefill(request)
     step = engine.recorder.begin("by hand")
-    turn = Turn(request, engine.cache, engine.drafter, DraftBounds(3))
-    residents = sorted(engine.offload.supply.cache.residents())
+    turn = RequestStep(request, engine.caches[0], engine.drafters[0], DraftLimits(3))
+    residents = sorted(engine.offload.loader.cache.residents())
     engine.propose([turn], FixedDraftLength(3))
-    assert sorted(engine.offload.supply.cache.residents()) == residents
+    assert sorted(engine.offload.loader.cache.residents()) == residents
     assert step.moved_bytes == 0
     lookahead, top_k = engine.lookahead, generator.runtime.shape.top_k
     for layer in range(lookahead.num_layers):
         for token in range(3):
             assert len(set(lookahead.expert_ids(token, layer))) == top_k
     # The first layer sees what the exact model's does: its names are the exact ones.
-    engine.verify(request.pending_id, Draft())
+    verify(engine, request.pending_id, Draft())
     assert lookahead.used[0].ids[0] == lookahead.expert_ids(0, 0)
     generator.close()
 
@@ -143,12 +145,12 @@ def test_where_all_is_in_slots_the_draft_is_the_exact_model(tiny: Folder) -> Non
         tiny("olmoe"), "1GiB", drafter="cached", draft_length=4, dtype="float32"
     )
     generator.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
-    supply, shape = generator.runtime.engine.offload.supply, generator.runtime.shape
+    loader, shape = generator.runtime.engine.offload.loader, generator.runtime.shape
     for layer in range(len(shape.experts.layers)):
         for expert in range(shape.experts.num_experts):
-            supply.load(ExpertKey(layer, expert), Priority.DEMAND)
+            loader.load(ExpertKey(layer, expert), Priority.DEMAND)
     for layer in range(len(shape.experts.layers)):
-        for _ in supply.serve(layer, [*range(shape.experts.num_experts)]):
+        for _ in loader.serve(layer, [*range(shape.experts.num_experts)]):
             pass
     result = generator.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
     assert result.stats["acceptance_rate"] == 1
@@ -228,13 +230,13 @@ class Scaling:
 def test_rows_choose_among_residents(slots: dict[int, int], wanted: float) -> None:
     lender, gate = Lending(slots), ScoreGate(divided=True)
     told: list[tuple[int, list[list[int]], list[int]]] = []
-    bank = CachedExperts(lender, Scaling(), HostSlotTable(4), HostRoutes(), [gate] * 3, "silu")  # type: ignore[arg-type]
-    bank.on_route = lambda layer, route: told.append((layer, route.ids, lender.lent))
+    backend = CachedExperts(lender, Scaling(), HostSlotTable(4), HostRoutes(), [gate] * 3, "silu")  # type: ignore[arg-type]
+    backend.on_route = lambda layer, route: told.append((layer, route.ids, lender.lent))
     shares = torch.tensor([[0.5, 0.25, 0.15, 0.1]])
     weights, ids = shares.topk(2)
     route = Route(ids, weights / weights.sum(), shares.log())
     hidden = torch.tensor([[1.0, -2.0]])
-    made = bank(2, hidden, route)
+    made = backend(2, hidden, route)
     assert made.numpy() == pytest.approx((hidden * wanted).numpy(), rel=1e-6)
     # What it would have liked is told while what it reads is kept in place.
     ((layer, named, lent),) = told
@@ -250,42 +252,42 @@ def test_what_is_lent_is_not_evicted() -> None:
     for seed in range(40):
         rng = random.Random(seed)
         transfer = FakeTransfer(rng)
-        supply = ExpertSupply(ExpertCache(4, LruPolicy(4, 1, 12)), transfer, Recorder(Clock()))
-        for _ in supply.serve(0, [0, 1, 2, 3]):
+        loader = ExpertLoader(ExpertCache(4, LruPolicy(4, 1, 12)), transfer, Recorder(Clock()))
+        for _ in loader.serve(0, [0, 1, 2, 3]):
             pass
         lent = rng.sample(range(4), rng.randint(1, 4))
-        with supply.lend(0, lent) as slots:
+        with loader.lend(0, lent) as slots:
             for expert in rng.sample(range(4, 12), 6):
-                supply.load(ExpertKey(0, expert), Priority.PREFETCH)
+                loader.load(ExpertKey(0, expert), Priority.PREFETCH)
                 transfer.end_some()
-                supply.residents(0, range(12))
+                loader.residents(0, range(12))
                 for each, slot in slots.items():
                     assert transfer.contents[slot] == ExpertKey(0, each)
                     assert slot not in transfer.open_slots
-            assert set(lent) <= set(supply.residents(0, range(12)))
+            assert set(lent) <= set(loader.residents(0, range(12)))
         # Then they may go like others.
-        for _ in supply.serve(0, [4, 5, 6, 7]):
+        for _ in loader.serve(0, [4, 5, 6, 7]):
             pass
         transfer.end_all()
-        assert not set(lent) & set(supply.residents(0, range(12)))
+        assert not set(lent) & set(loader.residents(0, range(12)))
 
 
 def test_lending_is_no_use() -> None:
     """What was brought ahead and only drafted with was not needed yet, nor is it younger."""
-    supply = ExpertSupply(ExpertCache(2, LruPolicy(2, 1, 4)), FakeTransfer(), Recorder(Clock()))
-    for _ in supply.serve(0, [0, 1]):
+    loader = ExpertLoader(ExpertCache(2, LruPolicy(2, 1, 4)), FakeTransfer(), Recorder(Clock()))
+    for _ in loader.serve(0, [0, 1]):
         pass
-    with supply.lend(0, [0]):
+    with loader.lend(0, [0]):
         pass
-    supply.load(ExpertKey(0, 2), Priority.DEMAND)
-    assert supply.residents(0, range(4)) == [1]
+    loader.load(ExpertKey(0, 2), Priority.DEMAND)
+    assert loader.residents(0, range(4)) == [1]
 
 
 def test_those_that_have_arrived_are_lent() -> None:
     transfer = FakeTransfer(depth=2)
-    supply = ExpertSupply(ExpertCache(3, LruPolicy(3, 1, 4)), transfer, Recorder(Clock()))
+    loader = ExpertLoader(ExpertCache(3, LruPolicy(3, 1, 4)), transfer, Recorder(Clock()))
     for expert in (0, 1):
-        supply.load(ExpertKey(0, expert), Priority.PREFETCH)
-    assert supply.residents(0, range(4)) == []
+        loader.load(ExpertKey(0, expert), Priority.PREFETCH)
+    assert loader.residents(0, range(4)) == []
     transfer.end(ExpertKey(0, 1))
-    assert supply.residents(0, range(4)) == [1]
+    assert loader.residents(0, range(4)) == [1]

@@ -11,19 +11,19 @@ from speq.governor.confidence import BOUNDS, HORIZON, PRIOR_TOKENS, Confidence
 LEADS = (0.01, 0.05, 0.1, 0.2, 0.3, 0.7, 1.5, math.inf)
 
 
-def learn(confidence: Confidence, leads: list[float | None], accepted: int) -> None:
+def learn(confidence: Confidence, logit_margins: list[float | None], accepted: int) -> None:
     """From a chain of which so many tokens stood."""
-    for position, lead in enumerate(leads[: accepted + 1]):
-        confidence.learn(lead, position < accepted)
+    for position, logit_margin in enumerate(logit_margins[: accepted + 1]):
+        confidence.learn(logit_margin, position < accepted)
 
 
 def test_at_first_clear_choices_are_trusted() -> None:
-    assumed = [Confidence().probability(lead) for lead in LEADS]
+    assumed = [Confidence().probability(logit_margin) for logit_margin in LEADS]
     assert 2 * len(assumed) == len(BOUNDS) + 1
     assert assumed == sorted(assumed)
     assert 0.5 < assumed[0] < 0.6
     assert assumed[-1] > 0.99
-    others = [Confidence().probability(-lead) for lead in LEADS]
+    others = [Confidence().probability(-logit_margin) for logit_margin in LEADS]
     assert others == pytest.approx([1 - stands for stands in assumed])
 
 
@@ -32,8 +32,8 @@ def test_tokens_of_one_class_say_nothing_of_others() -> None:
     for _ in range(50):
         confidence.learn(-0.05, True)
     assert confidence.probability(-0.05) > 0.9
-    for lead in (*LEADS, -0.01, -0.1, -math.inf, None):
-        assert confidence.probability(lead) == untold.probability(lead)
+    for logit_margin in (*LEADS, -0.01, -0.1, -math.inf, None):
+        assert confidence.probability(logit_margin) == untold.probability(logit_margin)
 
 
 def test_tokens_behind_a_wrong_one_say_nothing() -> None:
@@ -43,8 +43,8 @@ def test_tokens_behind_a_wrong_one_say_nothing() -> None:
     assert confidence.probability(1.5) == pytest.approx(stood / (PRIOR_TOKENS + 1))
     failed = PRIOR_TOKENS * untold.probability(0.3)
     assert confidence.probability(0.3) == pytest.approx(failed / (PRIOR_TOKENS + 1))
-    for lead in (0.1, 0.01, None):
-        assert confidence.probability(lead) == untold.probability(lead)
+    for logit_margin in (0.1, 0.01, None):
+        assert confidence.probability(logit_margin) == untold.probability(logit_margin)
     learn(confidence, [], accepted=0)
     assert confidence.probability(None) == untold.probability(None)
 
@@ -54,16 +54,16 @@ def test_probabilities_become_what_is_observed(scale: float) -> None:
     """Of drafts whose tokens stand as a logistic function of their leads has it."""
     rng, confidence = random.Random(3), Confidence()
     for _ in range(3000):
-        leads = [rng.choice(LEADS[:-1]) for _ in range(4)]
+        logit_margins = [rng.choice(LEADS[:-1]) for _ in range(4)]
         accepted = 0
-        while accepted < 4 and rng.random() < 1 / (1 + math.exp(-leads[accepted] / scale)):
+        while accepted < 4 and rng.random() < 1 / (1 + math.exp(-logit_margins[accepted] / scale)):
             accepted += 1
-        learn(confidence, [*leads], accepted)
-    for lead in LEADS[:-1]:
-        stands = 1 / (1 + math.exp(-lead / scale))
+        learn(confidence, [*logit_margins], accepted)
+    for logit_margin in LEADS[:-1]:
+        stands = 1 / (1 + math.exp(-logit_margin / scale))
         # So many tokens are remembered: four deviations of their mean.
         deviation = math.sqrt(max(stands * (1 - stands), 0.01) / HORIZON)
-        assert confidence.probability(lead) == pytest.approx(stands, abs=4 * deviation)
+        assert confidence.probability(logit_margin) == pytest.approx(stands, abs=4 * deviation)
 
 
 def test_a_drafter_that_knows_no_leads_has_its_acceptance() -> None:

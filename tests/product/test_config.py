@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from speq.config import RunConfig, SamplingParams
-from speq.decode.generation_config import options_of
+from speq.engine.generation_config import options_of
 from speq.errors import SpeqError
 from speq.units import format_bytes, parse_bytes
 from tests.helpers.paths import BUNDLED

@@ -43,12 +43,12 @@ class Parrot:
 
     def stream(
         self,
-        prompt_ids: list[int],
+        prompt_token_ids: list[int],
         max_new_tokens: int,
         progress: Callable[[str, int, int], None],
         on_finish: Callable[[str, dict[str, Any]], None],
     ) -> Iterator[Token]:
-        assert len(prompt_ids) + max_new_tokens <= self.max_context
+        assert len(prompt_token_ids) + max_new_tokens <= self.max_context
         self.limits.append(max_new_tokens)
         words = self.asked[-1][-1]["content"].split()[:max_new_tokens]
         for at, word in enumerate(words):

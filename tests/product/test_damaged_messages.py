@@ -19,12 +19,12 @@ from torch import Tensor
 from speq.config import RunConfig
 from speq.errors import EngineLost, SpeqError
 from speq.load import load
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, versions
+from speq.pipeline.first_stage import RingStages
+from speq.pipeline.later_stage import Stage, with_run_settings
+from speq.pipeline.settings import with_stages
+from speq.pipeline.wire import Message, MessageKind, sizes_of, unpacked
 from speq.runtime import Runtime
-from speq.stages.agreement import Agreement, Shared, versions
-from speq.stages.first import RingStages
-from speq.stages.serve import Stage, decided
-from speq.stages.settings import staged
-from speq.stages.wire import Kind, Message, sizes_of, unpacked
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S, closing_opened
 
 CONTEXT, CHUNK, HIDDEN, ROW_BYTES = 100, 80, 64, 64 * 4
@@ -88,10 +88,10 @@ class Peer:
 @contextmanager
 def runtime_of(model: Path) -> Iterator[Runtime]:
     """Of the second of two stages."""
-    config = staged(RunConfig.of("64MiB", drafter="ngram", dtype="float32", max_batch=2))
+    config = with_stages(RunConfig.of("64MiB", drafter="ngram", dtype="float32", max_batch=2))
     with ExitStack() as stack:
         opened = stack.enter_context(closing_opened(model, "1,2", 2, False))
-        runtime = Runtime(load(opened, decided(config, Shared.of(config))))
+        runtime = Runtime(load(opened, with_run_settings(config, RunSettings.of(config))))
         stack.callback(runtime.engine.close)
         yield runtime
 
@@ -126,13 +126,13 @@ def rows_of(count: int, seed: int) -> Tensor:
 def passing(texts: Any, changes: Any, reading: bool = False) -> Message:
     count = sum(text[1] for text in texts)
     content = {"texts": texts, "reading": reading, "changes": changes}
-    return Message(Kind.PASS, content, rows_of(count, count))
+    return Message(MessageKind.PASS, content, rows_of(count, count))
 
 
 # Prompts of two texts, of which one is run at once; a tree of which a branch is kept, and what
 # follows it; and the text anew.
 SOUND = (
-    Message(Kind.RESERVE, {"context": CONTEXT, "chunk": CHUNK}),
+    Message(MessageKind.RESERVE, {"context": CONTEXT, "chunk": CHUNK}),
     passing([[0, 70, None]], [], True),
     passing([[1, 5, None]], [[0, "length", 70], [0, "settle", None]], True),
     passing([[0, 4, [-1, 0, 0, 2]], [1, 2, None]], [[1, "length", 5], [1, "settle", None]]),
@@ -149,7 +149,7 @@ def damaged(message: Message, rng: random.Random) -> Message:
     content, rows, kind = copy.deepcopy(message.content), message.rows, message.kind
     how = rng.random()
     if how < 0.1:
-        kind = rng.choice([Kind.RESERVE, Kind.PASS])
+        kind = rng.choice([MessageKind.RESERVE, MessageKind.PASS])
     elif how < 0.25:
         count = rng.choice([0, 1, ROW_BYTES - 1, ROW_BYTES, len(rows) - 1, len(rows) + 1])
         rows = torch.cat([rows, rows, rows_of(2, 3)])[: max(count, 0)]
@@ -188,7 +188,7 @@ def test_a_stage_goes_on_after_damaged_messages(family: str, tiny: Callable[[str
                 for message in SOUND[:at]:
                     peer.asked(message)
             answer = peer.asked(damaged(SOUND[at], rng))
-            if answer.kind is Kind.FAILED:
+            if answer.kind is MessageKind.FAILED:
                 refused += 1
                 sentence = answer.content["sentence"]
                 assert sentence.startswith("stage 2 of 2: "), sentence
@@ -200,7 +200,7 @@ def test_a_stage_goes_on_after_damaged_messages(family: str, tiny: Callable[[str
             one.content == other.content and torch.equal(one.rows, other.rows)
             for one, other in zip(wanted, found, strict=True)
         )
-        peer.ring.send(Message(Kind.CLOSE))
+        peer.ring.send(Message(MessageKind.CLOSE))
     assert not peer.failures
 
 
@@ -230,11 +230,11 @@ def test_bytes_that_are_no_message_end_a_stage_in_a_sentence(tiny: Callable[[str
 @pytest.mark.parametrize(
     "answer",
     [
-        Message(Kind.RESERVE, {}),
-        Message(Kind.RESERVE, {"context": 8, "chunk": "x"}),
-        Message(Kind.RESERVE, {"context": 8, "chunk": 0}),
-        Message(Kind.CHECK),
-        Message(Kind.FAILED, {"sentence": ["x"], "ended": 1}),
+        Message(MessageKind.RESERVE, {}),
+        Message(MessageKind.RESERVE, {"context": 8, "chunk": "x"}),
+        Message(MessageKind.RESERVE, {"context": 8, "chunk": 0}),
+        Message(MessageKind.CHECK),
+        Message(MessageKind.FAILED, {"sentence": ["x"], "ended": 1}),
     ],
 )
 def test_the_first_stage_takes_no_odd_answer(answer: Message) -> None:
@@ -260,7 +260,7 @@ def test_shared_options_are_options() -> None:
     taken: list[tuple[str, Any]] = []
     for name, value in product(SHARED, ODD):
         try:
-            found = Shared.of_json(json.dumps(SHARED | {name: value}).encode())
+            found = RunSettings.of_json(json.dumps(SHARED | {name: value}).encode())
         except SpeqError as error:
             assert "the first stage says nothing that this version understands" in str(error)
             continue
@@ -278,14 +278,14 @@ def test_shared_options_are_options() -> None:
 )
 def test_what_is_agreed_on_is_json(text: bytes) -> None:
     with pytest.raises(SpeqError, match="says nothing that this version understands"):
-        Shared.of_json(text)
+        RunSettings.of_json(text)
     with pytest.raises(SpeqError, match="says nothing that this version understands"):
-        Agreement.of_json(text, "stage 2 of 2")
+        ModelFingerprint.of_json(text, "stage 2 of 2")
     odd = {"model": "a", "versions": versions(), "counts": {"a": 1}}
     with pytest.raises(SpeqError, match="says nothing that this version understands"):
-        Agreement.of_json(json.dumps(odd).encode(), "stage 2 of 2")
+        ModelFingerprint.of_json(json.dumps(odd).encode(), "stage 2 of 2")
 
 
 def test_shared_options_come_as_they_went() -> None:
-    shared = Shared("bfloat16", "head", 3, None, 4)
-    assert Shared.of_json(shared.to_json().encode()) == shared
+    shared = RunSettings("bfloat16", "head", 3, None, 4)
+    assert RunSettings.of_json(shared.to_json().encode()) == shared

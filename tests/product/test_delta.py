@@ -14,7 +14,7 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING
 from speq.models.delta_cache import DeltaLayer, DeltaRows
 from speq.models.length import Length
-from speq.models.states import StateTexts
+from speq.models.states import BatchStateLayer
 from speq.models.tree import Tree
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key_width=6, value_width=5, taps=4)
@@ -146,7 +146,7 @@ def test_what_is_given_up_leaves_no_trace(seed: int) -> None:
     rng = random.Random(seed)
     layer, length = new_layer()
     for text in range(2):
-        length.count, length.settled, length.text, length.tree = 0, 0, text, None
+        length.count, length.settled, length.sequence, length.tree = 0, 0, text, None
         kept, made = rows_of(0, 0), torch.empty(0, *SIZES.state[::2])
         for turn in range(12):
             length.settled = root = length.count
@@ -206,7 +206,7 @@ def test_texts_side_by_side_are_each_alone() -> None:
     texts = [new_layer() for _ in range(3)]
     counts = [2, 1, 4]
     rows = [rows_of(count, 30 + at) for at, count in enumerate(counts)]
-    both = StateTexts([layer for layer, _ in texts], counts)
+    both = BatchStateLayer([layer for layer, _ in texts], counts)
     out = both.run(together(*rows), PARTS).split(counts)
     for found, each in zip(out, rows, strict=True):
         assert torch.equal(found, alone(each))

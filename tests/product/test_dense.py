@@ -13,22 +13,22 @@ from speq import Generator, SpeqError
 from speq.config import RunConfig
 from speq.devices.device import Processor
 from speq.drafts.dense_draft import DenseDraft
-from speq.governor.holding import Holding
+from speq.governor.residency_plan import ResidencyPlan
 from speq.kernels import dense_ops, library, ops
 from speq.kernels.library import KERNELS
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import LosslessMatrix, RawMatrix, ResidualMatrix
-from speq.layers.offloaded_experts import BankSwitch
+from speq.layers.offloaded_experts import ActiveBackend
 from speq.load import load
 from speq.measure.plan import plan
 from speq.models import moe_model
 from speq.models.dense import encode_dense, held_bytes, held_matrices, hold_dense
 from speq.models.dense_form import DenseForm
 from speq.models.opened import Opened, open_model
+from speq.planning.candidates import candidates_of
 from speq.planning.demand import Budget, demand_of
-from speq.planning.dense import DenseTrial, Room, settle_dense
-from speq.planning.subject import Subject
-from speq.planning.ways import ways_of
+from speq.planning.dense import DenseTrial, MemoryContext, settle_dense
+from speq.planning.model_spec import ModelSpec
 from speq.routing import Route
 from tests.helpers.cells import Folder
 from tests.helpers.host_device import host_device
@@ -58,7 +58,7 @@ def test_modules_of_torch_are_replaced_and_those_derived_from_them_are_not() -> 
     with torch.no_grad():
         before = model(ids)
         nbytes = sum(tensor.nbytes for tensor in model.parameters())
-        hold_dense(model, BankSwitch(), {})
+        hold_dense(model, ActiveBackend(), {})
         torch.testing.assert_close(model(ids), before)
     kinds = [type(layer).__name__ for layer in model]
     assert kinds == ["DenseEmbedding", "DenseLinear", "Special", "DenseLinear"]
@@ -68,17 +68,17 @@ def test_modules_of_torch_are_replaced_and_those_derived_from_them_are_not() -> 
 
 def test_a_draft_has_matrices_of_its_own() -> None:
     exact, draft = RawMatrix(torch.eye(4)), RawMatrix(2 * torch.eye(4))
-    switch, inputs = BankSwitch(), torch.ones(1, 4)
+    switch, inputs = ActiveBackend(), torch.ones(1, 4)
     layer = DenseLinear(exact, torch.ones(4), switch)
 
-    def under(bank: Bank | None) -> float:
-        switch.turn(bank)
+    def under(backend: Bank | None) -> float:
+        switch.use(backend)
         return float(layer(inputs)[0, 0])
 
     banks = [None, Bank(drafts=False), Bank(drafts=True)]
-    assert [under(bank) for bank in banks] == [2, 2, 2]
+    assert [under(backend) for backend in banks] == [2, 2, 2]
     layer.draft = draft
-    assert [under(bank) for bank in banks] == [2, 2, 3]
+    assert [under(backend) for backend in banks] == [2, 2, 3]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -203,13 +203,13 @@ def test_memory_that_is_held_is_what_is_planned(tiny_bfloat16: Folder) -> None:
 def test_prompts_restore_one_matrix_at_a_time(tiny_bfloat16: Folder) -> None:
     """The largest of a layer; the head's only where it scores many."""
     opened = open_model(tiny_bfloat16("qwen3_moe"))
-    raw = Subject.of_model("model", opened, "auto")
+    raw = ModelSpec.of_model("model", opened, "auto")
     compact = raw.with_dense("lossless")
     budget = Budget(1 << 24, 64, on_cpu=True, longest_draft=64)
-    way = ways_of(raw, on_cpu=True)[0]
+    way = candidates_of(raw, on_cpu=True)[0]
     drafting = replace(way, drafter="ngram")
 
-    def more(rows: int, held: Holding) -> int:
+    def more(rows: int, held: ResidencyPlan) -> int:
         made, plain = (demand_of(each, held, budget) for each in (compact, raw))
         return made.workspace(rows, 64) - plain.workspace(rows, 64)
 
@@ -227,15 +227,15 @@ def test_prompts_restore_one_matrix_at_a_time(tiny_bfloat16: Folder) -> None:
 
 
 @pytest.fixture
-def small(tiny_bfloat16: Folder) -> Iterator[Subject]:
+def small(tiny_bfloat16: Folder) -> Iterator[ModelSpec]:
     opened = open_model(tiny_bfloat16("qwen3_moe"))
-    yield Subject.of_model("model", opened, "auto")
+    yield ModelSpec.of_model("model", opened, "auto")
     opened.close()
 
 
-def room(budget_bytes: int, on_cpu: bool = True) -> Room:
+def room(budget_bytes: int, on_cpu: bool = True) -> MemoryContext:
     budget = Budget(budget_bytes, 64, on_cpu)
-    return Room(budget, partial(ways_of, on_cpu=on_cpu))
+    return MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
 
 
 def refused() -> DenseTrial:
@@ -248,18 +248,18 @@ ROOMY, SCARCE = 64 << 20, 600 << 10
 @pytest.mark.parametrize(
     ("slower", "wanted"), [(0.8, "lossless"), (1.02, "lossless"), (1.1, "raw")]
 )
-def test_auto_measures_where_there_is_room(small: Subject, slower: float, wanted: str) -> None:
+def test_auto_measures_where_there_is_room(small: ModelSpec, slower: float, wanted: str) -> None:
     made = settle_dense(small, "auto", room(ROOMY), lambda: DenseTrial(1.0, slower))
     assert made.dense.name == wanted
 
 
-def test_auto_saves_memory_where_it_is_short(small: Subject) -> None:
+def test_auto_saves_memory_where_it_is_short(small: ModelSpec) -> None:
     assert settle_dense(small, "auto", room(SCARCE), refused).dense.name == "lossless"
     assert settle_dense(small, "auto", room(ROOMY), None).dense.name == "raw"
 
 
 def test_auto_keeps_words_without_a_fast_kernel(
-    small: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "speq")
     monkeypatch.setitem(library.MISSING, "cuda", "torch sees no CUDA device")
@@ -271,7 +271,7 @@ def test_auto_keeps_words_without_a_fast_kernel(
     assert "no fast kernel here (it was not built)" in caplog.text
 
 
-def test_forms_that_there_are_none_of_are_refused(small: Subject) -> None:
+def test_forms_that_there_are_none_of_are_refused(small: ModelSpec) -> None:
     wide = replace(small, dtype=torch.float32).with_dense("raw")
     assert settle_dense(wide, "auto", room(SCARCE), refused).dense.name == "raw"
     with pytest.raises(SpeqError, match=r"^dense lossless codes bf.* float32; use dense raw$"):

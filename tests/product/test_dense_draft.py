@@ -21,9 +21,9 @@ from speq.kernels import ops
 from speq.kernels.ops import Int4Weight
 from speq.layers.int4_matrix import Int4Matrix
 from speq.models.opened import open_model
+from speq.planning.candidates import candidates_of
 from speq.planning.demand import Budget, demand_of
-from speq.planning.subject import Subject
-from speq.planning.ways import ways_of
+from speq.planning.model_spec import ModelSpec
 from tests.helpers.gptq_files import copy_folder
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import BY_FAMILY
@@ -229,19 +229,19 @@ def test_codes_are_counted_where_they_draft(tiny: Folder) -> None:
     opened = open_model(tiny("qwen2_moe"))
     source = open_draft("auto", opened.checkpoint, opened.store, opened.shape.experts)
     codes = DenseDraft.of("all", opened.shape.draft_layers)
-    subject = Subject.of_draft("model", opened, "float32", source.layout, codes)
-    plain = replace(subject, dense_draft=DenseDraft({}))
-    assert subject.base_bytes == plain.base_bytes == plain.draft_bytes
-    assert subject.draft_bytes == subject.base_bytes + codes.nbytes
+    model_spec = ModelSpec.of_draft("model", opened, "float32", source.layout, codes)
+    plain = replace(model_spec, dense_draft=DenseDraft({}))
+    assert model_spec.base_bytes == plain.base_bytes == plain.draft_bytes
+    assert model_spec.draft_bytes == model_spec.base_bytes + codes.nbytes
     exact = 4 * sum(each.outputs * each.columns for each in codes.layouts.values())
-    reads, others = subject.pass_bytes, plain.pass_bytes
+    reads, others = model_spec.pass_bytes, plain.pass_bytes
     assert reads.fixed_bytes == others.fixed_bytes == others.draft_fixed_bytes
     assert reads.draft_fixed_bytes == reads.fixed_bytes - exact + codes.nbytes
     assert reads.draft_token_bytes == others.draft_token_bytes
     budget = Budget.of(1 << 30, 64, True, opened.shape)
-    by_draft = {way.drafter: way for way in ways_of(subject, True) if way.codec == "raw"}
-    assert demand_of(subject, by_draft["int4"], budget).draft_bytes == subject.draft_bytes
-    assert demand_of(subject, by_draft["none"], budget).draft_bytes == 0
+    by_draft = {way.drafter: way for way in candidates_of(model_spec, True) if way.codec == "raw"}
+    assert demand_of(model_spec, by_draft["int4"], budget).draft_bytes == model_spec.draft_bytes
+    assert demand_of(model_spec, by_draft["none"], budget).draft_bytes == 0
     source.close()
     opened.close()
 

@@ -16,9 +16,9 @@ from speq.config import RunConfig
 from speq.drafts import draft_file
 from speq.drafts.draft_source import open_draft
 from speq.experts.int4 import Int4Arena, Int4Layout
-from speq.governor.holding import Holding
 from speq.governor.planner import acceptance_of_part
 from speq.governor.profile import Profile, ProfileKey
+from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
@@ -77,11 +77,11 @@ def routed(top_k: int) -> tuple[Tensor, Route, Tensor]:
 def summed(arena: Int4Arena, layer: int, rows: Tensor, chosen: list[dict[int, float]]) -> Tensor:
     """Rows through some experts of a layer, each with its weight, one by one."""
     out = torch.zeros(len(rows), HIDDEN)
-    bank = arena.bank
+    backend = arena.backend
     for at, weights in enumerate(chosen):
         for expert, weight in weights.items():
             base_slot = int(arena.base_slots[layer, expert])
-            parts = bank.expert(base_slot)[:2]
+            parts = backend.expert(base_slot)[:2]
             gate_up, down = (unpacked(codes.numpy(), steps.numpy()) for codes, steps in parts)
             row = rows[at].double().numpy()
             made = expert_of(row, gate_up, down, ACTIVATIONS["silu"], int8=True)
@@ -94,9 +94,9 @@ def test_rows_choose_among_the_experts_that_are_held(layer: int, top_k: int) -> 
     """By hand: the best of the scores that are left, and their scores for weights."""
     rows, route, scores = routed(top_k)
     told: list[tuple[int, Route]] = []
-    bank = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate()] * LAYERS)
-    bank.on_route = lambda *route: told.append(route)
-    got = bank(layer, rows, route)
+    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate()] * LAYERS)
+    backend.on_route = lambda *route: told.append(route)
+    got = backend(layer, rows, route)
     held, chosen, lacking = set(KEPT[layer]), [], 0
     for at, ids in enumerate(route.topk_ids.tolist()):
         best = sorted(held, key=lambda expert: -float(scores[at, expert]))[:top_k]
@@ -111,8 +111,8 @@ def test_rows_choose_among_the_experts_that_are_held(layer: int, top_k: int) -> 
 def test_rows_that_lack_nothing_keep_their_routers_weights() -> None:
     """Weights that no gate would give come out of the router as they went in."""
     rows, route, scores = routed(2)
-    bank = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate()] * LAYERS)
-    got = bank(0, rows, Route(route.topk_ids, 3 * route.topk_weights, route.router_logits))
+    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate()] * LAYERS)
+    got = backend(0, rows, Route(route.topk_ids, 3 * route.topk_weights, route.router_logits))
     held = [set(ids) <= set(KEPT[0]) for ids in route.topk_ids.tolist()]
     assert any(held) and not all(held)
     chosen = [
@@ -133,9 +133,9 @@ def test_all_experts_are_run_as_a_whole_copy_is() -> None:
 
 def test_no_expert_adds_nothing() -> None:
     rows, route, _ = routed(2)
-    bank = DraftExperts(arena_of([[], [2]]), "silu", gates=[ScoreGate()] * LAYERS)
-    assert not bank.whole
-    assert torch.equal(bank(0, rows, route), torch.zeros(16, HIDDEN))
+    backend = DraftExperts(arena_of([[], [2]]), "silu", gates=[ScoreGate()] * LAYERS)
+    assert not backend.whole
+    assert torch.equal(backend(0, rows, route), torch.zeros(16, HIDDEN))
 
 
 # Which they are
@@ -170,7 +170,7 @@ def test_the_planner_chooses_among_shares() -> None:
 def test_a_part_is_expected_to_stand_less_often() -> None:
     assert acceptance_of_part(0.9, 1.0) == 0.9
     assert acceptance_of_part(0.9, 0.6) == pytest.approx(0.54)
-    whole = Holding("raw", "int4", 1, 1, 1)
+    whole = ResidencyPlan("raw", "int4", 1, 1, 1)
     part = replace(whole, draft_experts=3, draft_covers=0.6)
     assert part.name.endswith("of 3 experts a layer")
     # A profile is of a draft of all experts.
@@ -232,8 +232,8 @@ def test_what_is_planned_is_what_is_held(
         ]
         assert runtime.plan.items["draft"] == arena.nbytes
         assert sum(part.nbytes for part in arena.parts.values()) == arena.nbytes
-        assert runtime.holding.draft_experts == count
-        assert runtime.holding.draft_covers == pytest.approx(
+        assert runtime.residency_plan.draft_experts == count
+        assert runtime.residency_plan.draft_covers == pytest.approx(
             sum(sum(row[experts - count :]) for row in counts.counts)
             / (counts.tokens * counts.top_k * layers)
         )
@@ -259,9 +259,11 @@ def test_where_all_do_not_fit_a_part_may(tiny: Folder, tmp_path: Path) -> None:
     for choice, held in ((None, None), ("auto", {2, 4})):
         made = Generator.from_pretrained(model, budget - 1, draft_experts=choice, **given)
         with closing(made) as generator:
-            holding = generator.runtime.holding
-            assert holding.drafts == (held is not None)
-            assert holding.draft_experts is None or (held and holding.draft_experts in held)
+            residency_plan = generator.runtime.residency_plan
+            assert residency_plan.drafts == (held is not None)
+            assert residency_plan.draft_experts is None or (
+                held and residency_plan.draft_experts in held
+            )
 
 
 def test_plans_count_a_part(tiny_bfloat16: Folder, tmp_path: Path) -> None:
@@ -292,8 +294,8 @@ def test_residual_experts_have_a_whole_draft(tiny_bfloat16: Folder, tmp_path: Pa
     """They are read over it, whatever would be the best size of a draft."""
     model, _ = with_counts(tiny_bfloat16("qwen2_moe"), tmp_path / "model")
     with closing(loaded(model, draft_experts="auto", codec="residual")) as generator:
-        holding = generator.runtime.holding
-        assert holding.drafter == "int4" and holding.draft_experts is None
+        residency_plan = generator.runtime.residency_plan
+        assert residency_plan.drafter == "int4" and residency_plan.draft_experts is None
 
 
 def test_without_counts_the_first_ones_are_held(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from speq import Generator
 from speq.config import SamplingParams
-from speq.decode.sampler import DeviceSampler
-from speq.decode.sampling import chosen, noise, shaped
-from speq.decode.sequence import Sequence
+from speq.engine.request import Request
+from speq.engine.sampler import DeviceSampler
+from speq.engine.sampling import chosen, noise, shaped
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.tiny_models import load_plain, write_model
 from tests.reference import noise as reference
@@ -77,8 +77,8 @@ def logits_like_a_models(vocab_size: int) -> Tensor:
     return torch.from_numpy(-1.2 * np.log(ranks) + 0.1 * rng.standard_normal(vocab_size)).float()
 
 
-def text(position: int, **sampling: Any) -> Sequence:
-    return Sequence([1], SamplingParams(**sampling), generated_ids=[0] * position)
+def text(position: int, **sampling: Any) -> Request:
+    return Request([1], SamplingParams(**sampling), output_token_ids=[0] * position)
 
 
 SHAPES = [(1.0, 0, 1.0), (0.7, 0, 0.95), (1.3, 40, 0.9)]
@@ -117,15 +117,15 @@ def test_a_device_draws_from_a_large_vocabulary_as_the_processor_does(
     with host_device() as device:
         sampler, there = DeviceSampler(device), logits[None].to(device.torch)
         for at in range(5):
-            sequence = text(at, seed=at, **given)
-            token = int(sampler.chosen(there, sequence, [[]]))
-            assert token == chosen(logits, sequence, [])
+            request = text(at, seed=at, **given)
+            token = int(sampler.chosen(there, request, [[]]))
+            assert token == chosen(logits, request, [])
 
 
 def tailed(tail: int, mass: float) -> Tensor:
     """Logits of 8 tokens that are alike and a tail that weighs `mass` in all."""
-    odds = np.log(mass / tail / ((1 - mass) / 8))
-    return torch.cat([torch.zeros(8), torch.full((tail,), float(odds))])
+    logprobs = np.log(mass / tail / ((1 - mass) / 8))
+    return torch.cat([torch.zeros(8), torch.full((tail,), float(logprobs))])
 
 
 def test_a_tail_that_weighs_nothing_is_never_drawn() -> None:
@@ -142,8 +142,8 @@ def test_a_device_never_draws_such_a_tail() -> None:
     with host_device() as device:
         sampler, there = DeviceSampler(device), logits[None].to(device.torch)
         for at in range(2000):
-            sequence = text(at, temperature=1.0, seed=9)
-            assert int(sampler.chosen(there, sequence, [[]])) < 8
+            request = text(at, temperature=1.0, seed=9)
+            assert int(sampler.chosen(there, request, [[]])) < 8
 
 
 def test_a_light_tail_is_drawn_as_often_as_it_weighs() -> None:
@@ -221,11 +221,11 @@ def texts_of(generator: Generator, count: int, length: int, **sampling: Any) -> 
     with generator.batch(length + 1) as batch:
         for seed in range(count):
             options = SamplingParams(max_new_tokens=length, seed=seed, ignore_eos=True, **sampling)
-            batch.add(Sequence([3], options))
+            batch.add(Request([3], options))
         while not batch.idle:
             for emitted in batch.step(None):
                 assert emitted.error is None
-                seed = emitted.request.sequence.seed
+                seed = emitted.request.seed
                 made.setdefault(seed, []).extend(emitted.token_ids)
     return [made[seed] for seed in range(count)]
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBase, DraftBounds
-from speq.decode.drafters.head import HeadDrafter
-from speq.decode.sampler import HostSampler
-from speq.decode.sequence import Sequence
+from speq.engine.drafter import DraftContext, DraftLimits
+from speq.engine.drafters.head import HeadDrafter
+from speq.engine.request import Request
+from speq.engine.sampler import HostSampler
 from speq.heads.eagle_file import read_eagle
 from speq.heads.eagle_head import FAR, EagleHead
 from speq.heads.eagle_shape import eagle_shape
-from speq.heads.head_text import HeadText
+from speq.heads.head_context import HeadContext
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
@@ -123,7 +123,7 @@ def test_pieces_make_the_whole(variant: str, layout: str, tmp_path: Path) -> Non
     head = read(given)
     assert head.nbytes == head.shape.nbytes(torch.float32)
     assert_pieces_make_the_whole(
-        HeadText(model, head, 200),  # type: ignore[arg-type]
+        HeadContext(model, head, 200),  # type: ignore[arg-type]
         torch.randn(60, 3 * HIDDEN),
         lambda features: Whole(path, config, table, features),
         WORDS,
@@ -143,7 +143,7 @@ def test_drafts_are_the_likeliest_tokens(temperature: float, tmp_path: Path) -> 
     prompt, features = [*range(12)], torch.randn(12, 3 * HIDDEN)
     whole = Whole(path, config, model.table, features)
     cache = KVCache(1, ((1, 2), (1, 2)), 100, model.dtype, model.device)
-    base = DraftBase(model, cache, None, HostSampler(), head=read(path))  # type: ignore[arg-type]
+    base = DraftContext(model, cache, None, HostSampler(), head=read(path))  # type: ignore[arg-type]
 
     def likeliest(ahead: list[int]) -> int:
         scores = whole.at([*prompt, 7, *ahead])[1]
@@ -154,10 +154,10 @@ def test_drafts_are_the_likeliest_tokens(temperature: float, tmp_path: Path) -> 
 
     for nodes in (None, 12):
         drafter = HeadDrafter(base)
-        text = Sequence(prompt, sampling, generated_ids=[7])
-        drafter.begin(0, drafter)
-        drafter.hear(prompt, features)
-        draft = drafter.propose(text, DraftBounds(4, nodes), lambda *_: None, lambda *_: True)
+        text = Request(prompt, sampling, output_token_ids=[7])
+        drafter.reset(0, drafter)
+        drafter.observe_verified(prompt, features)
+        draft = drafter.propose(text, DraftLimits(4, nodes), lambda *_: None, lambda *_: True)
         assert set(draft.token_ids) <= set(said_by(path))
         assert draft.is_chain == (nodes is None)
         for node in range(draft.passes):
@@ -172,8 +172,8 @@ def test_heads_without_a_vocabulary_say_what_the_model_does(tmp_path: Path) -> N
     for name in ("lm_head.weight", "d2t", "t2d"):
         del tensors[name]
     head, model = read(write_eagle(tmp_path / "head", config, tensors)), Model()
-    text = HeadText(model, head, 20)  # type: ignore[arg-type]
-    text.hear([1, 2], torch.randn(2, 3 * HIDDEN))
+    text = HeadContext(model, head, 20)  # type: ignore[arg-type]
+    text.observe_verified([1, 2], torch.randn(2, 3 * HIDDEN))
     state = text.root(3)
     row = state.feature[0] / (state.feature[0].square().mean() + 1e-5).sqrt()
     wanted = (row * tensors["norm.weight"]) @ model.table.T
@@ -197,7 +197,7 @@ def test_layers_that_features_go_into(
     shape = eagle_shape(
         config | given, Path("config.json"), sizes(num_layers=num_layers), (False, True)
     )
-    assert shape.tapped == wanted
+    assert shape.captured_layers == wanted
 
 
 # What is refused.
@@ -301,11 +301,11 @@ def test_heads_hear_what_goes_into_layers(tiny: Callable[[str], Path], head: Pat
     )
     heard: list[tuple[list[int], Tensor]] = []
     generator.reserve(90)
-    drafter: Any = generator.runtime.engine.drafter
-    hear = drafter.hear
-    drafter.hear = lambda ids, features: (
+    drafter: Any = generator.runtime.engine.drafters[0]
+    observe_verified = drafter.observe_verified
+    drafter.observe_verified = lambda ids, features: (
         heard.append((ids, features.clone())),
-        hear(ids, features),
+        observe_verified(ids, features),
     )
     prompt = [(7 * i) % 250 for i in range(50)]
     result = generator.generate(prompt, max_new_tokens=12, ignore_eos=True)
@@ -340,7 +340,7 @@ def test_a_head_takes_its_share_of_the_budget(tiny: Callable[[str], Path], head:
 def test_no_layer_is_watched_for_others(tiny: Callable[[str], Path]) -> None:
     generator = Generator.from_pretrained(tiny("olmoe"), "64MiB", dtype="float32")
     model = generator.runtime.model
-    assert model._taps is None
+    assert model._capture is None
     assert not any(layer._forward_pre_hooks for layer in model.body.layers)
     generator.close()
 

@@ -20,7 +20,7 @@ from speq import Generator
 from speq.bench.machine.step import DRAFT_KERNELS
 from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
-from speq.decode.offload import fetch_from
+from speq.engine.offload import fetch_from
 from speq.experts.expert_store import ExpertStore
 from speq.heads.head_file import head_beside
 from speq.layers.dense_matrix import LosslessMatrix
@@ -200,13 +200,13 @@ def test_names_of_experts_leave_tokens_as_they_are(
     """A head that knows nothing, and whose names are fetched nevertheless, all of them."""
     monkeypatch.setattr("speq.scheduler.prefetch.PAYS", 0.0)
     told: list[tuple[int, int]] = []
-    suppose = ThreePhase._suppose
+    suppose = ThreePhase._expect
 
     def heard(self: ThreePhase, token: int, layer: int, named: dict[int, float]) -> None:
         told.append((token, layer))
         suppose(self, token, layer, named)
 
-    monkeypatch.setattr(ThreePhase, "_suppose", heard)
+    monkeypatch.setattr(ThreePhase, "_expect", heard)
     expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), PROMPTS[0], 40)
     model, draft = folders.of("qwen2_moe", cell)
     beside = head_beside(model)
@@ -308,7 +308,7 @@ def test_heads_go_on_from_tokens_that_stand(trees: str, head: str, folders: Fold
     prompt = PROMPTS[0]
     expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), prompt, NEW_TOKENS)
     generator, _ = loaded(cell, *folders.of("qwen2_moe", cell), "float32", len(prompt) + NEW_TOKENS)
-    drafter: Any = generator.runtime.engine.drafter
+    drafter: Any = generator.runtime.engine.drafters[0]
     draws = random.Random(5)
     stands = [draws.random() < 0.6 for _ in range(NEW_TOKENS)]
     known = {tuple(prompt): KnownText(expected, stands)}

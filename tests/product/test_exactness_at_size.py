@@ -47,7 +47,7 @@ def check(name: str, cells: Sequence[Cell], path: Path) -> None:
     shape = SHAPES[name]
     model = shape.write(path / "model")
     plain = load_plain(model, getattr(torch, shape.dtype))
-    expected = greedy_tokens(plain, shape.prompt_ids, NEW_TOKENS)
+    expected = greedy_tokens(plain, shape.prompt_token_ids, NEW_TOKENS)
     del plain
     for cell in cells:
         if cell.drafter == "head":
@@ -57,7 +57,9 @@ def check(name: str, cells: Sequence[Cell], path: Path) -> None:
         if cell.budget != "half":
             slots = generator.runtime.plan.slots
             assert slots == 2 if cell.budget == "two slots" else slots >= experts
-        result = generator.generate(shape.prompt_ids, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        result = generator.generate(
+            shape.prompt_token_ids, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
         assert result.token_ids == expected, cell
         drafted = result.stats["draft_length_mean"]
         if cell.draft_length == 0:

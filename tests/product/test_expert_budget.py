@@ -15,15 +15,16 @@ from typer.testing import CliRunner
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig, SamplingParams
-from speq.decode.approximation import Approximation
-from speq.decode.sampler import HostSampler
-from speq.decode.sequence import Draft, Outcome
-from speq.decode.sequence import Sequence as TokenSequence
+from speq.engine.approximation import Approximation
+from speq.engine.draft import Draft, Outcome
+from speq.engine.request import Request
+from speq.engine.sampler import HostSampler
 from speq.layers.expert_budget import BudgetRules, ExpertBudget, PredictedBudget, rules_of
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
+from speq.measure.probe import verify
 from speq.models.moe_model import Scored
-from speq.routing import Guess, Route
+from speq.routing import Route, RoutePrediction
 from speq.scheduler.expert_key import ExpertKey
 from speq.stats import Recorder
 from tests.helpers.cells import Cell, Folder, Folders, loaded
@@ -60,7 +61,7 @@ def test_shortlists(rules: BudgetRules, at_hand: list[int], inside: set[int]) ->
     assert set(np.flatnonzero(rules.shortlist(scores, 2, residents))) == inside
 
 
-class Holding:
+class ResidencyPlan:
     """A supply that has certain experts."""
 
     def __init__(self, *experts: int) -> None:
@@ -72,7 +73,7 @@ class Holding:
 
 def budget_of(rules: BudgetRules, *at_hand: int) -> ExpertBudget:
     recorder = Recorder()
-    return ExpertBudget(rules, [ScoreGate(divided=True)], Holding(*at_hand), recorder.timed)
+    return ExpertBudget(rules, [ScoreGate(divided=True)], ResidencyPlan(*at_hand), recorder.timed)
 
 
 def route_of(shares: list[list[float]], top_k: int = 2) -> Route:
@@ -156,10 +157,10 @@ def test_what_a_draft_names_is_brought_within_the_budget() -> None:
     # A pass that was recorded leaves no logits: 0.6 and 0.4 for the two that it chose.
     predicted.named(1, Route(torch.tensor([[3, 2]]), torch.tensor([[0.6, 0.4]])), 1.0)
     assert predicted.worth(1, everything) == [3, 2]
-    predicted.guessed(1, Guess([[0, 3]], [[1.0, 1.0]]), [0.9])
+    predicted.predicted(1, RoutePrediction([[0, 3]], [[1.0, 1.0]]), [0.9])
     assert predicted.worth(1, everything) == [3, 0]
     predicted.begin()
-    predicted.guessed(1, Guess([[1, 4]], [[1.0, 1.0]]), [0.5])
+    predicted.predicted(1, RoutePrediction([[1, 4]], [[1.0, 1.0]]), [0.5])
     assert predicted.worth(1, everything) == [4, 1]
 
 
@@ -181,7 +182,7 @@ def test_an_audit_by_hand() -> None:
     draft = Draft.chain([1, 2])
     scored = approximation.score(lambda: Scored(next(passes), torch.empty(0)), [1.0, 0.5, 0.2])
     assert torch.equal(scored.logits, exact)
-    text = TokenSequence([0], SamplingParams())
+    text = Request([0], SamplingParams())
     outcome = Outcome([0, 1], [1, 1])
     stats = approximation.report(draft, scored, outcome, text, HostSampler())
     assert stats is not None
@@ -206,7 +207,7 @@ def test_a_share_of_verifications_is_audited() -> None:
     # Plain decoding has no budget, and nothing to audit.
     approximation.score(score, [1.0])
     assert passes == 11
-    text = TokenSequence([0], SamplingParams())
+    text = Request([0], SamplingParams())
     plain = Scored(torch.zeros(1, 3), torch.empty(0))
     assert approximation.report(Draft(), plain, Outcome([0], [0]), text, HostSampler()) is None
 
@@ -230,9 +231,11 @@ def chosen(family: str, logits: Any, allowed: Any, top_k: int) -> dict[int, floa
 class Patched:
     """Plain transformers, whose last rows choose within a budget of B experts a layer."""
 
-    def __init__(self, model: Any, family: str, most: int, reach: list[float], drop: bool) -> None:
-        self.family, self.most, self.reach, self.drop = family, most, reach, drop
-        self.wanted, self.kept = np.zeros(len(reach)), np.zeros(len(reach))
+    def __init__(
+        self, model: Any, family: str, most: int, accept_prob: list[float], drop: bool
+    ) -> None:
+        self.family, self.most, self.accept_prob, self.drop = family, most, accept_prob, drop
+        self.wanted, self.kept = np.zeros(len(accept_prob)), np.zeros(len(accept_prob))
         for layer in model.model.layers:
             router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
             if hasattr(layer.mlp, "experts"):
@@ -242,13 +245,16 @@ class Patched:
 
     def choose(self, router: Any, args: Any, output: Any) -> Any:
         logits, weights, ids = (each.clone() for each in output)
-        rows = range(len(logits) - len(self.reach), len(logits))
+        rows = range(len(logits) - len(self.accept_prob), len(logits))
         exact = logits.double().numpy()
         shares = np.exp(exact - exact.max(1, keepdims=True))
         if self.family == "glm4_moe":
             shares = 1 / (1 + np.exp(-exact))
         shares /= shares.sum(1, keepdims=True)
-        scores = sum(reach * shares[row] for reach, row in zip(self.reach, rows, strict=True))
+        scores = sum(
+            accept_prob * shares[row]
+            for accept_prob, row in zip(self.accept_prob, rows, strict=True)
+        )
         allowed = np.zeros(len(scores), bool)
         allowed[np.argsort(-scores, kind="stable")[: self.most]] = True
         for at, row in enumerate(rows):
@@ -295,18 +301,18 @@ def test_logits_are_those_of_transformers_with_patched_routers(
     )
     with closing(generator):
         engine = generator.runtime.reserve(64)
-        engine.start(TokenSequence(PROMPT, SamplingParams()))
+        engine.prefill(Request(PROMPT, SamplingParams()))
         draft = Draft.chain(ROWS[1:])
-        reach = draft.reach(engine.confidence.probability)
-        assert reach[0] == 1 > reach[-1]
-        logits = engine.verify(ROWS[0], draft).logits
+        accept_prob = draft.accept_prob(engine.confidence.probability)
+        assert accept_prob[0] == 1 > accept_prob[-1]
+        logits = verify(engine, ROWS[0], draft).logits
         approximation = engine.approximation
         assert approximation is not None
-        patched = Patched(plain, family, 4, reach, policy == "truncate")
+        patched = Patched(plain, family, 4, accept_prob, policy == "truncate")
         expected = plain(torch.tensor([PROMPT + ROWS])).logits[0, -len(ROWS) :]
         assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3)
         every = Outcome([*range(len(ROWS))], [0] * len(ROWS))
-        text = TokenSequence(PROMPT, SamplingParams())
+        text = Request(PROMPT, SamplingParams())
         stats = approximation.report(draft, Scored(logits, logits), every, text, HostSampler())
         assert stats is not None
         assert stats.wanted == pytest.approx(patched.wanted.sum(), rel=1e-4)
@@ -402,8 +408,8 @@ def test_a_head_goes_on_from_what_a_budget_made_of_the_text(trees: str, folders:
     generator, _ = loaded(cell, model, draft, "float32", len(PROMPT) + 40, **options)
     with closing(generator):
         engine = generator.runtime.engine
-        drafter, verify = engine.drafter, engine.verification.score
-        hear = drafter.hear  # type: ignore[attr-defined]
+        drafter, verify = engine.drafters[0], engine.verification.score
+        observe_verified = drafter.observe_verified  # type: ignore[attr-defined]
         made: list[Tensor] = []
 
         def score(pending_id: int, draft: Draft) -> Scored:
@@ -415,9 +421,9 @@ def test_a_head_goes_on_from_what_a_budget_made_of_the_text(trees: str, folders:
             if made:  # otherwise a prompt
                 assert torch.equal(hidden_states[0], made[-1][0])
             heard.append((token_ids, hidden_states))
-            hear(token_ids, hidden_states)
+            observe_verified(token_ids, hidden_states)
 
-        drafter.hear = listen  # type: ignore[attr-defined]
+        drafter.observe_verified = listen  # type: ignore[attr-defined]
         engine.verification.score = score  # type: ignore[method-assign]
         result = generator.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
         budget = result.stats["budget"]
@@ -460,13 +466,13 @@ def test_no_more_is_asked_for_than_the_budget(
     options = {"expert_budget": 3, "expert_residents": residents, "expert_audit": 0.0}
     generator, _ = loaded(cell, model, draft, "float32", len(PROMPT) + 60, **options)
     engine = generator.runtime.engine
-    supply, prefetcher = engine.offload.supply, engine.offload.prefetcher
+    loader, prefetcher = engine.offload.loader, engine.offload.prefetcher
     asked, ahead = [], []
-    serve, load_ahead = supply.serve, supply.load_ahead
+    serve, load_ahead = loader.serve, loader.load_ahead
 
     def served(layer: int, experts: list[int], *others: Any, **more: Any) -> Iterator[Any]:
         if engine.recorder.step.phase == "decode":
-            missing = supply.missing(layer, experts)
+            missing = loader.missing(layer, experts)
             asked.append(len(missing) if residents == "free" else len(experts))
         return serve(layer, experts, *others, **more)
 
@@ -476,8 +482,8 @@ def test_no_more_is_asked_for_than_the_budget(
             assert prefetcher.allowance.worth(key.layer, [key.expert]) == [key.expert]
         return load_ahead(keys, room)
 
-    monkeypatch.setattr(supply, "serve", served)
-    monkeypatch.setattr(supply, "load_ahead", loaded_ahead)
+    monkeypatch.setattr(loader, "serve", served)
+    monkeypatch.setattr(loader, "load_ahead", loaded_ahead)
     with closing(generator):
         generator.generate(PROMPT, max_new_tokens=60, ignore_eos=True)
     assert ahead or slots == "two slots"

@@ -12,7 +12,7 @@ import torch
 from speq import Generator, SpeqError
 from speq.devices import named
 from speq.devices.cuda import CudaDevice
-from speq.devices.failures import in_a_sentence
+from speq.devices.failures import translate_errors
 from speq.load import budget_of
 from speq.models.moe_model import MoEModel
 from speq.runtime import Runtime
@@ -54,7 +54,7 @@ OLD_DRIVER = (
     ],
 )
 def test_failures_are_sentences(error: Exception, sentence: str) -> None:
-    with pytest.raises(SpeqError, match=sentence) as caught, in_a_sentence():
+    with pytest.raises(SpeqError, match=sentence) as caught, translate_errors():
         raise error
     assert caught.value.__cause__ is error
     assert "\n" not in str(caught.value)
@@ -65,7 +65,7 @@ def test_failures_are_sentences(error: Exception, sentence: str) -> None:
     [RuntimeError("shapes do not match"), ValueError("CUDA"), SpeqError("as it is"), OSError()],
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, in_a_sentence():
+    with pytest.raises(type(error)) as caught, translate_errors():
         raise error
     assert caught.value is error
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.bench.machine.page_cache import cached_bytes, drop
-from speq.decode.offload import fetch_from
+from speq.engine.offload import fetch_from
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.models.opened import open_model
@@ -157,9 +157,9 @@ def test_closing_waits_for_what_is_under_way(model: Path, monkeypatch: pytest.Mo
     before, threads_before = descriptors(), readers()
     monkeypatch.setattr("speq.runtime.fetch_from", fetch)
     made = Generator.from_pretrained(model, SCARCE, draft="none", reader_threads=2)
-    supply = made.runtime.engine.offload.supply
+    loader = made.runtime.engine.offload.loader
     for expert in range(3):
-        assert supply.load(ExpertKey(expert, 0), Priority.DEMAND)
+        assert loader.load(ExpertKey(expert, 0), Priority.DEMAND)
     reads = held[-1]
     for _ in range(2):
         assert reads.begun.acquire(timeout=PATIENCE_S)
@@ -191,9 +191,9 @@ def test_generations_given_up_in_the_middle_lose_nothing(
             stream.close()
         else:
             del stream  # as an abandoned loop leaves it
-    supply = generator.runtime.engine.offload.supply
-    cache = supply.cache
-    assert cache.free_slots + len(cache) + supply.under_way == cache.num_slots
+    loader = generator.runtime.engine.offload.loader
+    cache = loader.cache
+    assert cache.free_slots + len(cache) + loader.under_way == cache.num_slots
     assert tokens(generator) == expected
     assert len(readers()) == readers_before
     assert descriptors() == before

@@ -31,7 +31,7 @@ from speq.measure import check
 from speq.measure.plan import plan
 from speq.models.dequantised import state_of
 from speq.models.opened import open_model
-from speq.planning.subject import worthwhile
+from speq.planning.model_spec import worthwhile
 from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.fp8_files import SETTINGS, write_fp8
@@ -218,14 +218,14 @@ def test_plans_are_made_from_config_alone(
     model, _ = made("qwen3_moe")
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     from_config, whole = (plan(each, "8MiB", dtype="float32") for each in (tmp_path, model))
-    assert {holding.codec for holding in from_config.candidates} == {"fp8"}
+    assert {residency_plan.codec for residency_plan in from_config.candidates} == {"fp8"}
     weights, blocks = 3 * 160 * 144, 3 * 2 * 2
     for made_plan in (from_config, whole):
-        codec = made_plan.subject.codec
+        codec = made_plan.model_spec.codec
         assert weights + 4 * blocks <= codec.record_range[1] <= weights + 6 * 64
-        assert made_plan.subject.words == torch.bfloat16
-    assert from_config.subject.shape == whole.subject.shape
-    assert from_config.subject.non_expert_bytes == whole.subject.non_expert_bytes
+        assert made_plan.model_spec.words == torch.bfloat16
+    assert from_config.model_spec.shape == whole.model_spec.shape
+    assert from_config.model_spec.non_expert_bytes == whole.model_spec.non_expert_bytes
 
 
 def changed(model: Path, out: Path, **settings: Any) -> Path:

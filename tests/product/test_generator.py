@@ -27,14 +27,14 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from speq import Generator, SpeqError, Token
 from speq.config import SamplingParams
-from speq.decode.sequence import Sequence
+from speq.engine.request import Request
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.slots import SlotExperts
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.scheduler.expert_cache import ExpertCache
-from speq.scheduler.reader_threads import ReaderThreads
+from speq.scheduler.read_queue import ReaderThreads
 from speq.stats import RunStats
 from speq.text.prompts import check_message
 from speq.text.tokenizer import tokens_of
@@ -51,30 +51,30 @@ ROOMY = 2 << 20
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSpec:
     """A generator and the plain model it must agree with."""
 
     generator: Generator
     plain: Any
 
-    def wanted(self, prompt_ids: list[int], count: int) -> list[int]:
-        return greedy_tokens(self.plain, prompt_ids, count)
+    def wanted(self, prompt_token_ids: list[int], count: int) -> list[int]:
+        return greedy_tokens(self.plain, prompt_token_ids, count)
 
-    def check_ready(self, prompt_ids: list[int] | None = None, count: int = 10) -> None:
+    def check_ready(self, prompt_token_ids: list[int] | None = None, count: int = 10) -> None:
         """The next call gives the right tokens and no slot was lost."""
-        ids = prompt_ids or [*b"ready?"]
+        ids = prompt_token_ids or [*b"ready?"]
         result = self.generator.generate(ids, max_new_tokens=count, ignore_eos=True)
         assert result.token_ids == self.wanted(ids, count)
-        supply = self.generator.runtime.engine.offload.supply
-        cache = supply.cache
-        assert cache.free_slots + len(cache) + supply.under_way == cache.num_slots
+        loader = self.generator.runtime.engine.offload.loader
+        cache = loader.cache
+        assert cache.free_slots + len(cache) + loader.under_way == cache.num_slots
 
 
 @pytest.fixture(scope="module")
-def trained(bundled: Path) -> Iterator[Subject]:
+def trained(bundled: Path) -> Iterator[ModelSpec]:
     """The bundled model, whose drafts are mostly accepted, beside its oracle."""
     generator = Generator.from_pretrained(bundled, "48MiB", dtype="float32", draft_length=4)
-    yield Subject(generator, load_plain(bundled))
+    yield ModelSpec(generator, load_plain(bundled))
     generator.close()
 
 
@@ -84,13 +84,13 @@ def plain_small(tiny: Folder) -> Any:
 
 
 @pytest.fixture(scope="module")
-def small(tiny: Folder, plain_small: Any) -> Iterator[Subject]:
+def small(tiny: Folder, plain_small: Any) -> Iterator[ModelSpec]:
     """A random model, whose drafts are accepted in part, short of slots."""
     generator = Generator.from_pretrained(tiny("qwen2_moe"), SCARCE, draft_length=4)
     plan = generator.runtime.plan
     assert plan.has_draft
     assert 2 <= plan.slots < 8
-    yield Subject(generator, plain_small)
+    yield ModelSpec(generator, plain_small)
     generator.close()
 
 
@@ -117,7 +117,7 @@ def run_threads(*targets: Callable[[], None]) -> None:
 # Prompts.
 
 
-def test_a_string_and_its_token_ids_give_the_same(trained: Subject, bundled: Path) -> None:
+def test_a_string_and_its_token_ids_give_the_same(trained: ModelSpec, bundled: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled)
     ids = tokenizer(PROMPT)["input_ids"]
     wanted = trained.wanted(ids, 16)
@@ -129,7 +129,7 @@ def test_a_string_and_its_token_ids_give_the_same(trained: Subject, bundled: Pat
         assert result.stats["new_tokens"] == 16
 
 
-def test_chat_messages_go_through_the_template(trained: Subject, bundled: Path) -> None:
+def test_chat_messages_go_through_the_template(trained: ModelSpec, bundled: Path) -> None:
     messages = [
         {"role": "user", "content": "Name a tree."},
         {"role": "assistant", "content": "Oak."},
@@ -175,7 +175,7 @@ def test_chat_messages_go_through_the_template(trained: Subject, bundled: Path) 
     ],
     ids=repr,
 )
-def test_bad_prompts_are_refused(small: Subject, prompt: Any, message: str) -> None:
+def test_bad_prompts_are_refused(small: ModelSpec, prompt: Any, message: str) -> None:
     with pytest.raises(SpeqError, match=message) as refused:
         small.generator.generate(prompt, max_new_tokens=4)
     assert "\n" not in str(refused.value)
@@ -249,7 +249,7 @@ def test_a_first_prompt_is_tokenised_once(tiny: Folder, monkeypatch: pytest.Monk
     ],
     ids=repr,
 )
-def test_messages_the_template_refuses(trained: Subject, messages: list[dict[str, Any]]) -> None:
+def test_messages_the_template_refuses(trained: ModelSpec, messages: list[dict[str, Any]]) -> None:
     with pytest.raises(SpeqError, match="chat template refuses these messages") as refused:
         trained.generator.generate(messages, max_new_tokens=4)
     assert "\n" not in str(refused.value)
@@ -278,7 +278,7 @@ def test_messages_the_template_refuses(trained: Subject, messages: list[dict[str
     ],
     ids=repr,
 )
-def test_bad_options_are_refused(small: Subject, options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(small: ModelSpec, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SpeqError, match=message):
         small.generator.generate([1, 2, 3], **options)
     with pytest.raises(SpeqError, match=message):
@@ -288,7 +288,7 @@ def test_bad_options_are_refused(small: Subject, options: dict[str, Any], messag
 # Streams and ends.
 
 
-def test_a_stream_adds_up_to_what_generate_gives(trained: Subject) -> None:
+def test_a_stream_adds_up_to_what_generate_gives(trained: ModelSpec) -> None:
     whole = trained.generator.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     finished: list[tuple[str, dict[str, Any]]] = []
     tokens = list(
@@ -307,7 +307,7 @@ def test_a_stream_adds_up_to_what_generate_gives(trained: Subject) -> None:
     assert stats["new_tokens"] == 24
 
 
-def test_seeds_reproduce(small: Subject) -> None:
+def test_seeds_reproduce(small: ModelSpec) -> None:
     def sample(seed: int | None) -> tuple[int, ...]:
         options = {"max_new_tokens": 12, "temperature": 2.0, "ignore_eos": True}
         return tuple(small.generator.generate([5, 6, 7], seed=seed, **options).token_ids)
@@ -319,7 +319,7 @@ def test_seeds_reproduce(small: Subject) -> None:
     assert sample(None) != sample(None)
 
 
-def test_a_stop_string_ends_within_an_accepted_run(trained: Subject, bundled: Path) -> None:
+def test_a_stop_string_ends_within_an_accepted_run(trained: ModelSpec, bundled: Path) -> None:
     generator = trained.generator
     ids = generator.encode(PROMPT)
     tokenizer = AutoTokenizer.from_pretrained(bundled)
@@ -378,7 +378,7 @@ def test_a_stop_string_may_be_a_special_token(tiny: Folder, tmp_path: Path) -> N
                 assert result.token_ids == ids[: at + 1]
 
 
-def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: Subject) -> None:
+def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: ModelSpec) -> None:
     """The record of the step, the tokens that were given out and the governor agree."""
     generator = trained.generator
     ids = generator.encode(PROMPT)
@@ -400,17 +400,17 @@ def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: Subject) -> 
     trained.check_ready(ids)
 
 
-def test_steps_return_the_tokens_they_emitted(trained: Subject) -> None:
+def test_steps_return_the_tokens_they_emitted(trained: ModelSpec) -> None:
     generator = trained.generator
     ids = generator.encode(PROMPT)
     engine = generator.runtime.reserve(len(ids) + 20)
-    request = Sequence(ids, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    request = Request(ids, SamplingParams(max_new_tokens=20, ignore_eos=True))
     run = engine.recorder.begin_run(RunStats(0.0, {}))
-    emitted = [engine.start(request)]
+    emitted = [engine.prefill(request)]
     while request.finish_reason is None:
-        emitted.append(engine.step(request))
+        emitted.append(engine.step([request]))
     tokens = [token for each in emitted for token in each]
-    assert tokens == request.generated_ids == trained.wanted(ids, 20)
+    assert tokens == request.output_token_ids == trained.wanted(ids, 20)
     assert [len(each) for each in emitted] == [step.emitted for step in run.steps]
     assert max(map(len, emitted)) > 1
 
@@ -446,7 +446,7 @@ def test_a_draft_length_for_a_while(tiny: Folder, plain_small: Any) -> None:
         plain.close()
 
 
-def test_an_end_of_text_ends(small: Subject) -> None:
+def test_an_end_of_text_ends(small: ModelSpec) -> None:
     ids = [10, 20, 30]
     wanted = small.wanted(ids, 24)
     # A token that first comes late, so that it is not the first to be emitted.
@@ -468,7 +468,7 @@ def test_an_end_of_text_ends(small: Subject) -> None:
     assert result.finish_reason == "length"
 
 
-def test_a_generation_config_is_honoured_and_overridden(small: Subject) -> None:
+def test_a_generation_config_is_honoured_and_overridden(small: ModelSpec) -> None:
     config = GenerationConfig(max_new_tokens=5, eos_token_id=263)
     ids = [10, 20, 30]
     ours = small.generator.generate(ids, generation_config=config)
@@ -477,7 +477,7 @@ def test_a_generation_config_is_honoured_and_overridden(small: Subject) -> None:
     assert longer.token_ids == small.wanted(ids, 7)
 
 
-def test_the_number_of_tokens_is_exact(trained: Subject) -> None:
+def test_the_number_of_tokens_is_exact(trained: ModelSpec) -> None:
     ids = trained.generator.encode(PROMPT)
     wanted = trained.wanted(ids, 10)
     trained.generator.generate(ids, max_new_tokens=10, ignore_eos=True)
@@ -492,7 +492,7 @@ def test_the_number_of_tokens_is_exact(trained: Subject) -> None:
 # Interruptions.
 
 
-def test_a_stream_that_is_closed_or_dropped(small: Subject) -> None:
+def test_a_stream_that_is_closed_or_dropped(small: ModelSpec) -> None:
     for end in ("close", "del"):
         for count in (0, 1, 3):
             stream = small.generator.stream([1, 2, 3], max_new_tokens=20, ignore_eos=True)
@@ -504,7 +504,7 @@ def test_a_stream_that_is_closed_or_dropped(small: Subject) -> None:
             small.check_ready()
 
 
-def test_an_exception_in_the_loop(small: Subject) -> None:
+def test_an_exception_in_the_loop(small: ModelSpec) -> None:
     def read() -> None:
         for token in small.generator.stream([1, 2, 3], max_new_tokens=20):
             raise LookupError(token)
@@ -514,7 +514,7 @@ def test_an_exception_in_the_loop(small: Subject) -> None:
     small.check_ready()
 
 
-def test_an_exception_in_a_callback(small: Subject) -> None:
+def test_an_exception_in_a_callback(small: ModelSpec) -> None:
     def fail(*args: object) -> None:
         raise LookupError(args)
 
@@ -544,8 +544,8 @@ class Interrupt:
         return result
 
 
-def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) -> str:
-    if isinstance(bank, DraftExperts):
+def phase_of_pass(model: MoEModel, backend: object, cache: KVCache, *args: object) -> str:
+    if isinstance(backend, DraftExperts):
         return "draft"
     return "verify" if cache.length else "prefill"
 
@@ -565,7 +565,7 @@ def phase_of_pass(model: MoEModel, bank: object, cache: KVCache, *args: object) 
     ids=["pass", "fetch", "wait", "exact experts", "draft experts", "claim", "publish"],
 )
 def test_an_interrupt_leaves_it_ready(
-    small: Subject,
+    small: ModelSpec,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
@@ -608,13 +608,13 @@ def test_an_interrupt_while_memory_is_laid_out(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
     monkeypatch.setattr(KVCache, "__init__", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        subject.generator.generate([1, 2, 3], max_new_tokens=80)
-    subject.check_ready()
-    subject.check_ready([4] * 60, 20)
-    subject.generator.close()
+        model_spec.generator.generate([1, 2, 3], max_new_tokens=80)
+    model_spec.check_ready()
+    model_spec.check_ready([4] * 60, 20)
+    model_spec.generator.close()
 
 
 def test_memory_that_is_not_to_be_had(
@@ -628,18 +628,18 @@ def test_memory_that_is_not_to_be_had(
             raise MemoryError
         allocate(cache, *args, **kwargs)
 
-    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
     monkeypatch.setattr(KVCache, "__init__", limited)
     for _ in range(2):
         with pytest.raises(SpeqError, match="the host has no memory left"):
-            subject.generator.generate([1, 2, 3], max_new_tokens=80)
-        subject.check_ready()
+            model_spec.generator.generate([1, 2, 3], max_new_tokens=80)
+        model_spec.check_ready()
     monkeypatch.undo()
-    subject.check_ready([4] * 60, 20)
-    subject.generator.close()
+    model_spec.check_ready([4] * 60, 20)
+    model_spec.generator.close()
 
 
-def test_a_damaged_read_leaves_it_ready(small: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_read_leaves_it_ready(small: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise SpeqError("the disk is gone")
 
@@ -653,7 +653,7 @@ def test_a_damaged_read_leaves_it_ready(small: Subject, monkeypatch: pytest.Monk
 # Threads.
 
 
-def test_two_threads_queue(small: Subject) -> None:
+def test_two_threads_queue(small: ModelSpec) -> None:
     prompts = [[1, 2, 3], [200, 100, 50, 25]]
     wanted = [small.wanted(ids, 12) for ids in prompts]
     together = threading.Barrier(2)
@@ -671,8 +671,8 @@ def test_two_threads_queue(small: Subject) -> None:
 
 
 def test_a_thread_does_not_wait_for_itself(tiny: Folder, plain_small: Any) -> None:
-    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
-    generator = subject.generator
+    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    generator = model_spec.generator
 
     def work() -> None:
         stream = generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
@@ -686,14 +686,14 @@ def test_a_thread_does_not_wait_for_itself(tiny: Folder, plain_small: Any) -> No
             with pytest.raises(SpeqError, match="still reading an earlier stream"):
                 attempt()
         # The open stream took no harm.
-        assert got + [token.id for token in stream] == subject.wanted([1, 2, 3], 12)
-        subject.check_ready()
+        assert got + [token.id for token in stream] == model_spec.wanted([1, 2, 3], 12)
+        model_spec.check_ready()
 
     run_threads(work)
     generator.close()
 
 
-def test_others_wait_for_an_open_stream(small: Subject) -> None:
+def test_others_wait_for_an_open_stream(small: ModelSpec) -> None:
     stream = small.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
     next(stream)
     begun, result = threading.Event(), []
@@ -714,7 +714,7 @@ def test_others_wait_for_an_open_stream(small: Subject) -> None:
     assert result == [small.wanted([7, 8], 6)]
 
 
-def test_a_stream_whose_thread_is_gone(small: Subject) -> None:
+def test_a_stream_whose_thread_is_gone(small: ModelSpec) -> None:
     left = []
 
     def leave() -> None:
@@ -728,20 +728,20 @@ def test_a_stream_whose_thread_is_gone(small: Subject) -> None:
 
 
 def test_a_stream_handed_to_another_thread(tiny: Folder, plain_small: Any) -> None:
-    subject = Subject(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
-    stream = subject.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    stream = model_spec.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
     got = [next(stream).id]
 
     def read_on() -> None:
         got.append(next(stream).id)
         with pytest.raises(SpeqError, match="still reading an earlier stream"):
-            subject.generator.generate([4, 5], max_new_tokens=2)
+            model_spec.generator.generate([4, 5], max_new_tokens=2)
         got.extend(token.id for token in stream)
 
     run_threads(read_on)
-    assert got == subject.wanted([1, 2, 3], 12)
-    subject.check_ready()
-    subject.generator.close()
+    assert got == model_spec.wanted([1, 2, 3], 12)
+    model_spec.check_ready()
+    model_spec.generator.close()
 
 
 def test_a_closed_generator_says_so(tiny: Folder) -> None:
@@ -763,10 +763,10 @@ def test_a_closed_generator_says_so(tiny: Folder) -> None:
 
 def test_the_context_grows(tiny: Folder, plain_small: Any) -> None:
     generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY)
-    subject = Subject(generator, plain_small)
+    model_spec = ModelSpec(generator, plain_small)
     contexts = []
     for length in (5, 100, 5, 230):
-        subject.check_ready([(3 * i) % 250 for i in range(length)])
+        model_spec.check_ready([(3 * i) % 250 for i in range(length)])
         contexts.append(generator.runtime.plan.context)
         memory = generator.generate([1], max_new_tokens=1).stats["memory"]
         assert memory["budget"] == ROOMY == sum(memory.values()) - memory["budget"]
@@ -777,7 +777,7 @@ def test_the_context_grows(tiny: Folder, plain_small: Any) -> None:
     message = rf"need a context of 513 tokens and the model's limit is {limit}; shorten one"
     with pytest.raises(SpeqError, match=message):
         generator.generate([1] * 500, max_new_tokens=13)
-    subject.check_ready()
+    model_spec.check_ready()
     generator.close()
 
 
@@ -787,23 +787,23 @@ def test_a_context_too_long_for_the_budget(tiny: Folder, plain_small: Any) -> No
     with pytest.raises(SpeqError, match="too small for a context of 64 tokens") as refused:
         Generator.from_pretrained(model, 1)
     smallest = smallest_budget(refused.value)
-    subject = Subject(Generator.from_pretrained(model, smallest), plain_small)
-    subject.check_ready()
+    model_spec = ModelSpec(Generator.from_pretrained(model, smallest), plain_small)
+    model_spec.check_ready()
     with pytest.raises(SpeqError, match="too small for a context of") as refused:
-        subject.generator.generate([1] * 300, max_new_tokens=4)
+        model_spec.generator.generate([1] * 300, max_new_tokens=4)
     assert smallest_budget(refused.value) > smallest
-    subject.check_ready()
-    subject.generator.close()
+    model_spec.check_ready()
+    model_spec.generator.close()
 
 
 def test_a_fixed_context(tiny: Folder, plain_small: Any) -> None:
     generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY, context_length=40)
-    subject = Subject(generator, plain_small)
+    model_spec = ModelSpec(generator, plain_small)
     assert generator.max_context == generator.runtime.plan.context == 40
-    subject.check_ready([1] * 25, 15)
+    model_spec.check_ready([1] * 25, 15)
     with pytest.raises(SpeqError, match="need a context of 41 tokens and context_length is 40"):
         generator.generate([1] * 25, max_new_tokens=16)
-    subject.check_ready([1] * 39, 1)
+    model_spec.check_ready([1] * 39, 1)
     assert generator.runtime.plan.context == 40
     generator.close()
 
@@ -842,15 +842,15 @@ def test_a_draft_that_a_longer_context_drives_out(
         Generator.from_pretrained(model, 1, context_length=384)
     budget = smallest_budget(refused.value)
     generator = Generator.from_pretrained(model, budget, drafter="int4")
-    subject = Subject(generator, plain_small)
+    model_spec = ModelSpec(generator, plain_small)
     assert generator.runtime.plan.has_draft
-    subject.check_ready()
+    model_spec.check_ready()
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING, logger="speq"):
-        subject.check_ready([1] * 374)
+        model_spec.check_ready([1] * 374)
     assert "the draft leaves no room for a context of 384 tokens" in caplog.text
     assert generator.runtime.plan.items["draft"] == 0
-    subject.check_ready()
+    model_spec.check_ready()
     generator.close()
 
 
@@ -867,20 +867,20 @@ def test_a_growth_that_fails_behind_a_dropped_draft(
     generator = Generator.from_pretrained(model, budget, **given)
     wanted = generator.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True).token_ids
     assert generator.runtime.plan.has_draft
-    bank = weakref.ref(generator.runtime.draft_bank)
+    backend = weakref.ref(generator.runtime.draft_bank)
     arenas = []
 
     def interrupt(*args: object, **kwargs: object) -> None:
         monkeypatch.undo()
         gc.collect()
-        arenas.append(bank())
+        arenas.append(backend())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(KVCache, "__init__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         generator.reserve(384)
     assert arenas == [None]
-    assert generator.runtime.holding.drafter == "none"
+    assert generator.runtime.residency_plan.drafter == "none"
     for _ in range(2):
         again = generator.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True)
         assert again.token_ids == wanted

@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from speq.bench.replay.governor_sim import Setting, Text, judge
-from speq.governor import measured_cycles as m
+from speq.governor import measured_steps as m
 from speq.governor.acceptance import HORIZON, PRIOR, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.batches import Governors
-from speq.governor.cycle_model import CycleModel
 from speq.governor.draft_length import LENGTHS, Decision, FixedDraftLength
 from speq.governor.explanation import explain
-from speq.governor.measured_cycles import FADING, MeasuredCycles
+from speq.governor.measured_steps import FADING, MeasuredSteps
+from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.slo import Objectives
+from speq.governor.step_model import StepModel
 from speq.measure.route_trace import RouteTrace
 from speq.stats import Forecast, StepStats
 from tests.helpers.paths import ROUTES
@@ -189,7 +189,7 @@ def test_the_share_that_stands_is_found() -> None:
 
 def test_the_model_finds_the_terms_of_a_cycle() -> None:
     """0.3 s a drafted token; 0.4 and 0.01 s an expert to verify; 0.05 s to move it, half hidden."""
-    model, rng = CycleModel(), random.Random(4)
+    model, rng = StepModel(), random.Random(4)
     for _ in range(400):
         k = rng.choice((0, 2, 4, 8))
         experts = 32 if k == 0 else round(32 * (k + 1) ** 0.6 * rng.uniform(0.95, 1.05))
@@ -226,7 +226,7 @@ def test_the_model_finds_the_terms_of_a_cycle() -> None:
 def test_corrections_are_those_of_gaussian_regression() -> None:
     """The smoother beside the same model solved as one system of equations."""
     numpy = pytest.importorskip("numpy")
-    measured = MeasuredCycles((0, 1, 2, 4, 8))
+    measured = MeasuredSteps((0, 1, 2, 4, 8))
     rng = random.Random(7)
     # Faded counts, means and variances of what was measured, by length.
     weight = dict.fromkeys((0, 2, 8), 0.0)
@@ -314,7 +314,7 @@ def test_another_drafter_is_chosen_where_it_has_drafts_that_pay(
 ) -> None:
     """Of every ten cycles it has a draft for four."""
     machine = Asides(0.2, 0.1, share, of_asides)
-    governor = AdaptiveDraftLength(longest, side="ngram")
+    governor = AdaptiveDraftLength(longest, secondary="ngram")
     offered, aside, drafted = [], [], []
     for cycle in range(600):
         offered.append(cycle % 10 < 4)
@@ -332,7 +332,7 @@ def test_another_drafter_is_chosen_where_it_has_drafts_that_pay(
 
 
 def test_nobody_drafts_where_only_another_drafter_may_and_has_nothing() -> None:
-    governor = AdaptiveDraftLength(0, side="ngram", objectives=Objectives(latency_s=1e-3))
+    governor = AdaptiveDraftLength(0, secondary="ngram", objectives=Objectives(latency_s=1e-3))
     machine = Asides(0.2, 0.1, 0.0, 0.9)
     for _ in range(20):
         decision = governor.decide()
@@ -476,11 +476,11 @@ def test_a_draft_stops_where_new_experts_cost_more_than_it_brings() -> None:
         pass
     assert governor.decide().draft_length >= 6
     expected = round(governor.model.new_experts(3))
-    assert governor.go_on(3, expected, 0.7)
+    assert governor.continue_draft(3, expected, 0.7)
     # Tokens that hardly stand are not worth another one.
-    assert not governor.go_on(3, expected, 0.01)
+    assert not governor.continue_draft(3, expected, 0.01)
     decided = governor.decide().draft_length
-    assert not governor.go_on(3, 100 * expected, 0.7)
+    assert not governor.continue_draft(3, 100 * expected, 0.7)
     # It counts for the length that was decided on, at its price of a token.
     weights = [governor.measured.weight(k) for k in (decided, 3)]
     governor.observe(
@@ -505,7 +505,9 @@ def test_stopped_drafts_count_for_their_length(experts: int, pays: bool) -> None
         k = governor.decide().draft_length
         dear = rng.random() < 0.5
         drafted = 0
-        while drafted < k and (not drafted or governor.go_on(drafted, 1000 * dear, 0.95**drafted)):
+        while drafted < k and (
+            not drafted or governor.continue_draft(drafted, 1000 * dear, 0.95**drafted)
+        ):
             drafted += 1
         accepted = 0
         while accepted < drafted and rng.random() < 0.95:
@@ -635,15 +637,16 @@ def test_fixed_lengths_stay_fixed() -> None:
     governor = make_governor(5, Objectives())
     assert governor == FixedDraftLength(5)
     assert governor.decide() == Decision(5, "fixed")
-    assert governor.go_on(3, 10**6, 0.0)
+    assert governor.continue_draft(3, 10**6, 0.0)
     assert isinstance(make_governor(None, Objectives()), AdaptiveDraftLength)
 
 
 def test_a_governor_is_made_without_torch() -> None:
     code = (
         "import sys; from speq.governor.adaptive import make_governor; "
-        "from speq.governor.slo import Objectives; make_governor(None, Objectives()).decide(); "
-        "import speq.governor.moesd; assert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
+        "from speq.governor.objectives import Objectives; "
+        "make_governor(None, Objectives()).decide(); import speq.governor.speedup_model; "
+        "assert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -93,13 +93,13 @@ def test_hidden_states_are_those_of_transformers(tiny: Folder) -> None:
     path = tiny("gpt_oss")
     opened, plain = open_model(path), load_plain(path, torch.float64)
     generator = Generator.from_pretrained(path, "16MiB", dtype="float64", draft="none")
-    model, bank = generator.runtime.model, generator.runtime.engine.offload.reader
+    model, backend = generator.runtime.model, generator.runtime.engine.offload.reader
     shapes, device = opened.shape.attention.kv_shapes, torch.device("cpu")
     cache = KVCache(3, shapes, 128, torch.float64, device)
     tokens = torch.arange(90)[None] * 7 % 256
-    found = [model.forward(bank, cache, tokens[:, :50])]
+    found = [model.forward(backend, cache, tokens[:, :50])]
     cache.advance(50)
-    found.append(model.forward(bank, cache, tokens[:, 50:]))
+    found.append(model.forward(backend, cache, tokens[:, 50:]))
     wanted = plain.model(tokens).last_hidden_state
     torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-9, atol=1e-9)
     generator.close()

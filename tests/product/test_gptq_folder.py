@@ -63,16 +63,16 @@ def order_of(g_idx: np.ndarray) -> np.ndarray:
 
 def unloaded(arena: Int4Arena, base_slot: int, down_order: np.ndarray) -> dict[str, np.ndarray]:
     """Weights [N, K] in float16 by projection, in the order the model has them."""
-    bank = arena.bank
+    backend = arena.backend
     gate_up, down = (
         unpacked(codes[base_slot].numpy(), scales[base_slot].numpy())
-        for codes, scales in (bank.gate_up, bank.down)
+        for codes, scales in (backend.gate_up, backend.down)
     )
     width = len(down_order)
     for half in (gate_up[:width], gate_up[width:]):
         half[down_order] = half.copy()
-    if bank.input_perm is not None:
-        perm = bank.input_perm[base_slot].numpy()
+    if backend.input_perm is not None:
+        perm = backend.input_perm[base_slot].numpy()
         gate_up[:, perm] = gate_up.copy()
     down[:, down_order] = down.copy()
     whole = {"gate_proj": gate_up[:width], "up_proj": gate_up[width:], "down_proj": down}
@@ -286,13 +286,21 @@ def test_kernels_give_what_dequantised_weights_give(
         x = shuffled_and_rounded(hidden[token].double().numpy(), order_of(parts[0]["g_idx"]))
         inner = gate @ x / (1 + np.exp(-(gate @ x))) * (up @ x)
         wanted[token] = 0.75 * (down @ shuffled_and_rounded(inner, order_of(parts[2]["g_idx"])))
-    slots, bank = arena.base_slots[0], arena.bank
+    slots, backend = arena.base_slots[0], arena.backend
     plain = torch.full((6, 256), torch.nan)
     reference.moe_int4_out(
-        hidden, ids, weights, slots, *bank.gate_up, *bank.down, bank.input_perm, "silu", plain
+        hidden,
+        ids,
+        weights,
+        slots,
+        *backend.gate_up,
+        *backend.down,
+        backend.input_perm,
+        "silu",
+        plain,
     )
-    fused = ops.moe_int4(hidden, ids, weights, slots, bank, "silu")
-    unfused = ops.moe_int4_unfused(hidden, ids, weights, slots, bank, "silu")
+    fused = ops.moe_int4(hidden, ids, weights, slots, backend, "silu")
+    unfused = ops.moe_int4_unfused(hidden, ids, weights, slots, backend, "silu")
     for ours in (plain, fused, unfused):
         error = np.abs(ours.numpy() - wanted).max(1) / wanted.std()
         assert (error < 1e-5).sum() >= 4

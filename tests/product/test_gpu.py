@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from speq import Generator
-from speq.decode.draft_pass import RecordedPass
-from speq.decode.drafters.int4 import Int4Drafter
-from speq.decode.verification import RecordedVerification
+from speq.engine.draft_pass import RecordedPass
+from speq.engine.drafters.int4 import Int4Drafter
+from speq.engine.verification import RecordedVerification
 from speq.kernels import compact_ops, library, ops
 from speq.models import recorded
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
@@ -96,10 +96,10 @@ def test_recorded_passes_give_the_exact_tokens(
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_reserved())
     engine = generator.runtime.engine
-    assert isinstance(engine.drafter, Int4Drafter)
-    assert isinstance(engine.drafter.draft_pass, RecordedPass)
+    assert isinstance(engine.drafters[0], Int4Drafter)
+    assert isinstance(engine.drafters[0].draft_pass, RecordedPass)
     assert isinstance(engine.verification, RecordedVerification)
-    assert len(engine.drafter.draft_pass.passes.shapes) == 3
+    assert len(engine.drafters[0].draft_pass.passes.shapes) == 3
     assert len(engine.verification.passes.shapes) == 3
     assert held[2] <= held[1]
     generator.close()
@@ -130,7 +130,7 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
     gate_up = arena[:, : 2 * 64 * 256].unflatten(1, (128, 256))
     down = arena[:, 2 * 64 * 256 :].unflatten(1, (256, 64))
     codes = [quantised(matrices) for matrices in (gate_up, down)]
-    bank = ops.Int4Bank(codes[0], codes[1])
+    backend = ops.Int4Bank(codes[0], codes[1])
     on_device = ops.Int4Bank(
         (codes[0][0].cuda(), codes[0][1].cuda()), (codes[1][0].cuda(), codes[1][1].cuda())
     )
@@ -146,7 +146,7 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
     # Before anything is captured: a copy from the host is no part of a graph.
     held = {
         device: (
-            {"cpu": bank, "cuda": on_device}[device],
+            {"cpu": backend, "cuda": on_device}[device],
             (gate_up.to(device), down.to(device)),
             {codec: records.to(device) for codec, records in slots.items()},
             torch.arange(6, device=device),

@@ -18,16 +18,17 @@ from torch.nn import functional
 from speq import Generator, SpeqError, plan
 from speq.bench.runs.fidelity_counts import Fidelity
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBounds
-from speq.decode.sequence import Sequence
+from speq.engine.drafter import DraftLimits
+from speq.engine.request import Request
 from speq.files.safetensors_file import SafetensorsFile
 from speq.heads import losses
 from speq.heads.head_file import head_beside, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape, NamedLayers
 from speq.heads.losses import Found, LossWeights, Wanted
 from speq.heads.moe_head import MoEHead, mixed, rotations
-from speq.heads.named import head_worth_weighing
+from speq.heads.predicted_experts import head_worth_weighing
 from speq.measure.plan import head_beside_model
+from speq.measure.probe import attempt
 from speq.measure.teacher_forced import forced_passes
 from speq.models.kv_cache import causal_mask
 from speq.models.opened import open_model
@@ -79,7 +80,7 @@ def test_names_are_those_of_the_formula(drafting: bool) -> None:
         head = head.held(torch.float32, torch.device("cpu"))
     with torch.no_grad():
         routes = head.routes(embedded, features)
-    assert head.named_layers == (1, 4) and len(routes) == 2
+    assert head.predicted_layers == (1, 4) and len(routes) == 2
     w = {name: weight.double().numpy() for name, weight in head.weights().items()}
     pair = []
     for rows, norm in ((embedded, "embedding_norm"), (features, "feature_norm")):
@@ -90,7 +91,7 @@ def test_names_are_those_of_the_formula(drafting: bool) -> None:
         order = np.argsort(-logits, axis=1)
         assert route.ids == order[:, :3].tolist()
         ordered = np.take_along_axis(logits, order, 1)
-        assert route.margins is not None and not route.trusted
+        assert route.margins is not None and not route.from_router
         np.testing.assert_allclose(route.margins, ordered[:, :3] - ordered[:, 3:4], atol=1e-4)
 
 
@@ -363,30 +364,32 @@ def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) ->
         model, "64MiB", drafter="head", dtype="float32", draft_length=3, context_length=64
     )
     runtime, engine = generator.runtime, generator.runtime.engine
-    drafter: Any = engine.drafter
+    drafter: Any = engine.drafters[0]
     text = [(7 * i * i + 3 * i) % 256 for i in range(30)]
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    bounds = DraftBounds(3, nodes)
+    bounds = DraftLimits(3, nodes)
 
-    def behind(end: int) -> Sequence:
-        return Sequence(text[: end + 1], sampling)
+    def behind(end: int) -> Request:
+        return Request(text[: end + 1], sampling)
 
     found = {}
     counts = Fidelity.empty(engine.lookahead.num_layers, 8, 3)
     for forced in forced_passes(runtime, text, 4):
         end = forced.start + forced.tokens
         if end < len(text):
-            turns = [engine.attempt(behind(end), bounds) for _ in range(2)]
+            turns = [attempt(engine, behind(end), bounds) for _ in range(2)]
             # A pass of one row rounds otherwise than one of several.
             first, again = (turn.draft for turn in turns)
             assert (first.token_ids, first.parents) == (again.token_ids, again.parents)
-            assert engine.cache.length == end
+            assert engine.caches[0].length == end
             found[end] = turns[0].draft
             counts.run_freely(runtime, text[: end + 1])
     assert [position.proposed for position in counts.positions] == [len(found)] * 3
     for end, draft in found.items():
         engine.begin(behind(end))
-        runtime.model.read(engine.offload.reader, engine.cache, text[:end], drafter.hear)
+        runtime.model.read(
+            engine.offload.reader, engine.caches[0], text[:end], drafter.observe_verified
+        )
         wanted = drafter.propose(behind(end), bounds, lambda *_: None, lambda *_: True)
         assert draft.token_ids == wanted.token_ids
     generator.close()

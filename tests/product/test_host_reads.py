@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speq import Generator
 from speq.config import SamplingParams
-from speq.decode.sequence import Sequence
+from speq.engine.request import Request
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.exact_experts import ExactExperts
 from speq.layers.route_reader import DeviceRoutes
@@ -106,7 +106,7 @@ def test_drafts_that_choose_again_wait_no_more(
 ) -> None:
     """Among some experts, on the device."""
     with closing(generator_of(tiny(family), "none", 2, "1GiB", "none", 3)) as generator:
-        assert generator.runtime.holding.draft_experts == 3
+        assert generator.runtime.residency_plan.draft_experts == 3
         found = steps(device, generator, {})
     assert len(found) >= TOKENS // 3 - 1
     for step in found:
@@ -143,37 +143,37 @@ def test_a_read_in_a_layer_is_noticed(
 ) -> None:
     planted: dict[Any, Callable[[Tensor], Any]] = {}
 
-    def reading(bank: Any) -> Callable[..., Tensor]:
-        run = bank.__call__
+    def reading(backend: Any) -> Callable[..., Tensor]:
+        run = backend.__call__
 
         def call(self: Any, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-            if layer == 1 and bank in planted:
-                planted[bank](hidden_states)
+            if layer == 1 and backend in planted:
+                planted[backend](hidden_states)
             return run(self, layer, hidden_states, route)
 
         return call
 
-    for bank, _ in PARTS:
-        monkeypatch.setattr(bank, "__call__", reading(bank))
+    for backend, _ in PARTS:
+        monkeypatch.setattr(backend, "__call__", reading(backend))
     with closing(generator_of(tiny("qwen2_moe"), "none", 1, "1GiB", "none")) as generator:
-        sequence = Sequence(PROMPT, SamplingParams(max_new_tokens=99, ignore_eos=True))
+        request = Request(PROMPT, SamplingParams(max_new_tokens=99, ignore_eos=True))
         engine = generator.runtime.engine
-        engine.start(sequence)
+        engine.prefill(request)
         with steps_of(device, engine) as found:
-            engine.step(sequence)
+            engine.step([request])
             found[-1].check()
-            for (bank, part), (name, read) in product(PARTS, READS.items()):
-                planted = {bank: read}
-                engine.step(sequence)
+            for (backend, part), (name, read) in product(PARTS, READS.items()):
+                planted = {backend: read}
+                engine.step([request])
                 step = found[-1]
                 # The experts lay in slots, so that no wait is left over.
                 assert step.stats.draft_length and step.stats.hits == step.stats.requests
                 with pytest.raises(AssertionError, match=f"{part} may wait"):
                     step.check()
                     pytest.fail(f"{name} in {part} was not noticed")
-            for (bank, part), (name, send) in product(PARTS, SENDS.items()):
-                planted = {bank: send}
-                engine.step(sequence)
+            for (backend, part), (name, send) in product(PARTS, SENDS.items()):
+                planted = {backend: send}
+                engine.step([request])
                 with pytest.raises(AssertionError, match="sent from memory that is not pinned"):
                     found[-1].check()
                     pytest.fail(f"{name} in {part} was not noticed")
@@ -196,7 +196,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     for token in (0, 1):
         buffer.record(token, 0, Route(ids[[3 - token]], weights[[3 - token]]))
     device.reads.clear()
-    DeviceRoutes(device).read(route, foresee=True)
+    DeviceRoutes(device).read(route, predict_next_layer=True)
     buffer.observe(0, route)
     history = RouteHistory(1, experts)
     history.observe(0, route)
@@ -207,7 +207,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
         buffer.rejected(path),
         buffer.recall(path),
         history.chosen,
-        route.foresee([3, 0]),
+        route.predict_next_layer([3, 0]),
     )
     assert device.reads == []
     assert len(device.waits) == 1
@@ -230,5 +230,5 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     assert found[-1] is not None
     assert found[-1].ids == likeliest
     torch.testing.assert_close(torch.tensor(found[-1].margins), torch.tensor(margins))
-    assert Route(ids, weights, following=logits.__getitem__).foresee([3, 0]) == found[-1]
-    assert Route(ids, weights).foresee([0]) is None
+    assert Route(ids, weights, following=logits.__getitem__).predict_next_layer([3, 0]) == found[-1]
+    assert Route(ids, weights).predict_next_layer([0]) is None

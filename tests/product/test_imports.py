@@ -86,7 +86,7 @@ TABLE = {
     "governor": Layer(
         ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
     ),
-    "decode": Layer(("speq.decode",), (*BELOW_DECODE, "decode")),
+    "decode": Layer(("speq.engine",), (*BELOW_DECODE, "decode")),
     "planning": Layer(
         ("speq.planning",), (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning")
     ),
@@ -94,16 +94,16 @@ TABLE = {
     "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
     # Options that commands have, which should not wait for torch.
     "stage options": Layer(
-        ("speq.stages.settings",), ("leaves", "stage options"), never=("torch", "transformers")
+        ("speq.pipeline.settings",), ("leaves", "stage options"), never=("torch", "transformers")
     ),
-    "stages": Layer(("speq.stages",), (*BELOW_LOAD, "runtime", "stage options", "stages")),
+    "stages": Layer(("speq.pipeline",), (*BELOW_LOAD, "runtime", "stage options", "stages")),
     "conversions": Layer(
         ("speq.quantizing.models",),
         (*BELOW_MODELS, "models", "heads", "drafts", "quantizing", "text"),
     ),
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
-        ("speq.batching", "speq.generator", "speq.async_generator"),
+        ("speq.engine.batch", "speq.generator", "speq.async_generator"),
         (
             *("leaves", "devices", "models", "decode", "runtime", "stage options", "stages"),
             *("text", "generator"),
@@ -261,7 +261,7 @@ def _dangers(tree: ast.AST) -> Iterator[str]:
 
 def test_all_folders_are_read() -> None:
     modules = library()
-    for name in ("speq", "speq.decode.engine", "speq.experts.codec", "speq.cli.generate"):
+    for name in ("speq", "speq.engine.engine", "speq.experts.codec", "speq.cli.generate"):
         assert name in modules
     for folder in ("speq.scheduler", "speq.governor", "speq.bench"):
         assert sum(name.startswith(f"{folder}.") for name in modules) >= 1
@@ -275,7 +275,7 @@ def test_library_keeps_to_the_table() -> None:
     ("module", "source", "sentence"),
     [
         ("speq.stats", "import speq.kernels.ops", "leaves may not import kernels"),
-        ("speq.errors", "from speq.decode import engine", "leaves may not import decode"),
+        ("speq.errors", "from speq.engine import engine", "leaves may not import decode"),
         ("speq.experts.int4", "from speq.kernels.reference import ACTIVATIONS", "not for it"),
         ("speq.runtime", "from speq.kernels import reference", "which is not for it"),
         ("speq.kernels.ops", "from speq.experts import codec", "kernels may not import experts"),
@@ -288,13 +288,13 @@ def test_library_keeps_to_the_table() -> None:
         ("speq.governor.draft_length", "from torch import Tensor", "foreign to governor"),
         ("speq.governor.draft_length", "import speq.scheduler", "may not import scheduler"),
         ("speq.layers.draft_experts", "from speq.files import shards", "may not import files"),
-        ("speq.models.shape", "from speq.decode import drafter", "may not import decode"),
-        ("speq.decode.drafter", "from speq.planning import memory", "may not import planning"),
-        ("speq.planning.memory", "from speq.decode import engine", "may not import decode"),
+        ("speq.models.shape", "from speq.engine import drafter", "may not import decode"),
+        ("speq.engine.drafter", "from speq.planning import memory", "may not import planning"),
+        ("speq.planning.memory", "from speq.engine import engine", "may not import decode"),
         ("speq.planning.memory", "from speq.runtime import Runtime", "may not import runtime"),
         ("speq.quantizing.gptq", "from speq.runtime import Runtime", "may not import runtime"),
         ("speq.runtime", "from speq.quantizing import gptq", "runtime may not import quantizing"),
-        ("speq.decode.sampling", "def f():\n    import speq.text", "may not import text"),
+        ("speq.engine.sampling", "def f():\n    import speq.text", "may not import text"),
         ("speq.generator", "from speq.measure import report", "may not import measure"),
         ("speq.generator", "from speq.cli import options", "generator may not import cli"),
         ("speq.measure.tune", "from speq.bench import widen", "measure may not import bench"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.decode.sequence import Draft
+from speq.engine.draft import Draft
 from speq.errors import Broken
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.tree import Tree

@@ -12,9 +12,9 @@ from speq.routing import Route
 from speq.scheduler.eviction import LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream
 from speq.scheduler.route_history import LIKELY, PRIOR_ROWS, RouteHistory
-from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from speq.units import Done
@@ -105,9 +105,9 @@ class Stream:
         self.slots, self.layers, self.experts = slots, layers, experts
         self.transfer = FakeTransfer(rng, depth)
         self.cache = ExpertCache(slots, LruPolicy(slots, layers, experts))
-        self.supply = ExpertSupply(self.cache, self.transfer, Recorder(Clock()))
+        self.loader = ExpertLoader(self.cache, self.transfer, Recorder(Clock()))
         self.history = RouteHistory(layers, experts)
-        self.stream = LayerStream(self.supply, self.history, layers)
+        self.stream = LayerStream(self.loader, self.history, layers)
         self.seen: list[Choices] = [[] for _ in range(layers)]
 
     def layer(self, layer: int, choices: Choices) -> list[tuple[ExpertKey, Priority]]:
@@ -138,7 +138,7 @@ class Stream:
     def assert_nothing_is_lost(self) -> None:
         while self.transfer.open_keys:
             self.transfer.end_all()
-        self.supply.land()
+        self.loader.collect_finished()
         assert self.cache.free_slots + len(self.cache) == self.slots
         wanted = [layer for layer in range(self.layers) for _ in range(self.quotas()[layer])]
         claimed = [self.cache.claim(layer) for layer in wanted[: self.slots]]
@@ -191,7 +191,7 @@ def test_random_prompts(slots: int, layers: int, experts: int) -> None:
                     made.layer(layer, random_choices(rng, rows, experts, 2))
         for layer in range(layers):  # a step of decoding: no stream, the same slots
             asked = rng.sample(range(experts), 2)
-            for wave in made.supply.serve(layer, asked):
+            for wave in made.loader.serve(layer, asked):
                 for expert, slot in wave.items():
                     assert made.transfer.contents[slot] == ExpertKey(layer, expert)
     made.assert_nothing_is_lost()
@@ -301,7 +301,7 @@ def test_a_prompt_that_fails_gives_the_shares_back() -> None:
         made.layer(0, rows)
         made.layer(1, rows)
         made.transfer.end_all()
-        made.supply.land()
+        made.loader.collect_finished()
         # Loaded ahead, beyond its share of seven or eight.
         assert len(made.residents(2)) > 10
         raise RuntimeError("kernel failed")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from speq import Generator, SpeqError
-from speq.decode.logprobs import Logprobs
-from speq.decode.sequence import Outcome
+from speq.engine.draft import Outcome
+from speq.engine.logprobs import Logprobs
 from tests.helpers.tiny_models import load_plain
 
 VOCAB = 7
@@ -19,8 +19,8 @@ def test_rows_are_those_of_the_accepted_path() -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3)).double()
     kept = Logprobs(2)
     kept.note(logits, Outcome(path=[0, 2, 4], token_ids=[6, 1, 3]))
-    odds = kept.take(3)
-    for each, node, token_id in zip(odds, (0, 2, 4), (6, 1, 3), strict=True):
+    logprobs = kept.take(3)
+    for each, node, token_id in zip(logprobs, (0, 2, 4), (6, 1, 3), strict=True):
         shares = logits[node].exp() / logits[node].exp().sum()
         assert each.logprob == pytest.approx(float(shares[token_id].log()), abs=1e-6)
         best = sorted(range(VOCAB), key=lambda i, shares=shares: -float(shares[i]))[:2]
@@ -40,9 +40,9 @@ def test_tokens_behind_the_end_are_forgotten() -> None:
 def test_no_more_are_told_than_there_are() -> None:
     kept = Logprobs(20)
     kept.note(torch.zeros(1, VOCAB), Outcome([0], [1]))
-    (odds,) = kept.take(1)
-    assert len(odds.top) == VOCAB
-    assert odds.logprob == pytest.approx(-torch.tensor(VOCAB).log().item())
+    (logprobs,) = kept.take(1)
+    assert len(logprobs.top) == VOCAB
+    assert logprobs.logprob == pytest.approx(-torch.tensor(VOCAB).log().item())
 
 
 def test_odds_of_a_run_are_the_plain_models(tiny: Callable[[str], Path]) -> None:
@@ -64,7 +64,7 @@ def test_odds_of_a_run_are_the_plain_models(tiny: Callable[[str], Path]) -> None
         with pytest.raises(SpeqError, match="top_logprobs is -1; it must be at least 0"):
             next(generator.stream(ids, top_logprobs=-1))
         assert [
-            token.odds for token in generator.stream(ids, max_new_tokens=2, ignore_eos=True)
+            token.logprobs for token in generator.stream(ids, max_new_tokens=2, ignore_eos=True)
         ] == [None, None]
     finally:
         generator.close()
@@ -73,8 +73,8 @@ def test_odds_of_a_run_are_the_plain_models(tiny: Callable[[str], Path]) -> None
         logits = load_plain(path)(torch.tensor([ids + answer])).logits[0]
     wanted = torch.log_softmax(logits[len(ids) - 1 : -1].float(), -1)
     for row, token in zip(wanted, tokens, strict=True):
-        assert token.odds is not None
-        assert token.odds.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+        assert token.logprobs is not None
+        assert token.logprobs.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
         values, best = row.topk(3)
-        assert [each for each, _ in token.odds.top] == best.tolist()
-        assert [each for _, each in token.odds.top] == pytest.approx(values.tolist(), abs=1e-4)
+        assert [each for each, _ in token.logprobs.top] == best.tolist()
+        assert [each for _, each in token.logprobs.top] == pytest.approx(values.tolist(), abs=1e-4)

@@ -12,8 +12,9 @@ import pytest
 
 from speq import Generator
 from speq.config import MAX_BATCH, MAX_DRAFT_LENGTH, MAX_DRAFT_NODES
-from speq.decode.drafter import DraftBounds
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import DraftLimits
+from speq.engine.request import Request
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from tests.helpers.tiny_models import (
     FAMILIES,
@@ -42,8 +43,8 @@ class Told:
     texts: dict[int, list[int]]
     drafts: list[Draft] = field(default_factory=list)
 
-    def propose(self, sequence: Sequence, bounds: DraftBounds, *_: Any) -> Draft:
-        right = self.texts[sequence.prompt_ids[0]][len(sequence.generated_ids) :]
+    def propose(self, request: Request, bounds: DraftLimits, *_: Any) -> Draft:
+        right = self.texts[request.prompt_token_ids[0]][len(request.output_token_ids) :]
         stands = STANDS[len(self.drafts) % len(STANDS)]
         right = [*right, *[0] * bounds.length][: bounds.length]
         drafted = [token if at < stands else (token + 1) % VOCAB for at, token in enumerate(right)]

@@ -16,7 +16,7 @@ from speq.scheduler.eviction import (
 )
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.supply import ExpertSupply
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from tests.helpers.fake_transfer import FakeTransfer
@@ -40,9 +40,9 @@ def random_trace(rng: random.Random, layers: int, experts: int, passes: int, mos
 def loads(policy: EvictionPolicy, slots: int, trace: Trace) -> int:
     """Experts that serving a trace on demand brings into slots."""
     transfer = FakeTransfer()
-    supply = ExpertSupply(ExpertCache(slots, policy), transfer, Recorder())
+    loader = ExpertLoader(ExpertCache(slots, policy), transfer, Recorder())
     for layer, experts in trace:
-        served = [expert for wave in supply.serve(layer, experts) for expert in wave]
+        served = [expert for wave in loader.serve(layer, experts) for expert in wave]
         assert sorted(served) == experts
     return len(transfer.asked)
 
@@ -65,7 +65,7 @@ class Knowing(LookaheadPolicy):
 
     def _foretell_next(self, layer: int) -> None:
         if self._trace[layer]:
-            self.foretell(layer, self._trace[layer].pop(0), 1.0)
+            self.hint_next_use(layer, self._trace[layer].pop(0), 1.0)
 
 
 def fewest_loads(slots: int, trace: Trace) -> int:
@@ -146,8 +146,8 @@ def test_who_goes_first() -> None:
     # Equally likely ones go by their layers: layer 1 is next, layer 0 was just visited. What a
     # visit just wanted is likelier than the rest: it is expected before layer 2's.
     assert order(policy) == [(0, 2), (2, 1), (0, 1), (1, 1), (1, 2)]
-    policy.foretell(2, [1, 3])
-    policy.foretell(1, [2])
+    policy.hint_next_use(2, [1, 3])
+    policy.hint_next_use(1, [2])
     # Foretold ones stay, the sooner the surer.
     assert order(policy)[-2:] == [(2, 1), (1, 2)]
     assert order(policy, layer=1) == [(1, 1), (1, 2)]
@@ -161,29 +161,30 @@ def test_who_goes_first() -> None:
 
 def test_a_prefetch_evicts_nobody_who_is_wanted_in_this_pass() -> None:
     policy = LookaheadPolicy(4, 4, 4)
-    supply = ExpertSupply(ExpertCache(4, policy), FakeTransfer(), Recorder())
+    loader = ExpertLoader(ExpertCache(4, policy), FakeTransfer(), Recorder())
     for layer in (0, 1, 2, 3):
-        list(supply.serve(layer, [0]))
+        list(loader.serve(layer, [0]))
     for layer in (0, 1, 2):
-        policy.foretell(layer, [0, 1])
+        policy.hint_next_use(layer, [0, 1])
     # Layer 3 is not foretold: its expert makes room.
-    assert supply.load(ExpertKey(1, 1), Priority.PREFETCH)
-    assert ExpertKey(3, 0) not in supply.cache
+    assert loader.load(ExpertKey(1, 1), Priority.PREFETCH)
+    assert ExpertKey(3, 0) not in loader.cache
     # Those of layers 0 to 2 are all wanted, also by layers behind the one that asks.
-    assert not supply.load(ExpertKey(3, 1), Priority.PREFETCH)
-    assert not supply.load(ExpertKey(0, 1), Priority.PREFETCH)
-    assert all(ExpertKey(layer, 0) in supply.cache for layer in (0, 1, 2))
+    assert not loader.load(ExpertKey(3, 1), Priority.PREFETCH)
+    assert not loader.load(ExpertKey(0, 1), Priority.PREFETCH)
+    assert all(ExpertKey(layer, 0) in loader.cache for layer in (0, 1, 2))
     # Once layer 0 has passed, it can spare what it had.
-    list(supply.serve(0, [0]))
-    assert supply.load(ExpertKey(2, 1), Priority.PREFETCH)
-    assert ExpertKey(0, 0) not in supply.cache
+    list(loader.serve(0, [0]))
+    assert loader.load(ExpertKey(2, 1), Priority.PREFETCH)
+    assert ExpertKey(0, 0) not in loader.cache
     # On demand, whoever is needed last goes, wanted or not.
-    list(supply.serve(1, [0, 1, 2]))
+    list(loader.serve(1, [0, 1, 2]))
 
 
 class Stated:
-    """What `_doomed` says, told step by step from its description: who is resident, what the next
-    visit of each layer wants as far as was foretold, and how often each expert was wanted.
+    """What `_eviction_candidates` says, told step by step from its description: who is resident,
+    what the next visit of each layer wants as far as was foretold, and how often each expert was
+    wanted.
     """
 
     def __init__(self, layers: int, experts: int) -> None:
@@ -206,7 +207,7 @@ class Stated:
                 if key.expert in experts:
                     self.probability[key] += RECENCY
 
-    def foretell(self, layer: int, experts: list[int], known: float) -> None:
+    def hint_next_use(self, layer: int, experts: list[int], known: float) -> None:
         self.known[layer] = known
         self.wanted |= {ExpertKey(layer, expert) for expert in experts}
 
@@ -244,8 +245,8 @@ def test_whom_a_prefetch_may_evict_is_as_stated() -> None:
             elif turn < 0.6:
                 layer, known = rng.randrange(layers), rng.choice([0.0, 0.25, 0.5, 1.0])
                 told = rng.sample(range(experts), rng.randint(0, min(2, experts)))
-                policy.foretell(layer, told, known)
-                stated.foretell(layer, told, known)
+                policy.hint_next_use(layer, told, known)
+                stated.hint_next_use(layer, told, known)
             elif turn < 0.9:
                 key = rng.choice(everyone)
                 policy.touch(key)
@@ -273,19 +274,19 @@ def test_prefetches_leave_what_this_pass_wants() -> None:
         policy = LookaheadPolicy(slots, layers, experts)
         cache = ExpertCache(slots, policy)
         transfer = FakeTransfer()
-        supply = ExpertSupply(cache, transfer, Recorder())
+        loader = ExpertLoader(cache, transfer, Recorder())
         for layer, experts_of in random_trace(rng, layers, experts, passes=4, most=3):
-            list(supply.serve(layer, experts_of))
+            list(loader.serve(layer, experts_of))
         told = {ExpertKey(rng.randrange(layers), rng.randrange(experts)) for _ in range(6)}
         for key in told:
-            policy.foretell(key.layer, [key.expert], rng.random())
+            policy.hint_next_use(key.layer, [key.expert], rng.random())
         kept = {key for key in told if key in cache}
         everyone = [ExpertKey(layer, e) for layer in range(layers) for e in range(experts)]
         before = len(cache)
         missing = [key for key in told if key not in cache]
         others = [key for key in everyone if key not in told and key not in cache]
         for key in [*missing, *rng.sample(others, min(3, len(others)))]:
-            refused += not supply.load(key, Priority.PREFETCH)
+            refused += not loader.load(key, Priority.PREFETCH)
         assert all(key in cache for key in kept)
         evicted += before - len(cache)
     assert min(evicted, refused) > 100
@@ -298,10 +299,10 @@ def test_with_nothing_to_come_a_prefetch_evicts_only_who_is_needed_last() -> Non
     policy.visit(0, [0, 1])
     policy.visit(0, [1])
     assert list(policy.candidates(0, ahead=True)) == [ExpertKey(0, 2)]
-    policy.foretell(0, [2])
+    policy.hint_next_use(0, [2])
     # 2 would be needed last, and is wanted: nobody else goes in its stead.
     assert list(policy.candidates(0, ahead=True)) == []
-    policy.foretell(0, [5])
+    policy.hint_next_use(0, [5])
     # One comes: ceil(1.75) and one, of 5, 2, 0 and 1, that are needed last in this order.
     assert list(policy.candidates(0, ahead=True)) == [ExpertKey(0, 0)]
 
@@ -309,9 +310,9 @@ def test_with_nothing_to_come_a_prefetch_evicts_only_who_is_needed_last() -> Non
 @pytest.mark.parametrize("slots", [3, 6])
 def test_shares_do_not_bind_a_layer(slots: int) -> None:
     policy = LookaheadPolicy(slots, 3, 9)
-    supply = ExpertSupply(ExpertCache(slots, policy), FakeTransfer(), Recorder())
-    list(supply.serve(0, list(range(slots))))
-    assert all(ExpertKey(0, expert) in supply.cache for expert in range(slots))
+    loader = ExpertLoader(ExpertCache(slots, policy), FakeTransfer(), Recorder())
+    list(loader.serve(0, list(range(slots))))
+    assert all(ExpertKey(0, expert) in loader.cache for expert in range(slots))
 
 
 def test_many_tokens_say_more_than_one() -> None:

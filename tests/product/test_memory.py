@@ -11,15 +11,15 @@ import torch
 
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.governor.holding import Holding
+from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.int4_matrix import Int4Matrix
 from speq.load import load
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
-from speq.planning.demand import Beside, Budget, demand_of, kept_bytes
+from speq.planning.demand import Budget, DeviceOverhead, demand_of, kept_bytes
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import Demand, MemoryPlan, plan
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 from speq.runtime import Runtime
 
 Folder = Callable[[str], Path]
@@ -217,10 +217,10 @@ def test_longer_context_takes_from_the_slots() -> None:
 def tiny_demand(path: Path, codec: str, dtype: str, on_cpu: bool) -> tuple[Demand, ModelShape]:
     """Experts of 64 by 32 in bfloat16, four to a token; drafts of four tokens."""
     opened = open_model(path)
-    subject = Subject.of_model("tiny", opened, dtype)
+    model_spec = ModelSpec.of_model("tiny", opened, dtype)
     opened.close()
-    holding = Holding(codec, "none", 1 << 14, 1 << 14, 1 << 14)
-    return demand_of(subject, holding, Budget(1 << 30, 1024, on_cpu)), subject.shape
+    residency_plan = ResidencyPlan(codec, "none", 1 << 14, 1 << 14, 1 << 14)
+    return demand_of(model_spec, residency_plan, Budget(1 << 30, 1024, on_cpu)), model_spec.shape
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless", "residual"])
@@ -284,17 +284,17 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
         *(weights.nbytes for weights in loaded.model._hf_model.parameters()),
         *(part.nbytes for part in arena.parts.values()),
         *(part.nbytes for draft in codes for part in (draft.weight.qweight, draft.weight.scales)),
-        *(tensor.nbytes for tensor in runtime.engine.cache.tensors()),
+        *(tensor.nbytes for tensor in runtime.engine.caches[0].tensors()),
     ]
-    assert list(kept_bytes(loaded.subject, runtime.holding, context)) == made
+    assert list(kept_bytes(loaded.model_spec, runtime.residency_plan, context)) == made
     told: list[tuple[list[int], bool]] = []
 
     def overhead(sizes: Iterable[int], recorded: bool) -> int:
         told.append((list(sizes), recorded))
         return 5
 
-    beside = replace(loaded.budget(context), beside=Beside(None, overhead))
-    demand = demand_of(loaded.subject, runtime.holding, beside)
+    beside = replace(loaded.budget(context), beside=DeviceOverhead(None, overhead))
+    demand = demand_of(loaded.model_spec, runtime.residency_plan, beside)
     assert demand.overhead is not None and demand.overhead(context) == 5
     assert told == [(made, False)]
     runtime.close()
@@ -307,18 +307,18 @@ def none_beside(sizes: Iterable[int], recorded: bool) -> int:
 @pytest.mark.parametrize("budget", [1 << 20, 200_000, 100_000])
 def test_what_the_hosts_memory_holds(budget: int, tiny_bfloat16: Folder) -> None:
     opened = open_model(tiny_bfloat16("olmoe"))
-    subject = Subject.of_model("tiny", opened, "bfloat16")
+    model_spec = ModelSpec.of_model("tiny", opened, "bfloat16")
     opened.close()
-    given = Budget(1 << 30, 64, on_cpu=False, readers=3, beside=Beside(budget, none_beside))
-    holding = Holding("raw", "none", 1 << 14, 1 << 14, 1 << 14)
-    reading = 3 * subject.reading_bytes
+    given = Budget(1 << 30, 64, on_cpu=False, readers=3, beside=DeviceOverhead(budget, none_beside))
+    residency_plan = ResidencyPlan("raw", "none", 1 << 14, 1 << 14, 1 << 14)
+    reading = 3 * model_spec.reading_bytes
     fitting = (budget - reading) >> 14
     if fitting < 5:  # one for each reader, one that is filled and one that is copied
         short = (5 << 14) - (budget - reading)
         with pytest.raises(SpeqError, match=rf"host_budget that is larger by {short} bytes"):
-            host_plan(subject, holding, given)
+            host_plan(model_spec, residency_plan, given)
         return
-    made = host_plan(subject, holding, given)
+    made = host_plan(model_spec, residency_plan, given)
     assert made is not None
     assert made.records == min(fitting, 24) and made.resident == (fitting >= 24)
     assert made.to_dict() == {
@@ -330,5 +330,5 @@ def test_what_the_hosts_memory_holds(budget: int, tiny_bfloat16: Folder) -> None
     }
     stays = "hold all 24 experts" if made.resident else f"other {24 - made.records} stay on disk"
     assert stays in made.sentence
-    for without in (None, Beside(None, none_beside)):
-        assert host_plan(subject, holding, replace(given, beside=without)) is None
+    for without in (None, DeviceOverhead(None, none_beside)):
+        assert host_plan(model_spec, residency_plan, replace(given, beside=without)) is None

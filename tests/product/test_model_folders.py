@@ -345,8 +345,8 @@ def test_ends_of_text(in_config: Any, in_generation: Any, ends: set[int], copied
     put(copied, "config.json", json.dumps(config))
     put(copied, "generation_config.json", json.dumps({"eos_token_id": in_generation}))
     generator = Generator.from_pretrained(copied, "8MiB")
-    sequence = generator.prepare([1], None, {})
-    assert sequence.eos_ids == ends
+    request = generator.prepare([1], None, {})
+    assert request.eos_token_ids == ends
     generator.close()
 
 
@@ -424,10 +424,10 @@ def test_published_indexes_change_no_plan(name: str, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", alone)
     rates = {"link": "3GB/s", "memory_bandwidth": "40GB/s"}
     with_index, without = (plan(each, "24GiB", **rates) for each in (folder, alone))
-    assert replace(with_index.subject, name="") == replace(without.subject, name="")
+    assert replace(with_index.model_spec, name="") == replace(without.model_spec, name="")
     assert with_index.candidates == without.candidates
     # Words and codes of all experts and of all else are what the index counts, but for MTP.
     size = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]
-    subject = with_index.subject
-    counted = subject.count * subject.codec.record_range[1] + subject.non_expert_bytes
+    model_spec = with_index.model_spec
+    counted = model_spec.count * model_spec.codec.record_range[1] + model_spec.non_expert_bytes
     assert counted == pytest.approx(size["total_size"], rel=0.05)

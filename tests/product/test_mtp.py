@@ -16,7 +16,7 @@ from speq import Generator, SpeqError
 from speq.config import SamplingParams
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
-from speq.heads.head_text import HeadText
+from speq.heads.head_context import HeadContext
 from speq.heads.mtp_file import mtp_of, read_slots
 from speq.heads.mtp_head import MtpHead
 from speq.measure.plan import plan as plan_of
@@ -116,7 +116,7 @@ def walk(path: Path, layer: Layer, owned: tuple[str, ...] = ()) -> None:
     head = source.held(torch.float32, torch.device("cpu"))
     opened.close()
     assert_pieces_make_the_whole(
-        HeadText(Ends(path), head, 200),  # type: ignore[arg-type]
+        HeadContext(Ends(path), head, 200),  # type: ignore[arg-type]
         torch.randn(40, HIDDEN),
         lambda features: Whole(layer, features),
         VOCAB,
@@ -218,8 +218,8 @@ def test_many_rows_are_read_at_once(model: Path) -> None:
     head = mtp_of(opened).held(torch.float32, torch.device("cpu"))
     opened.close()
     features, tokens = torch.randn(120, HIDDEN), [(7 * at) % VOCAB for at in range(120)]
-    text = HeadText(Ends(model), head, 200)  # type: ignore[arg-type]
-    text.hear(tokens, features)
+    text = HeadContext(Ends(model), head, 200)  # type: ignore[arg-type]
+    text.observe_verified(tokens, features)
     close(text.root(3).feature, Whole(in_numpy(model), features).at([*tokens, 3])[0])
 
 

@@ -95,7 +95,7 @@ def test_no_draft_is_offered_that_is_as_large(
 ) -> None:
     expected = greedy_tokens(load_plain(made[2]), PROMPT, 8)
     generator = Generator.from_pretrained(made[0], "64MiB", dtype="float32")
-    assert generator.runtime.holding.drafter == "none"
+    assert generator.runtime.residency_plan.drafter == "none"
     assert generator.generate(PROMPT, max_new_tokens=8, ignore_eos=True).token_ids == expected
     generator.close()
     assert "an INT4 draft would be about as large as the experts themselves" in caplog.text

@@ -9,23 +9,24 @@ import pytest
 
 from speq import Generation, Generator
 from speq.config import RunConfig, SamplingParams
-from speq.decode.drafter import DraftBase, DraftBounds
-from speq.decode.drafters.ngram import NgramDrafter
-from speq.decode.sampler import HostSampler
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import DraftContext, DraftLimits
+from speq.engine.drafters.ngram import NgramDrafter
+from speq.engine.request import Request
+from speq.engine.sampler import HostSampler
 from speq.load import side_of
 
 
 def drafter() -> NgramDrafter:
-    return NgramDrafter(DraftBase(None, None, None, HostSampler()))  # type: ignore[arg-type]
+    return NgramDrafter(DraftContext(None, None, None, HostSampler()))  # type: ignore[arg-type]
 
 
-def sequence(prompt: list[int], eos: frozenset[int] = frozenset()) -> Sequence:
-    return Sequence(prompt, SamplingParams(max_new_tokens=1000), eos)
+def request(prompt: list[int], eos: frozenset[int] = frozenset()) -> Request:
+    return Request(prompt, SamplingParams(max_new_tokens=1000), eos)
 
 
-def propose(of: NgramDrafter, text: Sequence, draft_length: int) -> list[int]:
-    draft = of.propose(text, DraftBounds(draft_length), lambda *_: None, lambda *_: True)
+def propose(of: NgramDrafter, text: Request, draft_length: int) -> list[int]:
+    draft = of.propose(text, DraftLimits(draft_length), lambda *_: None, lambda *_: True)
     assert draft == Draft.chain(draft.token_ids)
     return draft.token_ids
 
@@ -44,10 +45,10 @@ def searched(tokens: list[int], draft_length: int) -> list[int]:
 def test_drafts_are_those_of_a_search(alphabet: int) -> None:
     rng, of, found = random.Random(alphabet), drafter(), 0
     for _ in range(20):
-        text = sequence([rng.randrange(alphabet) for _ in range(rng.randint(1, 12))])
+        text = request([rng.randrange(alphabet) for _ in range(rng.randint(1, 12))])
         for _ in range(40):
             drafted = propose(of, text, 5)
-            assert drafted == searched(text.prompt_ids + text.generated_ids, 5)
+            assert drafted == searched(text.prompt_token_ids + text.output_token_ids, 5)
             found += bool(drafted)
             # As after an accepted draft: several tokens at a time.
             text.extend([rng.randrange(alphabet) for _ in range(rng.randint(1, 4))])
@@ -55,23 +56,25 @@ def test_drafts_are_those_of_a_search(alphabet: int) -> None:
 
 
 def test_a_text_that_repeats_is_gone_on_with() -> None:
-    text = sequence([1, 2, 3, 4, 5, 1, 2, 3])
+    text = request([1, 2, 3, 4, 5, 1, 2, 3])
     assert propose(drafter(), text, 2) == [4, 5]
     assert propose(drafter(), text, 9) == [4, 5, 1, 2, 3, 4, 5, 1, 2]
-    assert propose(drafter(), sequence([7, 7, 7]), 4) == [7, 7, 7, 7]
+    assert propose(drafter(), request([7, 7, 7]), 4) == [7, 7, 7, 7]
     assert propose(drafter(), text, 0) == []
 
 
 def test_nothing_is_drafted_behind_an_end() -> None:
-    text = sequence([1, 2, 9, 4, 1, 2], eos=frozenset({9}))
+    text = request([1, 2, 9, 4, 1, 2], eos=frozenset({9}))
     assert propose(drafter(), text, 4) == [9]
 
 
 def test_it_tells_beforehand_whether_it_has_a_draft() -> None:
     rng, of = random.Random(2), drafter()
-    text = sequence([1, 2, 3])
+    text = request([1, 2, 3])
     for _ in range(200):
-        assert of.offers(text) == bool(searched(text.prompt_ids + text.generated_ids, 1))
+        assert of.has_proposal(text) == bool(
+            searched(text.prompt_token_ids + text.output_token_ids, 1)
+        )
         text.extend([rng.randrange(6)])
 
 
@@ -110,5 +113,5 @@ def test_it_is_beside_others_only_where_options_leave_that_open(options: dict[st
 
 def test_another_sequence_is_not_drafted_from() -> None:
     of = drafter()
-    assert propose(of, sequence([1, 2, 3, 1, 2]), 1) == [3]
-    assert propose(of, sequence([5, 1, 2]), 1) == []
+    assert propose(of, request([1, 2, 3, 1, 2]), 1) == [3]
+    assert propose(of, request([5, 1, 2]), 1) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from speq.config import SamplingParams
-from speq.decode.verification import RecordedVerification
+from speq.engine.verification import RecordedVerification
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.stream_transfer import StreamTransfer
 from tests.helpers.cells import Cell, Folders, loaded

@@ -81,7 +81,7 @@ def test_later_runs_read_records_and_write_the_same(model: Path, tmp_path: Path)
     assert not (folder / EXPERTS_JOURNAL).exists()
     generator = loaded(model)
     assert isinstance(generator.runtime.opened.store, PackedExpertStore)
-    assert generator.runtime.holding.codec == "lossless"
+    assert generator.runtime.residency_plan.codec == "lossless"
     assert generator.runtime._loaded.copy is None
     assert tokens(generator) == first
     generator.close()

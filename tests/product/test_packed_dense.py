@@ -19,7 +19,7 @@ from speq.kernels import dense_ops
 from speq.layers.dense_matrix import LosslessMatrix, RawMatrix
 from speq.models import dense as dense_module
 from speq.models.opened import open_model
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 from tests.helpers.damage import flip, resized
 from tests.helpers.packing import pack_to, without_checksums
 from tests.helpers.picture_files import stored_tensors
@@ -97,7 +97,7 @@ def test_runs_read_records_and_encode_none(
 ) -> None:
     source, packed = tiny_bfloat16(family), tmp_path / "packed"
     opened = pack_to(source, packed, codec="lossless")
-    planned = Subject.of_model("packed", opened, "auto").with_dense("lossless").dense
+    planned = ModelSpec.of_model("packed", opened, "auto").with_dense("lossless").dense
     opened.close()
     expected = tokens_of(source, "raw")
     encoding = generator_of(source, "lossless")

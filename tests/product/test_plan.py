@@ -22,13 +22,13 @@ from speq.experts.codec import codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import Packing, pack
 from speq.governor.adaptive import AdaptiveDraftLength
-from speq.governor.cycle_model import CycleModel
-from speq.governor.holding import Holding
 from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
 from speq.governor.planner import Outlook, PassBytes, Speeds, choose
 from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
+from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link
+from speq.governor.step_model import StepModel
 from speq.governor.survey import Survey
 from speq.load import load
 from speq.measure.plan import plan as plan_call
@@ -37,7 +37,7 @@ from speq.models.opened import open_model
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import BudgetPlan, plan
 from speq.planning.demand import Budget
-from speq.planning.subject import Subject
+from speq.planning.model_spec import ModelSpec
 from speq.runtime import Runtime
 from speq.stats import StepStats
 from speq.units import format_rate, parse_bytes, parse_rate
@@ -52,12 +52,12 @@ GIB = 1 << 30
 
 
 @cache
-def subject(path: Path) -> Subject:
-    return Subject.of_config(path.name, path, "auto")
+def model_spec(path: Path) -> ModelSpec:
+    return ModelSpec.of_config(path.name, path, "auto")
 
 
 def planned(path: Path, budget: str, **changes: Any) -> BudgetPlan:
-    of = subject(path)
+    of = model_spec(path)
     experts = of.shape.experts
     given = Assumptions(
         preset("rtx-4090"), Locality(experts.num_experts, of.shape.top_k), acceptance=0.9
@@ -115,7 +115,7 @@ def test_models_of_the_paper(
 ) -> None:
     """Table 1 agrees, but for Phi-3.5-MoE's 8 experts: with these sizes only 16 make 41.9 billion
     parameters."""
-    of = subject(path)
+    of = model_spec(path)
     weights = of.shape.resident_weights + of.count * of.codec.shape.weights
     assert round(weights / 1e9, 1) == billions
     assert (of.num_layers, of.shape.experts.num_experts, of.shape.top_k) == (layers, experts, top_k)
@@ -141,7 +141,7 @@ def test_models_of_the_paper(
 def test_models_of_later_families(
     name: str, layers: int, experts: int, top_k: int, billions: float, rest_gib: float
 ) -> None:
-    of = subject(LATER / name)
+    of = model_spec(LATER / name)
     assert (of.num_layers, of.shape.experts.num_experts, of.shape.top_k) == (layers, experts, top_k)
     weights = of.count * of.codec.shape.weights
     assert weights / 1e9 == pytest.approx(billions, rel=0.002)
@@ -184,7 +184,7 @@ def test_experts_published_in_fp8_are_planned_as_they_are(
     name: str, hidden: int, width: int
 ) -> None:
     """A byte a weight, and a float32 scale for each block of 128 by 128."""
-    of, made = subject(LATER / name), planned(LATER / name, "60GiB")
+    of, made = model_spec(LATER / name), planned(LATER / name, "60GiB")
     codes = 3 * hidden * width
     assert of.codec.slot_bytes == -(-(codes + codes // (128 * 128) * 4) // 4096) * 4096
     assert ("fp8", False) in by_way(made)
@@ -193,7 +193,7 @@ def test_experts_published_in_fp8_are_planned_as_they_are(
 
 def test_experts_published_in_mxfp4_are_planned_as_they_are() -> None:
     """4.25 bits a weight, and no draft, which would be as large."""
-    of, made = subject(LATER / "gpt-oss-20b"), planned(LATER / "gpt-oss-20b", "8GiB")
+    of, made = model_spec(LATER / "gpt-oss-20b"), planned(LATER / "gpt-oss-20b", "8GiB")
     codes = 3 * 2880 * 2880 // 2
     assert of.codec.slot_bytes == -(-(codes + codes // 16) // 4096) * 4096
     assert of.draft is None
@@ -207,7 +207,7 @@ def test_more_budget_never_buys_fewer_slots(path: Path) -> None:
         slots = by_way(planned(path, f"{gib}GiB"))
         assert all(slots[way] >= count for way, count in before.items())
         before = slots
-    assert set(before.values()) == {subject(path).count}
+    assert set(before.values()) == {model_spec(path).count}
 
 
 @pytest.mark.parametrize(
@@ -241,15 +241,15 @@ def test_a_plan_and_a_run_report_the_same_bytes(
         device="cpu",
     )
     opened = open_model(folder)
-    of = Subject.of_model("bundled", opened, "auto")
+    of = ModelSpec.of_model("bundled", opened, "auto")
     runtime = Runtime(load(opened, config))
     try:
         given = Assumptions(preset("laptop-ddr5"), Locality(32, 4, BUNDLED), 0.9)
         # Options that name who drafts leave no room for another drafter.
         budget = replace(Budget.of(26 << 20, 512, True, of.shape), longest_side=0)
         made = plan(of, budget, given)
-        ways = [(c.codec, c.drafts) for c in made.candidates]
-        assert made.memory[ways.index((codec, draft == "auto"))].items == runtime.plan.items
+        candidates = [(c.codec, c.drafts) for c in made.candidates]
+        assert made.memory[candidates.index((codec, draft == "auto"))].items == runtime.plan.items
     finally:
         runtime.close()
 
@@ -260,14 +260,14 @@ def test_texts_side_by_side_are_planned_as_they_are_run(bundled: Path) -> None:
         codec="raw", dense="raw", device="cpu",
     )  # fmt: skip
     opened = open_model(bundled)
-    of = Subject.of_model("bundled", opened, "auto")
+    of = ModelSpec.of_model("bundled", opened, "auto")
     runtime = Runtime(load(opened, config))
     try:
         given = Assumptions(preset("laptop-ddr5"), Locality(32, 4, BUNDLED), 0.9)
-        budget = replace(Budget.of(40 << 20, 512, True, of.shape), texts=4, longest_side=0)
+        budget = replace(Budget.of(40 << 20, 512, True, of.shape), batch_size=4, longest_side=0)
         made = plan(of, budget, given)
-        ways = [(each.codec, each.drafts) for each in made.candidates]
-        items = made.memory[ways.index(("raw", False))].items
+        candidates = [(each.codec, each.drafts) for each in made.candidates]
+        items = made.memory[candidates.index(("raw", False))].items
         assert items == runtime.plan.items
         alone = plan_call(bundled, "40MiB", context_length=512, preset="laptop-ddr5", dense="raw")
         (one,) = {each.items["kv_cache"] for each in alone.memory}
@@ -280,10 +280,10 @@ def test_a_config_alone_plans_as_the_model_does(bundled: Path, tmp_path: Path) -
     (tmp_path / "config.json").write_text((bundled / "config.json").read_text())
     opened = open_model(bundled)
     try:
-        whole = Subject.of_model("tiny", opened, "auto")
+        whole = ModelSpec.of_model("tiny", opened, "auto")
     finally:
         opened.close()
-    assert Subject.of_config("tiny", tmp_path, "auto") == whole
+    assert ModelSpec.of_config("tiny", tmp_path, "auto") == whole
 
 
 # Routes.
@@ -348,8 +348,8 @@ def test_windows_are_decoded_token_by_token() -> None:
 
 # Times.
 
-PLAIN = Holding("raw", "none", 1000, 1000, 1000, slots=96)
-DRAFT = Holding("residual", "int4", 600, 600, 900, draft_bytes=300, slots=80)
+PLAIN = ResidencyPlan("raw", "none", 1000, 1000, 1000, slots=96)
+DRAFT = ResidencyPlan("residual", "int4", 600, 600, 900, draft_bytes=300, slots=80)
 
 
 def outlook(link: float = 1e6, **changes: Any) -> Outlook:
@@ -409,7 +409,7 @@ def test_a_run_begins_with_what_was_planned() -> None:
     of = outlook()
     chosen = of.weighed(DRAFT)
     prior = of.prior(chosen)
-    model = CycleModel.of(prior)
+    model = StepModel.of(prior)
     assert model.ready and model.draft_token_s == pytest.approx(of.speeds.draft_token_s)
     length = chosen.cycle.draft_length
     for k, missed in ((0, of.missed(DRAFT, 1)), (length, of.missed(DRAFT, length + 1))):
@@ -448,7 +448,7 @@ def test_a_plan_that_was_wrong_of_drafts_is_found_out_soon() -> None:
 
 def test_a_base_is_charged_once_for_a_draft() -> None:
     prior = replace(outlook().prior(outlook().weighed(DRAFT)), draft_base_s=1.0, draft_token_s=0.1)
-    drafts_s = [cycle.draft_s for cycle in CycleModel.of(prior).cycles([0, 1, 8], [1.0, 2.0, 5.0])]
+    drafts_s = [cycle.draft_s for cycle in StepModel.of(prior).cycles([0, 1, 8], [1.0, 2.0, 5.0])]
     assert drafts_s == pytest.approx([0.0, 1.1, 1.8])
 
 
@@ -495,7 +495,9 @@ def test_the_best_draft_length_is_the_best() -> None:
     best = of.weighed(DRAFT)
     assert best.tpot_s == min(of.cycle(DRAFT, k).token_s for k in (1, 2, 3, 4, 6, 8, 10, 12))
     chosen, reason = choose(of, [PLAIN, DRAFT])
-    assert chosen == min((of.weighed(PLAIN), best), key=lambda holding: holding.tpot_s)
+    assert chosen == min(
+        (of.weighed(PLAIN), best), key=lambda residency_plan: residency_plan.tpot_s
+    )
     assert f"{chosen.tpot_s * 1e3:.1f} ms" in reason
     with pytest.raises(SpeqError, match="no way"):
         choose(of, [])
@@ -577,24 +579,24 @@ def test_a_length_that_was_asked_for_is_drafted() -> None:
 
 @pytest.mark.parametrize("link", [1e5, 3e5, 1e6, 3e6])
 def test_below_the_break_even_acceptance_speculation_loses(link: float) -> None:
-    of, holdings = outlook(link), [PLAIN, DRAFT]
-    border = of.break_even_acceptance(holdings)
+    of, residency_plans = outlook(link), [PLAIN, DRAFT]
+    border = of.break_even_acceptance(residency_plans)
     assert border is not None and 0 < border < 1
-    below = replace(of, acceptance=border - 1e-3).gain(holdings)
-    above = replace(of, acceptance=border + 1e-3).gain(holdings)
+    below = replace(of, acceptance=border - 1e-3).gain(residency_plans)
+    above = replace(of, acceptance=border + 1e-3).gain(residency_plans)
     assert below is not None and above is not None and below < 1 < above
 
 
 def test_above_the_break_even_link_speculation_is_not_needed() -> None:
     # Drafting costs as much as decoding: all that it can do is to hide transfers.
     speeds = Speeds(10e-3, 0.0, 13e-3, {"raw": 1e-4, "residual": 1e-4})
-    of, holdings = outlook(speeds=speeds), [PLAIN, DRAFT]
-    border = of.break_even_link(holdings)
+    of, residency_plans = outlook(speeds=speeds), [PLAIN, DRAFT]
+    border = of.break_even_link(residency_plans)
     assert border is not None and border > 0
-    slower = replace(of, link=Link(border * 0.99)).gain(holdings)
+    slower = replace(of, link=Link(border * 0.99)).gain(residency_plans)
     assert slower is not None and slower > 1
     for faster in (1.01, 2, 10, 1000):
-        gain = replace(of, link=Link(border * faster)).gain(holdings)
+        gain = replace(of, link=Link(border * faster)).gain(residency_plans)
         assert gain is not None and gain <= 1
 
 

@@ -261,7 +261,7 @@ def test_entropy_shares_and_the_next_use_together() -> None:
                     each.visit(layer, wanted)
             elif turn < 0.5:
                 for each in (policy, order):
-                    each.foretell(layer, wanted, 0.5)
+                    each.hint_next_use(layer, wanted, 0.5)
             elif turn < 0.9 or not resident:
                 key = ExpertKey(layer, wanted[0])
                 resident.add(key)
@@ -314,7 +314,7 @@ def test_no_policy_evicts_what_is_pinned(name: str) -> None:
             if rng.random() < 0.3:
                 cache.policy.visit(key.layer, rng.sample(range(experts), 2))
             if rng.random() < 0.3:
-                cache.policy.foretell(key.layer, rng.sample(range(experts), 2), rng.random())
+                cache.policy.hint_next_use(key.layer, rng.sample(range(experts), 2), rng.random())
             held = {k for k in everyone if k in cache}
             pinned = {k for k in held if rng.random() < 0.4}
             cache.pin(pinned)
@@ -379,7 +379,7 @@ class OldestFirst:
     def visit(self, layer: int, experts: list[int]) -> None:
         self.visited.append((layer, experts))
 
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         pass
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
@@ -394,7 +394,7 @@ def test_a_policy_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:
     with CACHE_POLICIES.registered("oldest-first", OldestFirst):
         generator = Generator.from_pretrained(model, budget, cache_policy="oldest-first", **options)
         result = generator.generate(prompt, max_new_tokens=20, ignore_eos=True)
-        policy = generator.runtime.engine.offload.supply.cache.policy
+        policy = generator.runtime.engine.offload.loader.cache.policy
         generator.close()
     assert result.token_ids == greedy_tokens(load_plain(model), prompt, 20)
     assert isinstance(policy, OldestFirst)

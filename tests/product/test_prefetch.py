@@ -15,10 +15,10 @@ from speq.routing import Route
 from speq.scheduler.eviction import LookaheadPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
+from speq.scheduler.link_pace import FEWEST
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.pace import FEWEST
 from speq.scheduler.prefetch import QUIET_VISITS, OnDemand, Prefetcher, Primed, ThreePhase
-from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from tests.helpers.fake_transfer import Clock, FakeTransfer
@@ -33,9 +33,9 @@ class Listening(LookaheadPolicy):
         super().__init__(num_slots, num_layers, num_experts)
         self.told: list[tuple[int, list[int], float]] = []
 
-    def foretell(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
         self.told.append((layer, list(experts), known))
-        super().foretell(layer, experts, known)
+        super().hint_next_use(layer, experts, known)
 
 
 class KeepAll(Listening):
@@ -57,8 +57,8 @@ class Rig:
         self.transfer = FakeTransfer(rng)
         self.recorder = Recorder(Clock())
         self.policy = policy(slots, LAYERS, EXPERTS)
-        self.supply = ExpertSupply(ExpertCache(slots, self.policy), self.transfer, self.recorder)
-        self.prefetcher = prefetcher(self.supply, LookaheadBuffer(LAYERS))
+        self.loader = ExpertLoader(ExpertCache(slots, self.policy), self.transfer, self.recorder)
+        self.prefetcher = prefetcher(self.loader, LookaheadBuffer(LAYERS))
 
     def draft(self, token: int, layer: int, weights: dict[int, float]) -> list[ExpertKey]:
         """What a draft's route has asked for that was not before."""
@@ -91,7 +91,7 @@ class Rig:
     def arrive(self) -> None:
         """Let all that is under way arrive."""
         self.transfer.end_all()
-        self.supply.land()
+        self.loader.collect_finished()
 
 
 def keys(layer: int, *experts: int) -> list[ExpertKey]:
@@ -150,7 +150,7 @@ def test_a_draft_that_is_stopped_saturates_at_once(mode: type[ThreePhase]) -> No
     rig.prefetcher.end()
     asked = [key for key, _ in rig.transfer.asked]
     assert asked[before:]
-    while rig.supply.under_way:
+    while rig.loader.under_way:
         rig.arrive()
         rig.prefetcher.end()
     named = {ExpertKey(layer, expert) for layer in range(LAYERS) for expert in (1, 2, 3)}
@@ -247,7 +247,7 @@ def test_only_so_many_are_under_way() -> None:
     rig.prefetcher.begin(3)
     everyone = {expert: 1 / EXPERTS for expert in range(EXPERTS)}
     assert rig.draft(2, 0, everyone) == keys(0, *range(FEWEST))
-    assert rig.supply.under_way == FEWEST
+    assert rig.loader.under_way == FEWEST
     # None more while these are on their way; as many again as have arrived.
     assert rig.draft(2, 1, {0: 1.0}) == []
     rig.transfer.end(ExpertKey(0, 0))
@@ -278,7 +278,7 @@ def test_verification_goes_on_prefetching_and_gives_up_what_has_passed() -> None
     served = rig.prefetcher.serve(0, [1])
     assert set(next(served)) == {1}
     assert rig.transfer.asked[3:] == [(key, Priority.PREFETCH) for key in keys(1, 2, 3)]
-    assert rig.supply.under_way == FEWEST
+    assert rig.loader.under_way == FEWEST
     assert list(served) == []
     step = rig.recorder.step
     assert (step.requests, step.hits, step.late) == (1, 0, 1)
@@ -306,10 +306,10 @@ def following_of(
     return following
 
 
-def guess_and_verify(rig: Rig, guessed: dict[int, float], wanted: list[int]) -> list[ExpertKey]:
+def guess_and_verify(rig: Rig, predicted: dict[int, float], wanted: list[int]) -> list[ExpertKey]:
     """A step without a draft: what was asked for because layer 0 was told of layer 1."""
     rig.prefetcher.begin(0)
-    ahead = rig.verify(0, [[0, 1]], following_of(guessed))
+    ahead = rig.verify(0, [[0, 1]], following_of(predicted))
     rig.verify(1, [wanted])
     rig.verify(2, [[0, 1]])
     rig.arrive()
@@ -444,7 +444,7 @@ def test_what_is_evicted_unused_is_wasted() -> None:
     list(rig.prefetcher.serve(2, [5]))
     assert (rig.recorder.step.used, rig.recorder.step.wasted) == (1, 1)
     assert rig.recorder.step.by_layer[0].wasted == 1
-    assert ExpertKey(0, 2) not in rig.supply.cache
+    assert ExpertKey(0, 2) not in rig.loader.cache
 
 
 @pytest.mark.parametrize("mode", [OnDemand, ThreePhase, Primed, SingleSooner, SingleLater])
@@ -455,9 +455,9 @@ def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots
     rng = random.Random(slots)
     transfer, recorder = FakeTransfer(rng), Recorder()
     of_slots = CACHE_POLICIES[policy](slots, LAYERS, EXPERTS)
-    supply = ExpertSupply(ExpertCache(slots, of_slots), transfer, recorder)
+    loader = ExpertLoader(ExpertCache(slots, of_slots), transfer, recorder)
     lookahead = LookaheadBuffer(LAYERS)
-    prefetcher = mode(supply, lookahead)
+    prefetcher = mode(loader, lookahead)
     for _ in range(60):
         length = rng.randint(0, 5)
         prefetcher.begin(length)
@@ -486,8 +486,8 @@ def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots
                     assert transfer.contents[slot] == ExpertKey(layer, expert)
                 seen += wave
             assert sorted(seen) == sorted(wanted)
-    cache = supply.cache
-    assert cache.free_slots + len(cache) + supply.under_way == slots
+    cache = loader.cache
+    assert cache.free_slots + len(cache) + loader.under_way == slots
     prefetched = sum(priority is Priority.PREFETCH for _, priority in transfer.asked)
     if mode is OnDemand:
         assert prefetched == 0

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from speq import Generator
-from speq.batching import Batch, Request
 from speq.config import RunConfig, SamplingParams
-from speq.decode.drafters.head import HeadDrafter
-from speq.decode.prefixes import Prefixes, chunk_end
-from speq.decode.sequence import Sequence
+from speq.engine.batch import Batch
+from speq.engine.drafters.head import HeadDrafter
+from speq.engine.prefixes import Prefixes, chunk_end
+from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache, common_prefix
 from tests.helpers.heads import write_random_head
@@ -53,9 +53,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generator], list[int]]:
         model = generator.runtime.model
         own = model.read
 
-        def counted(bank: Any, cache: Any, token_ids: list[int], *others: Any) -> Any:
+        def counted(backend: Any, cache: Any, token_ids: list[int], *others: Any) -> Any:
             counts.append(len(token_ids))
-            return own(bank, cache, token_ids, *others)
+            return own(backend, cache, token_ids, *others)
 
         monkeypatch.setattr(model, "read", counted)
         return counts
@@ -135,8 +135,8 @@ def test_all_tokens_of_a_chat(
 
 
 def run_to_end(batch: Batch, prompt: list[int]) -> Request:
-    request = batch.add(Sequence(prompt, SAMPLING))
-    while request.sequence.finish_reason is None:
+    request = batch.add(Request(prompt, SAMPLING))
+    while request.finish_reason is None:
         batch.step()
     return request
 
@@ -148,31 +148,29 @@ def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
     try:
         with generator.batch() as batch, anew.batch() as other:
             prompts = [FIRST, [*FIRST[:40], 1, 2], [*FIRST, 3, 4]]
-            requests = [batch.add(Sequence(prompt, SAMPLING)) for prompt in prompts]
+            requests = [batch.add(Request(prompt, SAMPLING)) for prompt in prompts]
             while not batch.idle:
                 batch.step()
             assert [each.figures["cached_tokens"] for each in requests] == [0, 32, 48]
-            assert sorted(each.sequence.row for each in requests) == [0, 1, 2]
+            assert sorted(each.kv_slot for each in requests) == [0, 1, 2]
             for request, prompt in zip(requests, prompts, strict=True):
-                assert request.sequence.generated_ids == greedy_tokens(plain, prompt, 10)
-                row = run_to_end(other, prompt).sequence.row
+                assert request.output_token_ids == greedy_tokens(plain, prompt, 10)
+                row = run_to_end(other, prompt).kv_slot
                 count = len(prompt)
-                assert alike(
-                    entries(generator, request.sequence.row, count), entries(anew, row, count)
-                )
+                assert alike(entries(generator, request.kv_slot, count), entries(anew, row, count))
             # Where it stands already, and where least is lost.
             again = run_to_end(batch, [*FIRST, 3, 4, 5])
-            assert (again.cached, again.sequence.row) == (48, requests[0].sequence.row)
+            assert (again.metrics.cached_tokens, again.kv_slot) == (48, requests[0].kv_slot)
             strange = run_to_end(batch, [200] * 40)
-            assert (strange.cached, strange.sequence.row) == (0, requests[1].sequence.row)
+            assert (strange.metrics.cached_tokens, strange.kv_slot) == (0, requests[1].kv_slot)
             # A prompt that is given up leaves the chunks that were run.
-            given_up = batch.add(Sequence([9] * 60, SAMPLING))
+            given_up = batch.add(Request([9] * 60, SAMPLING))
             batch.step()
             batch.step()
             batch.drop(given_up)
             after = run_to_end(batch, [9] * 61)
-            assert after.cached == 32
-            assert after.sequence.generated_ids == greedy_tokens(plain, [9] * 61, 10)
+            assert after.metrics.cached_tokens == 32
+            assert after.output_token_ids == greedy_tokens(plain, [9] * 61, 10)
         run = generator.last_run
         assert run is not None
         assert run.summary()["cached_tokens"] == 32 + 48 + 48 + 32
@@ -195,7 +193,7 @@ def test_texts_at_random(kind: str, tiny: Callable[[str], Path]) -> None:
                     [*dice.choice(told)[: dice.randrange(8, 90)], dice.randrange(250)]
                     for _ in range(dice.randint(1, 3))
                 ]
-                requests = [batch.add(Sequence(prompt, SAMPLING)) for prompt in prompts]
+                requests = [batch.add(Request(prompt, SAMPLING)) for prompt in prompts]
                 dropped = requests[0] if dice.random() < 0.3 else None
                 for _ in range(dice.randrange(5)):
                     batch.step()
@@ -205,7 +203,7 @@ def test_texts_at_random(kind: str, tiny: Callable[[str], Path]) -> None:
                     batch.step()
                 for request, prompt in zip(requests, prompts, strict=True):
                     wanted = greedy_tokens(plain, prompt, 10)
-                    got = request.sequence.generated_ids
+                    got = request.output_token_ids
                     assert got == wanted[: len(got)]
                     assert len(got) == 10 or request is dropped
                     told.append([*prompt, *got])
@@ -224,7 +222,7 @@ def test_what_failed_is_forgotten(
     try:
         stream = generator.stream(FIRST, max_new_tokens=30, ignore_eos=True)
         next(stream)
-        engine.cache.layers[0].values[:, :, :1] = float("nan")
+        engine.caches[0].layers[0].values[:, :, :1] = float("nan")
         with pytest.raises(SpeqError, match="not numbers"):
             list(stream)
         told = generator.generate(FIRST, max_new_tokens=10, ignore_eos=True)
@@ -267,10 +265,10 @@ def test_a_head_takes_its_entries_over(kind: str, cached: list[int], headed: Pat
             assert told.stats["cached_tokens"] == count
             assert told.stats["draft_length_mean"] > 0
             # As if it had heard all of the text.
-            found = [each[:, :, : len(prompt)].clone() for each in head._text.cache.tensors()]
+            found = [each[:, :, : len(prompt)].clone() for each in head._context.cache.tensors()]
             generator.forget()
             generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
-            for part, whole in zip(found, head._text.cache.tensors(), strict=True):
+            for part, whole in zip(found, head._context.cache.tensors(), strict=True):
                 torch.testing.assert_close(part, whole[:, :, : len(prompt)])
     finally:
         generator.close()
@@ -284,12 +282,12 @@ def test_heads_of_texts_side_by_side(headed: Path) -> None:
         with generator.batch() as batch:
             # The second parts from the first behind a whole chunk, the third one token further on.
             prompts = [FIRST, [*FIRST[:32], 1, 2], [*FIRST[:33], 3, 4]]
-            requests = [batch.add(Sequence(prompt, SAMPLING)) for prompt in prompts]
+            requests = [batch.add(Request(prompt, SAMPLING)) for prompt in prompts]
             while not batch.idle:
                 batch.step()
             assert [each.figures["cached_tokens"] for each in requests] == [0, 16, 32]
             for request, prompt in zip(requests, prompts, strict=True):
-                assert request.sequence.generated_ids == greedy_tokens(plain, prompt, 10)
+                assert request.output_token_ids == greedy_tokens(plain, prompt, 10)
     finally:
         generator.close()
 
@@ -311,9 +309,9 @@ def test_rows_by_hand() -> None:
     assert [prefixes.common(row, prompt) for row in range(3)] == [6, 0, 2]
     # The last token is asked about, so a chunk that it is in is run.
     assert prefixes.common(0, prompt[:6]) == 4
-    assert prefixes.row_for(prompt, [0, 1, 2]) == 0
-    assert prefixes.row_for(prompt, [1, 2]) == 1  # where nothing is lost
-    assert prefixes.row_for([1, 2, 8], [0, 2]) == 2  # two tokens lost, and not four
+    assert prefixes.kv_slot_for(prompt, [0, 1, 2]) == 0
+    assert prefixes.kv_slot_for(prompt, [1, 2]) == 1  # where nothing is lost
+    assert prefixes.kv_slot_for([1, 2, 8], [0, 2]) == 2  # two tokens lost, and not four
     assert prefixes.begin(1, prompt) == 6
     assert (caches[1].length, caches[1].known) == (6, prompt[:6])
     assert caches[1].layers[0].row[0][0, :, 0].tolist()[:7] == [0, 1, 2, 3, 4, 5, 106]
@@ -420,13 +418,13 @@ def test_turns_shorter_than_a_chunk(
             cached, text, logits, found = asked(long_prompt[:length])
             assert cached == wanted, length
             if cached:
-                kept = engine.cache.known, engine.cache.ends
+                kept = engine.caches[0].known, engine.caches[0].ends
                 generator.forget()
                 count, alone, alone_logits, alone_entries = asked(long_prompt[:length])
                 assert (count, alone) == (0, text)
                 assert torch.equal(alone_logits, logits)
                 assert alike(alone_entries, found)
-                assert (engine.cache.known, engine.cache.ends) == kept
+                assert (engine.caches[0].known, engine.caches[0].ends) == kept
     finally:
         generator.close()
 

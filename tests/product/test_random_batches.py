@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from speq import Generator
-from speq.batching import Request
 from speq.config import SamplingParams
+from speq.engine.batch import Request
 from tests.helpers.tiny_models import (
     WITH_STATES,
     drawn_tokens,
@@ -81,15 +81,15 @@ def test_texts_at_random(family: str, texts: int, drafter: str, tmp_path: Path) 
                 request = rng.choice([*under])
                 batch.drop(request)
                 expected = under.pop(request)
-                made = request.sequence.generated_ids
+                made = request.output_token_ids
                 assert made == expected[: len(made)]
                 left_early += 1
             for emitted in batch.step(rng.choice([None, 0, 1, 3, 7])):
                 assert emitted.error is None
-                if emitted.request.sequence.finish_reason is None:
+                if emitted.request.finish_reason is None:
                     continue
-                assert emitted.request.sequence.generated_ids == under.pop(emitted.request)
-                reused += emitted.request.cached
+                assert emitted.request.output_token_ids == under.pop(emitted.request)
+                reused += emitted.request.metrics.cached_tokens
                 done += 1
         for request in under:
             batch.drop(request)

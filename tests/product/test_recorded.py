@@ -15,11 +15,11 @@ from torch import Tensor
 
 from speq import Generator
 from speq.config import RunConfig
-from speq.decode.draft_pass import EagerPass, RecordedPass
-from speq.decode.drafters.int4 import Int4Drafter
-from speq.decode.sequence import Draft
-from speq.decode.verification import EagerVerification, RecordedVerification
 from speq.devices.device import Cut, Processor
+from speq.engine.draft import Draft
+from speq.engine.draft_pass import EagerPass, RecordedPass
+from speq.engine.drafters.int4 import Int4Drafter
+from speq.engine.verification import EagerVerification, RecordedVerification
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded, load
 from speq.models import recorded as graphs
@@ -90,7 +90,7 @@ class Ready:
     """A tiny model with a draft in memory, and two caches to run it over."""
 
     loaded: Loaded
-    bank: DraftExperts
+    backend: DraftExperts
     plain: KVCache
     recorded: KVCache
 
@@ -99,10 +99,10 @@ class Ready:
         return self.loaded.model
 
     def eager(self) -> EagerPass:
-        return EagerPass(self.model, self.plain, self.bank)
+        return EagerPass(self.model, self.plain, self.backend)
 
     def graphs(self, device: Recorder) -> RecordedPass:
-        return RecordedPass(self.model, self.recorded, self.bank, device)  # type: ignore[arg-type]
+        return RecordedPass(self.model, self.recorded, self.backend, device)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def test_graphs_of_drafts_with_some_experts(
     """The host has no part in what rows choose again."""
     device = Recorder()
     with ready(tiny(family), draft_experts=count) as made:
-        assert not made.bank.whole
+        assert not made.backend.whole
         eager, recorded = made.eager(), made.graphs(device)
         for token_id in TEXT[:6]:
             compare(eager, recorded, token_id)
@@ -285,8 +285,8 @@ def test_what_is_no_number_does_not_outlive_an_interrupt(tiny: Callable[[str], P
         )
         generator.reserve(24)
         engine = generator.runtime.engine
-        with pytest.raises(KeyboardInterrupt), engine.mending():
-            engine.cache.layers[0].values.fill_(float("nan"))
+        with pytest.raises(KeyboardInterrupt), engine.invalidate_on_error():
+            engine.caches[0].layers[0].values.fill_(float("nan"))
             raise KeyboardInterrupt
         result = generator.generate(TEXT[:4], max_new_tokens=3, ignore_eos=True)
         assert generator.runtime.engine is engine
@@ -318,7 +318,7 @@ def test_memory_of_graphs_is_given_back_at_once(
     monkeypatch.setattr(device, "capture", Steps().capture)
     with ready(tiny("olmoe")) as made:
         draft = made.graphs(device)
-        verification = RecordedVerification(made.model, made.recorded, made.bank, device)  # type: ignore[arg-type]
+        verification = RecordedVerification(made.model, made.recorded, made.backend, device)  # type: ignore[arg-type]
         gc.disable()
         try:
             kept = [
@@ -336,8 +336,8 @@ def test_memory_of_graphs_is_given_back_at_once(
 def test_trees_are_launched(tiny: Callable[[str], Path]) -> None:
     device = Recorder()
     with ready(tiny("olmoe")) as made:
-        eager = EagerVerification(made.model, made.plain, made.bank)
-        recorded = RecordedVerification(made.model, made.recorded, made.bank, device)  # type: ignore[arg-type]
+        eager = EagerVerification(made.model, made.plain, made.backend)
+        recorded = RecordedVerification(made.model, made.recorded, made.backend, device)  # type: ignore[arg-type]
         tree = Draft([5, 6, 7], [0, 0, 1])
         assert torch.equal(recorded.score(3, tree).logits, eager.score(3, tree).logits)
         assert device.captured == []
@@ -366,8 +366,8 @@ def test_a_length_that_python_knows_is_caught(
 ) -> None:
     """A graph of the usual pass goes on writing where it was recorded."""
 
-    def usual(self: MoEModel, bank: Any, cache: KVCache, token: Tensor, *_: Any) -> Tensor:
-        return self.forward(bank, cache, token)
+    def usual(self: MoEModel, backend: Any, cache: KVCache, token: Tensor, *_: Any) -> Tensor:
+        return self.forward(backend, cache, token)
 
     monkeypatch.setattr(MoEModel, "forward_at", usual)
     with ready(tiny("qwen3_moe")) as made:
@@ -397,13 +397,13 @@ def test_a_read_in_the_pass_cannot_be_recorded(
 ) -> None:
     """The recording fails; drafts go on without it and say so once."""
     with ready(tiny("qwen2_moe")) as made:
-        kernel = made.bank.kernel
+        kernel = made.backend.kernel
 
         def reading(hidden_states: Tensor, *rest: Any) -> Tensor:
             read(hidden_states)
             return kernel(hidden_states, *rest)
 
-        monkeypatch.setattr(made.bank, "kernel", reading)
+        monkeypatch.setattr(made.backend, "kernel", reading)
         device = Recorder()
         eager, recorded = made.eager(), made.graphs(device)
         with caplog.at_level(logging.WARNING, "speq"):
@@ -436,7 +436,7 @@ def test_recorded_drafts_give_the_exact_tokens(
             tiny(family), "16MiB", device="cuda", dtype="float32", draft_length=3, graphs=graphs
         )
         result = generator.generate(TEXT, max_new_tokens=10, ignore_eos=True)
-        drafter = generator.runtime.engine.drafter
+        drafter = generator.runtime.engine.drafters[0]
         verification = generator.runtime.engine.verification
         planned = generator.runtime.plan.items
         generator.close()

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from speq import SpeqError
+from speq.governor.objectives import Objectives, longest_within
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.roofline import Cycle, Link, accepted_tokens, interpolated
-from speq.governor.slo import Objectives, longest_within
+from speq.governor.roofline import Link, StepEstimate, accepted_tokens, interpolated
 
 # 10 bytes/s, 1 s for a batch, 3 s until the first expert.
 LINK = Link(10.0, overhead_s=1.0, first_fetch_s=3.0)
 VERIFY = ((1, 2.0), (3, 3.0), (5, 6.0))
 
 
-def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> Cycle:
+def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> StepEstimate:
     """Half of the drafted tokens stand; a draft takes 0.5 s and 0.25 s a token."""
-    return Cycle(
+    return StepEstimate(
         draft_length,
         1 + accepted_tokens([0.5] * draft_length),
         0.5 + 0.25 * draft_length if draft_length else 0.0,
@@ -87,12 +87,12 @@ def test_a_cycle_that_moves_nothing() -> None:
 
 
 def test_what_limits() -> None:
-    assert Cycle(1, 1.5, 3.0, 1.0, 0.5).limit == "draft"
-    assert Cycle(1, 1.5, 1.0, 3.0, 0.5).limit == "verification"
-    assert Cycle(1, 1.5, 1.0, 1.0, 3.0).limit == "link"
+    assert StepEstimate(1, 1.5, 3.0, 1.0, 0.5).limit == "draft"
+    assert StepEstimate(1, 1.5, 1.0, 3.0, 0.5).limit == "verification"
+    assert StepEstimate(1, 1.5, 1.0, 1.0, 3.0).limit == "link"
     # Hidden transfers limit nothing, even long ones.
-    assert Cycle(1, 1.5, 2.0, 3.0, 4.5, exposed=0.0).limit == "verification"
-    assert Cycle(1, 1.5, 2.0, 3.0, 5.5, exposed=0.0).limit == "link"
+    assert StepEstimate(1, 1.5, 2.0, 3.0, 4.5, exposed=0.0).limit == "verification"
+    assert StepEstimate(1, 1.5, 2.0, 3.0, 5.5, exposed=0.0).limit == "link"
 
 
 def test_throughput_stays_under_both_roofs() -> None:
@@ -100,7 +100,7 @@ def test_throughput_stays_under_both_roofs() -> None:
     for _ in range(500):
         link = Link(1 + 99 * rng.random(), rng.random(), rng.random())
         moved_bytes = 100 * rng.random()
-        found = Cycle(
+        found = StepEstimate(
             rng.randrange(9),
             1 + accepted_tokens(rng.random() for _ in range(8)),
             rng.random(),

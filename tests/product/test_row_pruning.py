@@ -10,7 +10,12 @@ from speq.governor.prices import Prices
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.row_pruning import LiveRows, Stakes, WorthTheirExperts, surviving
+from speq.scheduler.row_pruning import (
+    ExpectedValuePruning,
+    RowPruner,
+    RowValues,
+    rows_worth_keeping,
+)
 from speq.stats import StepStats
 
 PARENTS = [-1, 0, 0, 1, 1]
@@ -38,16 +43,25 @@ def keys(*experts: int, layer: int = 0) -> set[ExpertKey]:
     ],
 )
 def test_subtrees_die_by_hand(
-    worth_s: list[float], wanted: list[tuple[int, ...]], later_s: list[float], live: list[int]
+    worth_s: list[float],
+    wanted: list[tuple[int, ...]],
+    later_s: list[float],
+    active_rows: list[int],
 ) -> None:
-    assert surviving(PARENTS, worth_s, [keys(*each) for each in wanted], 1.0, later_s) == live
+    assert (
+        rows_worth_keeping(PARENTS, worth_s, [keys(*each) for each in wanted], 1.0, later_s)
+        == active_rows
+    )
 
 
 def gain(
-    live: tuple[int, ...], worth_s: list[float], wanted: list[set[ExpertKey]], expert_s: float
+    active_rows: tuple[int, ...],
+    worth_s: list[float],
+    wanted: list[set[ExpertKey]],
+    expert_s: float,
 ) -> float:
-    asked = set().union(*(wanted[node] for node in live))
-    return sum(worth_s[node] for node in live) - expert_s * len(asked)
+    asked = set().union(*(wanted[node] for node in active_rows))
+    return sum(worth_s[node] for node in active_rows) - expert_s * len(asked)
 
 
 def test_what_dies_is_no_loss() -> None:
@@ -59,10 +73,10 @@ def test_what_dies_is_no_loss() -> None:
         parents = [-1, *(rng.randrange(node) for node in range(1, count))]
         wanted = [keys(*rng.sample(range(9), rng.randint(0, 3))) for _ in range(count)]
         worth = [rng.random() for _ in range(count)]
-        live = tuple(surviving(parents, worth, wanted, 0.4, [0.0] * count))
-        assert live[0] == 0
-        assert all(parents[node] in live for node in live[1:])
-        reached = gain(live, worth, wanted, 0.4)
+        active_rows = tuple(rows_worth_keeping(parents, worth, wanted, 0.4, [0.0] * count))
+        assert active_rows[0] == 0
+        assert all(parents[node] in active_rows for node in active_rows[1:])
+        reached = gain(active_rows, worth, wanted, 0.4)
         assert reached >= gain(tuple(range(count)), worth, wanted, 0.4) - 1e-9
         closed = (
             (0, *rest)
@@ -76,35 +90,35 @@ def test_what_dies_is_no_loss() -> None:
     assert best_of > 0.8 * trials
 
 
-def stakes(expert_s: float = 1.0, token_s: float = 2.0) -> Stakes:
-    return Stakes(PARENTS, [1.0, 0.9, 0.3, 0.6, 0.2], expert_s, token_s)
+def row_values(expert_s: float = 1.0, token_s: float = 2.0) -> RowValues:
+    return RowValues(PARENTS, [1.0, 0.9, 0.3, 0.6, 0.2], expert_s, token_s)
 
 
 def test_nothing_dies_while_experts_cost_nothing() -> None:
-    policy, rows = WorthTheirExperts(3), [0, 1, 2, 3, 4]
+    policy, rows = ExpectedValuePruning(3), [0, 1, 2, 3, 4]
     missing = [keys(node) for node in rows]
-    assert policy.live(stakes(expert_s=0.0), rows, 0, missing, lambda node: True) == rows
+    assert policy.active_rows(row_values(expert_s=0.0), rows, 0, missing, lambda node: True) == rows
     # 0.9 + 0.6 and 0.2 tokens of 2 s against 1 s each: the last two do not earn theirs.
-    assert policy.live(stakes(), rows, 0, missing, lambda node: True) == [0, 1, 3]
+    assert policy.active_rows(row_values(), rows, 0, missing, lambda node: True) == [0, 1, 3]
 
 
 def test_unnamed_rows_are_expected_to_go_on_as_usual() -> None:
     rows = [0, 1, 2]
-    three = Stakes([-1, 0, 0], [1.0, 0.7, 0.7], 1.0, 2.0)
+    three = RowValues([-1, 0, 0], [1.0, 0.7, 0.7], 1.0, 2.0)
     missing = [keys(), keys(1), keys(2)]
 
     def named(node: int) -> bool:
         return node == 1
 
     # One expert a layer: a token of 1.4 s is worth one of them, and not one in each of 10 layers.
-    assert WorthTheirExperts(1).live(three, rows, 0, missing, named) == rows
-    assert WorthTheirExperts(10).live(three, rows, 0, missing, named) == [0, 1]
-    assert WorthTheirExperts(10).live(three, rows, 9, missing, named) == rows
+    assert ExpectedValuePruning(1).active_rows(three, rows, 0, missing, named) == rows
+    assert ExpectedValuePruning(10).active_rows(three, rows, 0, missing, named) == [0, 1]
+    assert ExpectedValuePruning(10).active_rows(three, rows, 9, missing, named) == rows
     # Layers in which nothing was missing count.
-    policy = WorthTheirExperts(10)
+    policy = ExpectedValuePruning(10)
     for _ in range(100):
-        policy.live(three, rows, 0, [keys()] * 3, named)
-    assert policy.live(three, rows, 0, missing, named) == rows
+        policy.active_rows(three, rows, 0, [keys()] * 3, named)
+    assert policy.active_rows(three, rows, 0, missing, named) == rows
 
 
 class Held:
@@ -123,19 +137,19 @@ def route(*ids: list[int]) -> Route:
 
 def test_rows_stay_dead_in_the_layers_behind() -> None:
     lookahead = LookaheadBuffer(2)
-    rows = LiveRows(Held(keys(0, 1) | keys(0, 1, layer=1)), lookahead, WorthTheirExperts(2))  # type: ignore[arg-type]
-    rows.begin(Stakes([-1, 0, 0], [1.0, 0.9, 0.1], 1.0, 2.0))
+    rows = RowPruner(Held(keys(0, 1) | keys(0, 1, layer=1)), lookahead, ExpectedValuePruning(2))  # type: ignore[arg-type]
+    rows.begin(RowValues([-1, 0, 0], [1.0, 0.9, 0.1], 1.0, 2.0))
     first, second = route([0, 1], [1, 0], [0, 5]), route([0, 1], [0, 1], [0, 1])
     rows.observe(0, first)
-    assert first.live == (0, 1)
+    assert first.active_rows == (0, 1)
     assert [*first.rows] == [0, 1]
     rows.observe(1, second)
-    assert second.live == (0, 1)
+    assert second.active_rows == (0, 1)
     assert second.arrays[0].tolist() == [[0, 1], [0, 1]]
     assert rows.end() == [0, 1]
     # Passes that nobody announced, such as those of measurements, keep all their rows.
     rows.observe(0, other := route([0, 9], [9, 8], [7, 6]))
-    assert other.live is None
+    assert other.active_rows is None
     assert [*other.rows] == [0, 1, 2]
 
 
@@ -146,8 +160,8 @@ def test_what_the_draft_names_for_later_layers_counts() -> None:
     held = Held(keys(0, 1) | keys(0, 1, layer=1))
     found = []
     for expert in (1, 6):  # nothing is looked up as long as nothing is missing
-        rows = LiveRows(held, lookahead, WorthTheirExperts(2))  # type: ignore[arg-type]
-        rows.begin(Stakes([-1, 0], [1.0, 0.9], 1.0, 2.0))
+        rows = RowPruner(held, lookahead, ExpectedValuePruning(2))  # type: ignore[arg-type]
+        rows.begin(RowValues([-1, 0], [1.0, 0.9], 1.0, 2.0))
         rows.observe(0, route([0, 1], [0, expert]))
         found.append(rows.end())
     assert found == [[0, 1], [0]]

@@ -291,7 +291,10 @@ def test_records_and_draft_match_transformers(family: str, tiny: Folder) -> None
         assert torch.equal(ours[0], gate_up)
         assert torch.equal(ours[1], down)
         slot = int(arena.base_slots[layer, expert])
-        for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
+        for matrix, (codes, scales) in (
+            (gate_up, arena.backend.gate_up),
+            (down, arena.backend.down),
+        ):
             group = matrix.shape[1] // scales.shape[2]
             wanted_codes, wanted_scales = reference.quantize_int4(matrix, group)
             assert torch.equal(codes[slot], wanted_codes)
@@ -530,7 +533,10 @@ def test_draft_of_the_file_is_what_the_kernels_unpack(tiny: Folder) -> None:
     arena = empty_arena(store)
     draft_file.quantize(arena, store)
     for slot, (gate_up, down) in enumerate(plain_experts(path)):
-        for matrix, (codes, scales) in ((gate_up, arena.bank.gate_up), (down, arena.bank.down)):
+        for matrix, (codes, scales) in (
+            (gate_up, arena.backend.gate_up),
+            (down, arena.backend.down),
+        ):
             values = torch.from_numpy(unpacked(codes[slot].numpy(), scales[slot].numpy()))
             group = matrix.shape[1] // scales.shape[2]
             steps = scales[slot].float().repeat_interleave(group, dim=1)

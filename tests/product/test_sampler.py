@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from speq.config import SamplingParams
-from speq.decode import sampler as sampler_module
-from speq.decode.accept import accept
-from speq.decode.drafters.next_token import Chosen, NextToken, next_token_on
-from speq.decode.sampler import DeviceSampler, HostSampler
-from speq.decode.sampling import noise
-from speq.decode.sequence import Draft, Sequence
+from speq.engine import sampler as sampler_module
+from speq.engine.accept import accept
+from speq.engine.draft import Draft
+from speq.engine.drafters.next_token import Chosen, NextToken, next_token_on
+from speq.engine.request import Request
+from speq.engine.sampler import DeviceSampler, HostSampler
+from speq.engine.sampling import noise
 from speq.errors import SpeqError
 from speq.routing import Route
 from tests.helpers.host_device import HostDevice, host_device
@@ -30,8 +31,8 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def text(sampling: dict[str, Any]) -> Sequence:
-    return Sequence([3, 1, 4, 1, 5], SamplingParams(**sampling), generated_ids=[9, 2, 6, 9])
+def text(sampling: dict[str, Any]) -> Request:
+    return Request([3, 1, 4, 1, 5], SamplingParams(**sampling), output_token_ids=[9, 2, 6, 9])
 
 
 def logits_of(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,16 +79,16 @@ def test_noise_is_sent_once_and_forgotten_with_its_position(
     monkeypatch.setattr(sampler_module, "noise", counted)
     with host_device() as device:
         sampler = DeviceSampler(device)
-        sequence = text({"temperature": 1.0, "seed": 7})
+        request = text({"temperature": 1.0, "seed": 7})
         scores = logits_of(1, 0).to(device.torch)
         for drafted in ([], [8], [8, 8]):
-            sampler.chosen(scores, sequence, [drafted])
+            sampler.chosen(scores, request, [drafted])
         assert made == [(7, 4), (7, 5), (7, 6)]
         draft = Draft.chain([8, 8, 8])
-        sampler.choices(draft, logits_of(4, 1).to(device.torch), sequence)
+        sampler.choices(draft, logits_of(4, 1).to(device.torch), request)
         assert made[3:] == [(7, 7)]
-        sequence.generated_ids += [8, 8]
-        sampler.chosen(scores, sequence, [[]])
+        request.output_token_ids += [8, 8]
+        sampler.chosen(scores, request, [[]])
         assert len(made) == 4
         sampler.chosen(scores, text({"temperature": 1.0, "seed": 7}), [[]])
         assert made[4:] == [(7, 4)]  # another text; positions before the last were let go
@@ -146,7 +147,7 @@ def test_a_drafted_token_and_its_routes_are_read_together(sampling: dict[str, An
         found = next_token(next_of, logits, sampling, told)
         assert found is not None and wanted is not None
         assert found.token_id == wanted.token_id
-        assert found.lead == pytest.approx(wanted.lead, rel=1e-3, abs=1e-4)
+        assert found.logit_margin == pytest.approx(wanted.logit_margin, rel=1e-3, abs=1e-4)
         assert device.reads == []
         assert len(device.waits) == 1
     assert on_host == told == expected

@@ -9,7 +9,8 @@ import torch
 from scipy import stats
 
 from speq.config import SamplingParams
-from speq.decode.sampling import (
+from speq.engine.request import Request
+from speq.engine.sampling import (
     chosen,
     distribution,
     draw,
@@ -19,7 +20,6 @@ from speq.decode.sampling import (
     runners_up,
     standings,
 )
-from speq.decode.sequence import Sequence
 from speq.errors import SpeqError
 
 ROWS, V = 48, 40
@@ -97,7 +97,7 @@ def test_penalties_count_tokens_before_a_position() -> None:
     """Tokens 0 and 1 are the prompt's, 1 was generated twice and 2 once, 3 is drafted."""
     logits = torch.tensor([2.0, 2.0, -2.0, 2.0, 2.0, -torch.inf])
     given = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.125}
-    text = Sequence([0, 1], SamplingParams(**given), generated_ids=[1, 2, 1])
+    text = Request([0, 1], SamplingParams(**given), output_token_ids=[1, 2, 1])
     expected = torch.tensor([1, 1 - 0.5 - 0.25, -4 - 0.625, 1 - 0.625, 2, -torch.inf])
     torch.testing.assert_close(penalised(logits, text, [3]), expected)
     assert chosen(logits, text, [3]) == 4
@@ -254,20 +254,20 @@ def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
     """
     rng = torch.Generator().manual_seed(21)
     for position in range(50):
-        sequence = Sequence([1], SamplingParams(temperature=temperature, seed=3))
-        sequence.generated_ids = [0] * position
+        request = Request([1], SamplingParams(temperature=temperature, seed=3))
+        request.output_token_ids = [0] * position
         logits = 2 * torch.randn(V, generator=rng)
-        standing = standings(logits, sequence, [])
+        standing = standings(logits, request, [])
         first, second = standing.topk(2).indices.tolist()
-        behind = runners_up(standing, sequence.sampling, 2)[1].tolist()
+        behind = runners_up(standing, request.sampling, 2)[1].tolist()
         ahead = behind[0]
         assert ahead <= behind[1]
-        assert chosen(logits, sequence, []) == first
+        assert chosen(logits, request, []) == first
         for share, expected in ((0.99, first), (1.01, second)):
             moved = logits.clone()
             moved[first] -= ahead * share / 2
             moved[second] += ahead * share / 2
-            assert chosen(moved, sequence, []) == expected
+            assert chosen(moved, request, []) == expected
 
 
 def test_leads_by_hand() -> None:

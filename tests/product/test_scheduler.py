@@ -11,9 +11,9 @@ from speq.routing import Route
 from speq.scheduler.eviction import LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prefetch import OnDemand
-from speq.scheduler.supply import ExpertSupply
 from speq.scheduler.transfer import Fetch, Priority
 from speq.stats import Recorder
 from tests.helpers.fake_transfer import Clock, FakeTransfer
@@ -356,8 +356,8 @@ class Served:
         self.recorder = Recorder(Clock())
         self.transfer = FakeTransfer(rng)
         self.cache = ExpertCache(slots, policy(slots, layers, 8))
-        self.supply = ExpertSupply(self.cache, self.transfer, self.recorder)
-        self.server = OnDemand(self.supply, LookaheadBuffer(layers))
+        self.loader = ExpertLoader(self.cache, self.transfer, self.recorder)
+        self.server = OnDemand(self.loader, LookaheadBuffer(layers))
         self.slots, self.layers = slots, layers
 
     def resident(self, layer: int, expert: int) -> bool:
@@ -366,7 +366,7 @@ class Served:
     def settle(self) -> None:
         """Let all that is under way arrive."""
         self.transfer.end_all()
-        self.supply.land()
+        self.loader.collect_finished()
 
     def assert_nothing_is_lost(self) -> None:
         """Every slot can be claimed anew: none is lost, none is pinned, none counted wrongly."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from speq import Generator, SpeqError
-from speq.decode.drafter import DraftBase, DraftBounds, GoOn
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits
+from speq.engine.request import Request
 from speq.experts.codec import Matrices, RawCodec
 from speq.layers.draft_experts import OnRoute
 from speq.registries import CODECS, DRAFTERS, Registry
@@ -44,13 +45,17 @@ class Parrot:
 
     needs_int4: ClassVar[bool] = False
 
-    def __init__(self, base: DraftBase) -> None:
+    def __init__(self, base: DraftContext) -> None:
         assert base.int4 is None
 
     def propose(
-        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+        self,
+        request: Request,
+        bounds: DraftLimits,
+        on_route: OnRoute,
+        continue_draft: ContinueDraft,
     ) -> Draft:
-        return Draft.chain([sequence.pending_id] * bounds.length)
+        return Draft.chain([request.pending_id] * bounds.length)
 
 
 def test_a_drafter_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:
@@ -60,7 +65,7 @@ def test_a_drafter_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:
             tiny("olmoe"), "64MiB", dtype="float32", drafter="parrot", draft_length=3
         )
         made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
-        assert generator.runtime.holding.drafter == "parrot"
+        assert generator.runtime.residency_plan.drafter == "parrot"
         assert generator.runtime.plan.items["draft"] == 0
         generator.close()
     assert made.token_ids == expected

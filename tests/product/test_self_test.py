@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from speq import SpeqError
-from speq.heads.draft_head import Seen
+from speq.heads.draft_head import VisibleKV
 from speq.kernels.decoder_ops import Heads
 from speq.layers import arguments
 from speq.layers.arguments import cache_name
-from speq.layers.chain import Chain, ChainAttention
+from speq.layers.fused_modules import DecodeBatch, FusedAttention
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import delta_net, self_test, short_conv
 from speq.models.attention import attend_beside_sinks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
+from speq.models.layer_range import MissingLayer
 from speq.models.opened import open_model
-from speq.models.part import Elsewhere, Part
+from speq.models.packed_batch import BatchSpan, cache_of
 from speq.models.self_test import check_transformers, fill
-from speq.models.texts import Span, cache_of
 from speq.version import TESTED_TRANSFORMERS, is_tested, transformers_version
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import WITH_STATES, config_of
@@ -90,7 +90,7 @@ def test_a_cache_under_another_name_is_found(
     with pytest.raises(SpeqError, match=said):
         open_model(tiny(family))
     with pytest.raises(SpeqError, match=said):  # no stage is loaded either
-        open_model(tiny(family), part=Part(1, 3))
+        open_model(tiny(family), part=LayerRange(1, 3))
 
 
 def test_a_cache_that_ours_are_not_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,8 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
     call, rows = stand_in(mixer), torch.zeros(1, 1, 2)
     with pytest.raises(SpeqError, match="is given the KV cache by no name"):
         call(rows, attention_mask=None)
-    with pytest.raises(SpeqError, match=r"is given state_of_text by transformers .* not know"):
-        call(rows, cache=None, state_of_text=object())
+    with pytest.raises(SpeqError, match=r"is given state_of_sequence by transformers .* not know"):
+        call(rows, cache=None, state_of_sequence=object())
     with pytest.raises(SpeqError, match="by cache and past_key_values"):
         call(rows, cache=None, past_key_values=None)
     with pytest.raises(SpeqError, match="is given seq_idx"):
@@ -167,9 +167,9 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
 
 def test_other_modules_refuse_what_they_do_not_know() -> None:
     rows = torch.zeros(1, 2, 4)
-    assert Elsewhere()(rows, cache=None, attention_mask=None, position_ids=None) is rows
+    assert MissingLayer()(rows, cache=None, attention_mask=None, position_ids=None) is rows
     with pytest.raises(SpeqError, match="Elsewhere is given second_stream"):
-        Elsewhere()(rows, second_stream=rows)
+        MissingLayer()(rows, second_stream=rows)
     with pytest.raises(TypeError):
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
     heads = torch.zeros(1, 2, 1, 4)
@@ -177,9 +177,9 @@ def test_other_modules_refuse_what_they_do_not_know() -> None:
     with pytest.raises(SpeqError, match="attention of gpt_oss is given softcap"):
         attend_beside_sinks(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
     linear = torch.nn.Identity()
-    attention = ChainAttention((linear,) * 3, linear, Heads(1.0, None, None), 0, lambda: None)
-    with pytest.raises(SpeqError, match="ChainAttention is given cache"):
-        attention(rows[0], attention_mask=Chain([], None), cache=None)
+    attention = FusedAttention((linear,) * 3, linear, Heads(1.0, None, None), 0, lambda: None)
+    with pytest.raises(SpeqError, match="FusedAttention is given cache"):
+        attention(rows[0], attention_mask=DecodeBatch([], None), cache=None)
     layer = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu")).layers[0]
     with pytest.raises(TypeError):
         layer.update(heads, heads, more=1)
@@ -189,13 +189,13 @@ def test_caches_are_told_what_attention_is_given() -> None:
     """As transformers 5.24 tells them: what else attention was given, in a dictionary."""
     entries = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
     cache = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu"))
-    for held in (Seen(cache.layers[0]), cache, cache_of([Span(cache, 0, 1, None)])):
+    for held in (VisibleKV(cache.layers[0]), cache, cache_of([BatchSpan(cache, 0, 1, None)])):
         for got, given in zip(
             held.update(*entries, 0, kwargs={"use_cache": True}), entries, strict=True
         ):
             assert torch.equal(got, given)
         with pytest.raises(TypeError):
-            held.update(*entries, 0, state_of_text=1)
+            held.update(*entries, 0, state_of_sequence=1)
 
 
 def test_prompts_give_the_rule_as_many_keys_as_values(tiny: Folder) -> None:

@@ -25,7 +25,7 @@ from speq.models.dense_parts import ATTENTION, HEAD, MLP
 from speq.models.length import Length
 from speq.models.opened import open_model
 from speq.models.short_conv import ConvLayer
-from speq.models.states import StateTexts
+from speq.models.states import BatchStateLayer
 from speq.models.tree import Tree
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
@@ -106,7 +106,7 @@ def test_what_is_given_up_leaves_no_trace(seed: int) -> None:
     rng = random.Random(seed)
     layer, length = new_layer()
     for text in range(2):
-        length.count, length.settled, length.text = 0, 0, text
+        length.count, length.settled, length.sequence = 0, 0, text
         kept, made = [], []
         for turn in range(12):
             length.settled = root = length.count
@@ -163,7 +163,7 @@ def test_each_path_of_a_tree_is_as_if_alone(seed: int) -> None:
 def test_texts_side_by_side_are_each_alone() -> None:
     texts, counts = [new_layer() for _ in range(3)], [2, 1, 4]
     inputs = [inputs_of(count, 30 + at) for at, count in enumerate(counts)]
-    out = StateTexts([layer for layer, _ in texts], counts).run(torch.cat(inputs), PARTS)
+    out = BatchStateLayer([layer for layer, _ in texts], counts).run(torch.cat(inputs), PARTS)
     for found, each in zip(out.split(counts), inputs, strict=True):
         assert torch.equal(found, alone(each))
 

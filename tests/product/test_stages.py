@@ -18,27 +18,29 @@ import pytest
 import torch
 
 from speq.config import RunConfig, SamplingParams
-from speq.decode.sequence import Draft, Sequence
 from speq.devices.device import Processor
+from speq.engine.draft import Draft
+from speq.engine.request import Request
 from speq.errors import EngineLost, SpeqError
 from speq.experts.passes import by_layer
 from speq.files import contents
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
-from speq.heads.named import head_named
+from speq.heads.predicted_experts import head_named
+from speq.measure.probe import verify
 from speq.models import moe_model
 from speq.models.kv_cache import KVCache
+from speq.models.layer_range import LayerRange, layer_ranges
 from speq.models.opened import Opened, open_model
-from speq.models.part import Part, parts_of
 from speq.models.shape import DTYPES
-from speq.stages.agreement import Agreement, Shared, part_for, versions
-from speq.stages.asked import follow
-from speq.stages.first import RingStages, open_first, open_stage
-from speq.stages.rendezvous import Meeting, join_ring, open_ring
-from speq.stages.settings import StagesSettings, address_of, counts_of, stage_count, staged
-from speq.stages.waiting import Waiter
-from speq.stages.wire import Kind, Message, Ring, sizes_of, unpacked
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, part_for, versions
+from speq.pipeline.first_stage import RingStages, open_first, open_stage
+from speq.pipeline.messages import follow
+from speq.pipeline.rendezvous import Rendezvous, join_ring, open_ring
+from speq.pipeline.settings import StagesSettings, address_of, counts_of, stage_count, with_stages
+from speq.pipeline.waiting import Waiter
+from speq.pipeline.wire import Message, MessageKind, Ring, sizes_of, unpacked
 from tests.helpers.command import arguments_of
 from tests.helpers.heads import write_random_head
 from tests.helpers.packing import pack_to
@@ -60,15 +62,15 @@ def logits_of(generator: Generator) -> list[torch.Tensor]:
     """A prompt in chunks, a chain, a tree of which a branch is kept, and what follows that."""
     engine = generator.runtime.reserve(100)
     engine.chunk = engine.prefixes.chunk = 16
-    text = Sequence(generator.encode(PROMPT * 2), SamplingParams(), frozenset())
-    engine.start(text)
-    found = [engine.verify(5, Draft.chain([6, 7])).logits]
-    engine.cache.keep_path([0, 1])
-    engine.cache.settle()
-    found.append(engine.verify(7, Draft([8, 9, 10, 11], [0, 0, 1, 2])).logits)
-    engine.cache.keep_path([0, 2, 4])
-    engine.cache.settle()
-    found.append(engine.verify(3, Draft()).logits)
+    text = Request(generator.encode(PROMPT * 2), SamplingParams(), frozenset())
+    engine.prefill(text)
+    found = [verify(engine, 5, Draft.chain([6, 7])).logits]
+    engine.caches[0].keep_path([0, 1])
+    engine.caches[0].settle()
+    found.append(verify(engine, 7, Draft([8, 9, 10, 11], [0, 0, 1, 2])).logits)
+    engine.caches[0].keep_path([0, 2, 4])
+    engine.caches[0].settle()
+    found.append(verify(engine, 3, Draft()).logits)
     return found
 
 
@@ -328,10 +330,12 @@ def test_caches_follow_one_another() -> None:
 
 def test_messages_come_as_they_went() -> None:
     rows = torch.randn(3, 5, dtype=torch.bfloat16)
-    head, payload = Message(Kind.PASS, {"a": [1, None]}, rows.view(-1).view(torch.uint8)).packed()
+    head, payload = Message(
+        MessageKind.PASS, {"a": [1, None]}, rows.view(-1).view(torch.uint8)
+    ).packed()
     kind, text_bytes, row_bytes = sizes_of(head, MOST_BYTES)
     message = unpacked(kind, text_bytes, payload)
-    assert (message.kind, message.content, row_bytes) == (Kind.PASS, {"a": [1, None]}, 30)
+    assert (message.kind, message.content, row_bytes) == (MessageKind.PASS, {"a": [1, None]}, 30)
     assert torch.equal(message.rows.view(torch.bfloat16).view(3, 5), rows)
     for place, number in ((0, 7), (1, 9), (2, 1 << 40), (3, MOST_BYTES + 1), (3, -1)):
         odd = head.clone()
@@ -346,7 +350,7 @@ def test_messages_come_as_they_went() -> None:
 def test_layers_are_divided() -> None:
     assert counts_of("2", 5) == [3, 2]
     assert counts_of("1, 3,1", 5) == [1, 3, 1]
-    assert parts_of([1, 3, 1]) == [Part(0, 1), Part(1, 4), Part(4, 5)]
+    assert layer_ranges([1, 3, 1]) == [LayerRange(0, 1), LayerRange(1, 4), LayerRange(4, 5)]
     for stages, sentence in (
         ("1", "give from 2 to 5"),
         ("6", "give from 2 to 5"),
@@ -383,10 +387,10 @@ def test_layers_are_divided() -> None:
 def test_options_that_stages_do_not_take(option: str, value: Any) -> None:
     config = RunConfig.of("1GiB", **{option: value})
     with pytest.raises(SpeqError, match=f"{option} is {value} and the model runs in stages"):
-        staged(config)
+        with_stages(config)
 
 
-AGREED = Agreement("f" * 64, versions(), [2, 1])
+AGREED = ModelFingerprint("f" * 64, versions(), [2, 1])
 
 
 def test_stages_that_differ_are_refused() -> None:
@@ -397,10 +401,10 @@ def test_stages_that_differ_are_refused() -> None:
     ):
         with pytest.raises(SpeqError, match=sentence):
             AGREED.check(theirs, "stage 2 of 2")
-    assert Agreement.of_json(AGREED.to_json().encode(), "it") == AGREED
+    assert ModelFingerprint.of_json(AGREED.to_json().encode(), "it") == AGREED
     for text in (b"{}", b"7", b'{"model": 1, "versions": {}, "counts": []}', b"\x80"):
         with pytest.raises(SpeqError, match="nothing that this version understands"):
-            Agreement.of_json(text, "it")
+            ModelFingerprint.of_json(text, "it")
 
 
 def test_a_stage_with_other_weights_of_the_same_shapes_is_refused(
@@ -449,7 +453,7 @@ def test_a_digest_is_kept_until_a_file_is_touched(
     assert digest() != before
 
 
-SHARED = Shared("float32", "ngram", None, None, 1)
+SHARED = RunSettings("float32", "ngram", None, None, 1)
 
 
 def pass_on(ring: Ring) -> None:
@@ -473,7 +477,9 @@ def test_a_rendezvous(host: str) -> None:
         met = f"{host}:{free_port()}"
         outcome: list[Any] = []
 
-        def come(theirs: Agreement = theirs, met: str = met, outcome: list[Any] = outcome) -> None:
+        def come(
+            theirs: ModelFingerprint = theirs, met: str = met, outcome: list[Any] = outcome
+        ) -> None:
             try:
                 outcome.append(join_ring(met, 2, theirs, MOST_BYTES, PATIENCE_S))
             except SpeqError as error:
@@ -483,17 +489,17 @@ def test_a_rendezvous(host: str) -> None:
         coming.start()
         if theirs == other:
             with pytest.raises(SpeqError, match="stage 2 of 2 has another checkpoint"):
-                open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, PATIENCE_S)
+                open_ring(Rendezvous.at(met), AGREED, SHARED, MOST_BYTES, PATIENCE_S)
             coming.join(PATIENCE_S)
             assert "the first stage has another checkpoint" in str(outcome[0])
             continue
-        ring = open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, PATIENCE_S)
+        ring = open_ring(Rendezvous.at(met), AGREED, SHARED, MOST_BYTES, PATIENCE_S)
         coming.join(PATIENCE_S)
         there, shared = outcome[0]
         assert shared == SHARED
         answering = threading.Thread(target=pass_on, args=[there])
         answering.start()
-        ring.send(Message(Kind.RESERVE, {"context": 3}))
+        ring.send(Message(MessageKind.RESERVE, {"context": 3}))
         assert ring.receive(PATIENCE_S).content == {"context": 3}
         answering.join(PATIENCE_S)
         with pytest.raises(SpeqError, match=r"stage 1 of 2 was silent for 0\.2 s"):
@@ -507,13 +513,13 @@ def test_an_address_that_is_taken_or_elsewhere() -> None:
         taken = f"127.0.0.1:{listening.getsockname()[1]}"
         for met in (taken, "192.0.2.1:29400", "[2001:db8::1]:29400"):
             with pytest.raises(SpeqError, match=r"cannot be listened on: .*; give an address of"):
-                open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, 0.3)
+                open_ring(Rendezvous.at(met), AGREED, SHARED, MOST_BYTES, 0.3)
 
 
 def test_nobody_comes() -> None:
     met = f"127.0.0.1:{free_port()}"
     with pytest.raises(SpeqError, match=r"stage 2 of 2 did not come to .* within 0\.3 s"):
-        open_ring(Meeting.at(met), AGREED, SHARED, MOST_BYTES, 0.3)
+        open_ring(Rendezvous.at(met), AGREED, SHARED, MOST_BYTES, 0.3)
     with pytest.raises(SpeqError, match=r"nobody listens on rendezvous"):
         join_ring(f"127.0.0.1:{free_port()}", 2, AGREED, MOST_BYTES, 0.3)
 

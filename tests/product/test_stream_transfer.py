@@ -191,7 +191,7 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(
                 for expert in range(EXPERTS):
                     rig.engine.wait(rig.demand(2, expert, expert % SLOTS))
         monkeypatch.undo()
-        rig.engine.quiesce()
+        rig.engine.drain()
         for expert in range(EXPERTS):
             ticket = rig.demand(1, expert, expert % SLOTS)
             rig.engine.wait(ticket)

@@ -492,7 +492,7 @@ def test_the_command_trains_a_head_that_drafts(model: Path, texts: Path) -> None
         if share > max(names["guessed"][at] or 0, names["most_used"][at])
     ]
     kept = read_head(folder / "head.safetensors", report["model"], 64)
-    assert list(kept.named_layers) == report["named_layers"]
+    assert list(kept.predicted_layers) == report["named_layers"]
     for found in report["acceptance"].values():
         assert len(found["by_depth"]) == report["draft_length"] == 4
         assert found["tried"][0] == found["steps"] > 4

@@ -9,9 +9,11 @@ import torch
 
 from speq import Generator
 from speq.config import SamplingParams
-from speq.decode.drafter import DraftBounds, GoOn
-from speq.decode.sequence import Draft, Sequence
+from speq.engine.draft import Draft
+from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.request import Request
 from speq.layers.draft_experts import OnRoute
+from speq.measure.probe import verify
 from speq.models.kv_cache import KVLayer
 from tests.helpers.random_rows import RandomRows
 from tests.helpers.tiny_models import BY_FAMILY, drawn_tokens, greedy_tokens, load_plain
@@ -34,11 +36,11 @@ def test_every_path_scores_as_if_alone(family: str, tiny: Callable[[str], Path])
     plain = load_plain(tiny(family))
     generator = Generator.from_pretrained(tiny(family), "1GiB", draft="none", context_length=96)
     engine = generator.runtime.engine
-    sequence = Sequence(PROMPT, SamplingParams(max_new_tokens=40))
-    engine.start(sequence)
+    request = Request(PROMPT, SamplingParams(max_new_tokens=40))
+    engine.prefill(request)
     draft = Draft([11, 22, 33, 44, 55, 66, 77], PARENTS)
-    scored = engine.verify(sequence.pending_id, draft)
-    tokens = [sequence.pending_id, *draft.token_ids]
+    scored = verify(engine, request.pending_id, draft)
+    tokens = [request.pending_id, *draft.token_ids]
     for node in range(draft.nodes):
         alone = PROMPT + [tokens[at] for at in path_to(node)]
         with torch.no_grad():
@@ -57,7 +59,7 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     generator = Generator.from_pretrained(tiny(family), "1GiB", draft_length=3, context_length=96)
     result = generator.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert 0 < result.stats["acceptance_rate"] < 1
-    cache = generator.runtime.engine.cache
+    cache = generator.runtime.engine.caches[0]
     with_entries = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
     kept = [(layer.keys.clone(), layer.values.clone()) for layer in with_entries]
     length = cache.length
@@ -78,9 +80,13 @@ class BranchingDrafter:
         self.proposed = 0
 
     def propose(
-        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+        self,
+        request: Request,
+        bounds: DraftLimits,
+        on_route: OnRoute,
+        continue_draft: ContinueDraft,
     ) -> Draft:
-        at = len(sequence.generated_ids)
+        at = len(request.output_token_ids)
         token_ids: list[int] = []
         parents: list[int] = []
         trunk = 0
@@ -104,7 +110,7 @@ def test_the_accepted_path_is_kept(family: str, tiny: Callable[[str], Path]) -> 
     generator = Generator.from_pretrained(tiny(family), "1GiB", draft_length=4)
     generator.reserve(len(PROMPT) + count + 16)
     drafter = BranchingDrafter(expected)
-    generator.runtime.engine.drafter = drafter
+    generator.runtime.engine.drafters[0] = drafter
     result = generator.generate(PROMPT, max_new_tokens=count, ignore_eos=True)
     assert result.token_ids == expected
     steps = generator.last_run.decode
@@ -141,7 +147,11 @@ class ShapedDrafter:
         self._turn = 0
 
     def propose(
-        self, sequence: Sequence, bounds: DraftBounds, on_route: OnRoute, go_on: GoOn
+        self,
+        request: Request,
+        bounds: DraftLimits,
+        on_route: OnRoute,
+        continue_draft: ContinueDraft,
     ) -> Draft:
         assert bounds.nodes is not None
         shape = [*SHAPES.values()][self._turn % len(SHAPES)]
@@ -149,7 +159,7 @@ class ShapedDrafter:
         # Up to what there is room for, and beyond what is still to be generated.
         parents = shape(self._rng, self._rng.randint(1, bounds.nodes))
         draft = Draft([0] * len(parents), parents)
-        at, depths = len(sequence.generated_ids), draft.tree.depths()
+        at, depths = len(request.output_token_ids), draft.tree.depths()
         right = {0}
         for node, parent in enumerate(parents, start=1):
             place = at + depths[node] - 1
@@ -187,7 +197,7 @@ def test_trees_of_every_shape_give_the_exact_tokens(
     rows = RandomRows(seed=6) if pruned else None
     engine.offload.rows.policy = rows
     for expected, sampling in texts:
-        engine.drafter = drafter = ShapedDrafter(expected, seed=len(family))
+        engine.drafters[0] = drafter = ShapedDrafter(expected, seed=len(family))
         result = generator.generate(PROMPT, max_new_tokens=count, ignore_eos=True, **sampling)
         assert result.token_ids == expected
         steps = generator.last_run.decode
@@ -215,11 +225,11 @@ def test_a_dead_row_asks_for_no_expert(tiny: Callable[[str], Path]) -> None:
         return serve(layer, experts)
 
     engine.offload.prefetcher.serve = served  # type: ignore[method-assign, assignment]
-    sequence = Sequence(PROMPT, SamplingParams(max_new_tokens=60, ignore_eos=True))
-    engine.start(sequence)
+    request = Request(PROMPT, SamplingParams(max_new_tokens=60, ignore_eos=True))
+    engine.prefill(request)
     fewer = 0
-    while sequence.finish_reason is None:
-        engine.step(sequence)
+    while request.finish_reason is None:
+        engine.step([request])
         for layer, route in engine.lookahead.used.items():
             wanted = {expert for row in route.rows for expert in route.ids[row]}
             assert asked[layer] == sorted(wanted)
@@ -240,7 +250,7 @@ def test_trees_have_room_beside_what_a_request_needs(tiny: Callable[[str], Path]
         tiny("olmoe"), "1GiB", draft_length=8, draft_nodes=nodes, context_length=needed
     )
     tight.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
-    cache, kept = tight.runtime.engine.cache, len(PROMPT)
+    cache, kept = tight.runtime.engine.caches[0], len(PROMPT)
     assert cache.capacity == needed
     drafted = []
     for step in tight.last_run.decode:

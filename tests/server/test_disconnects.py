@@ -68,7 +68,7 @@ def asked(rig: Rig, stream: bool) -> socket.socket:
 def wait_until_idle(rig: Rig) -> None:
     """Each look is a request of its own, which takes its time."""
     for _ in range(10_000):
-        stats = rig.worker.stats()
+        stats = rig.worker.queue_lengths
         rig.get("/health")
         if stats.running == stats.waiting == 0:
             return
@@ -104,9 +104,9 @@ def test_a_client_that_leaves_the_queue(rig: Rig, steps: Steps, stream: bool) ->
     with closing(asked(rig, stream)):
         steps.wait_until_at(0)
         with closing(asked(rig, stream)):
-            while rig.worker.stats().waiting == 0:
+            while rig.worker.queue_lengths.waiting == 0:
                 rig.get("/health")
-        while rig.worker.stats().waiting:
+        while rig.worker.queue_lengths.waiting:
             rig.get("/health")
         steps.allow(len(TEXTS))
         wait_until_idle(rig)
@@ -135,7 +135,7 @@ def test_a_server_that_ends_lets_a_request_finish(steps: Steps) -> None:
         threads[0].start()
         steps.wait_until_at(0)
         threads[1].start()
-        while rig.worker.stats().waiting == 0:
+        while rig.worker.queue_lengths.waiting == 0:
             rig.get("/health")
         rig.server.stop()
         threads[1].join(PATIENCE_S)

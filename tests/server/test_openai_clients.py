@@ -32,11 +32,11 @@ def plain(bundled: Path) -> Any:
     return load_plain(bundled)
 
 
-def odds_of(plain: Any, prompt_ids: list[int], answer_ids: list[int]) -> torch.Tensor:
+def odds_of(plain: Any, prompt_token_ids: list[int], answer_ids: list[int]) -> torch.Tensor:
     """[len(answer), V] log-probabilities of what follows."""
     with torch.no_grad():
-        logits = plain(torch.tensor([prompt_ids + answer_ids])).logits[0].float()
-    return torch.log_softmax(logits[len(prompt_ids) - 1 : -1], -1)
+        logits = plain(torch.tensor([prompt_token_ids + answer_ids])).logits[0].float()
+    return torch.log_softmax(logits[len(prompt_token_ids) - 1 : -1], -1)
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -215,8 +215,8 @@ def test_langchain(served: Rig, generator: Generator) -> None:
     assert "".join(chunk.text for chunk in chat.stream(question)) == wanted
     parts = [HumanMessage([{"type": "text", "text": "Tell me of the sea."}])]
     assert chat.invoke(parts).text == wanted
-    odds = chat.bind(logprobs=True).invoke(question).response_metadata["logprobs"]
-    assert len(odds["content"]) == TOKENS
+    logprobs = chat.bind(logprobs=True).invoke(question).response_metadata["logprobs"]
+    assert len(logprobs["content"]) == TOKENS
 
 
 def weather(place: str) -> str:

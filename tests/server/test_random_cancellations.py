@@ -24,7 +24,7 @@ def open_files() -> int:
 
 def slots_of(generator: Generator) -> tuple[int, int]:
     """(slots that are free or hold an expert, experts that may not leave)."""
-    cache = generator.runtime.engine.offload.supply.cache
+    cache = generator.runtime.engine.offload.loader.cache
     return len(cache) + cache.free_slots, sum(cache._pins.values())
 
 
@@ -100,12 +100,12 @@ def check_nothing_is_left(served: Rig, generator: Generator, requests: int) -> N
     for (prompt, _, _), text in zip(plans, told, strict=True):
         assert text is None or text == wanted[prompt]
     assert sum(text is None for text in told) >= requests // 5
-    while (stats := served.worker.stats()).running or stats.waiting:
+    while (stats := served.worker.queue_lengths).running or stats.waiting:
         served.get("/health")
     assert served.worker.failure is None
     # The same engine, with as many slots, whose texts are what they were.
     assert generator.runtime.engine is engine
-    assert slots_of(generator) == slots == (engine.offload.supply.cache.num_slots, 0)
+    assert slots_of(generator) == slots == (engine.offload.loader.cache.num_slots, 0)
     # The same KV caches, and a text has each of them at a time.
     assert entries_of(generator) == entries
     assert len(entries) == generator.max_batch

@@ -12,12 +12,12 @@ import pytest
 from speq.config import RunConfig
 from speq.errors import EngineLost, SpeqError
 from speq.generator import Generator
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, versions
+from speq.pipeline.placement import PlacementGroup, ray_stages
+from speq.pipeline.rendezvous import open_ring
+from speq.pipeline.settings import StagesSettings
 from speq.server.ray_cluster import cluster
 from speq.server.ray_settings import RaySettings
-from speq.stages.agreement import Agreement, Shared, versions
-from speq.stages.placement import Room, placed_stages
-from speq.stages.rendezvous import open_ring
-from speq.stages.settings import StagesSettings
 from tests.helpers.command import Command
 from tests.helpers.ray_needed import need_ray
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S
@@ -68,9 +68,9 @@ def test_a_killed_stage_ends_the_run(bundled: Path) -> None:
     settings = StagesSettings(stages="2", stage_wait_s=PATIENCE_S)
     with (
         cluster(RaySettings(True).of_stages(2)),
-        placed_stages(str(bundled), run, "2", 1, PATIENCE_S) as meeting,
+        ray_stages(str(bundled), run, "2", 1, PATIENCE_S) as rendezvous,
     ):
-        generator = Generator.load(bundled, run, stages=settings, meeting=meeting)
+        generator = Generator.load(bundled, run, stages=settings, rendezvous=rendezvous)
         try:
             stream = generator.stream("a", max_new_tokens=100, ignore_eos=True)
             next(stream)
@@ -87,13 +87,13 @@ def test_a_killed_stage_ends_the_run(bundled: Path) -> None:
 
 def test_a_stage_that_cannot_begin_is_not_waited_for() -> None:
     run = RunConfig.of("24MiB")
-    agreed, shared = Agreement("f" * 64, versions(), [1, 1]), Shared.of(run)
+    agreed, shared = ModelFingerprint("f" * 64, versions(), [1, 1]), RunSettings.of(run)
     with (
         cluster(RaySettings(True).of_stages(2)),
-        placed_stages("/no/such/model", run, "2", 1, PATIENCE_S) as meeting,
+        ray_stages("/no/such/model", run, "2", 1, PATIENCE_S) as rendezvous,
         pytest.raises(SpeqError, match=r"^stage 2 of 2 has ended on Ray: .*'/no/such/model'"),
     ):
-        open_ring(meeting, agreed, shared, MOST_BYTES, PATIENCE_S)
+        open_ring(rendezvous, agreed, shared, MOST_BYTES, PATIENCE_S)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_each_stage_has_a_machine_where_there_are_enough(
     from ray.util.placement_group import placement_group_table
 
     with cluster(RaySettings(True, ray_address=three_nodes)):
-        room = Room.of(3, 1, PATIENCE_S)
+        room = PlacementGroup.of(3, 1, PATIENCE_S)
         told: dict[str, Any] = placement_group_table(room.group)
         nodes = told["bundles_to_node_id"]
         assert (told["strategy"], len(set(nodes.values()))) == ("STRICT_SPREAD", 3)
@@ -125,5 +125,5 @@ def test_each_stage_has_a_machine_where_there_are_enough(
         assert "share one" not in caplog.text
         room.close()
         with pytest.raises(SpeqError, match="no room for 3 stages of 1 cores within 1 s"):
-            Room.of(4, 1, 1.0)
+            PlacementGroup.of(4, 1, 1.0)
         assert "beside this one the Ray cluster has 2 with 1 cores" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speq.decode.logprobs import TokenOdds
+from speq.engine.logprobs import TokenLogprobs
 from speq.generator import Token
 from tests.helpers.api_server import NAME, QUESTION, Rig, api_server
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces, with_template
@@ -416,8 +416,8 @@ def test_tools(tmp_path: Path) -> None:
         ((told,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
         assert (told["index"], told["function"]) == (0, function)
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        odds = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-        assert sum(len(each["content"]) for each in odds if each) == len(CALL_TEXTS)
+        logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert sum(len(each["content"]) for each in logprobs if each) == len(CALL_TEXTS)
 
         # Without tools the text is what it is.
         plain = rig.chat(tools=[WEATHER], tool_choice="none").json["choices"][0]
@@ -428,12 +428,12 @@ def test_tools(tmp_path: Path) -> None:
 
 def test_tools_whose_marks_are_special_tokens(tmp_path: Path) -> None:
     model = with_template(tmp_path / "tools", TOOLS_TEMPLATE)
-    body, odds = '{"name": "weather", "arguments": {"place": "Oslo"}}', TokenOdds(-0.5, ())
+    body, logprobs = '{"name": "weather", "arguments": {"place": "Oslo"}}', TokenLogprobs(-0.5, ())
     tokens = [
-        Token(400, "Let me", odds),
-        Token(401, " look.\n", odds, ((7, "<tool_call>"),)),
-        Token(402, body, odds),
-        Token(403, "", odds, ((0, "</tool_call>"), (0, "<|im_end|>"))),
+        Token(400, "Let me", logprobs),
+        Token(401, " look.\n", logprobs, ((7, "<tool_call>"),)),
+        Token(402, body, logprobs),
+        Token(403, "", logprobs, ((0, "</tool_call>"), (0, "<|im_end|>"))),
     ]
     function = {"name": "weather", "arguments": '{"place": "Oslo"}'}
     with api_server(ScriptedEngine(tokens), model) as rig:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from speq.engine import engine_thread
 from speq.offline.answer_folder import AnswerFolder
-from speq.server import batch_worker
 from speq.server.server import ApiServer
 from tests.helpers.api_server import Rig, api_server
 from tests.helpers.command import PATIENCE_S, Command, Ended
@@ -72,7 +72,7 @@ def test_a_server_over_two_stages(
 def test_a_lost_stage_is_the_end_of_the_engine(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_worker, "CHECK_S", PATIENCE_S)  # who asks learns of it first
+    monkeypatch.setattr(engine_thread, "CHECK_S", PATIENCE_S)  # who asks learns of it first
     model, met = tiny("olmoe"), f"127.0.0.1:{free_port()}"
     with (
         stage_process(model, met, "8MiB", "--codec", "raw") as process,

@@ -12,9 +12,9 @@ from speq import Generator, SpeqError
 from speq.config import SamplingParams
 from speq.dashboard.live.session import Busy, Nothing
 from speq.dashboard.recording import Recording
+from speq.engine.request import Request
+from speq.engine.token_stream import End, TokenStream
 from speq.generator import Token
-from speq.server.engine_worker import End, EngineRequest
-from speq.server.token_stream import TokenStream
 from speq.server.watched import Watched
 from tests.helpers.api_server import QUESTION, api_server
 from tests.helpers.live_run import panel_of_tokens
@@ -70,7 +70,7 @@ def test_one_text_at_a_time(watched: Watched) -> None:
 
     async def see() -> None:
         streams = [
-            TokenStream(EngineRequest(prompt, [5, 6, 7], SamplingParams(max_new_tokens=4)), 0.0)
+            TokenStream(Request(prompt, [5, 6, 7], SamplingParams(max_new_tokens=4)), 0.0)
             for prompt in ("first", "beside it", "next")
         ]
         first, beside, following = streams

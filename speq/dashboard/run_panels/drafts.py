@@ -6,7 +6,7 @@ from speq.dashboard.figures import bars, layout, line, points
 from speq.dashboard.panel import Panel, Table
 from speq.dashboard.run_record import RunRecord
 
-# Of grounds that a governor gives (`speq.governor.draft_length.Ground`).
+# Of grounds that a governor gives (`speq.governor.draft_length.DecisionReason`).
 GROUNDS = {
     "best": "the best expected",
     "probe": "to learn what it costs",

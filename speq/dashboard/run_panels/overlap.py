@@ -10,7 +10,7 @@ from speq.dashboard.figures import layout
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.dashboard.run_panels.link import act_of
 from speq.dashboard.run_record import RunRecord
-from speq.stats import Span, merged, overlap
+from speq.stats import TimeSpan, merged, overlap
 
 BINS = 240
 Shares = NDArray[np.float64]
@@ -53,7 +53,7 @@ def overlap_of(run: RunRecord, bins: int = BINS) -> Overlap:
     )
 
 
-def busy(spans: Sequence[Span], edges_ms: Shares) -> Shares:
+def busy(spans: Sequence[TimeSpan], edges_ms: Shares) -> Shares:
     """The share of each bin that lies within separate intervals."""
     if not spans:
         return np.zeros(len(edges_ms) - 1)

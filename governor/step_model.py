@@ -1,0 +1,242 @@
+"""Learns the terms of a cycle's time from the cycles themselves (MoE-SpeQ 3.2.2).
+
+The roofline model has four terms:
+
+1. drafting, linear in k;
+2. verification, linear in the distinct experts it asks for;
+3. experts to move, in proportion to these;
+4. the share of their transfer that is not hidden.
+
+Lengths that were never measured are extrapolated.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from speq.governor.averages import LinearFit, Mean, Ratio
+from speq.governor.prior import Prior
+from speq.governor.roofline import StepEstimate
+from speq.stats import StepStats
+
+# ln(distinct experts of t rows / those of one) is b ln t - BEND (ln t)^2. This bend meets both the
+# unions measured on trained models (b = 0.8) and N(t) of MoESD (b = 1.0) within some percent, for
+# as many rows as are ever verified.
+BEND, SPREAD = 0.1, 0.85
+# Assumed first: a draft token's time over a plain token's, and tokens of a tree for each pass.
+DRAFT_SHARE, FAN = 0.6, 3.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Shares that the link's time depends on.
+
+    missed   experts moved over experts that a verification asks for
+    exposed  share of the transfers that computation might have hidden and did not
+    """
+
+    missed: Ratio = field(default_factory=Ratio)
+    exposed: Ratio = field(default_factory=Ratio)
+
+
+@dataclass(slots=True)
+class Apart:
+    """What is known apart of a drafter beside the run's own: its token's time, and its traffic."""
+
+    draft_token: Mean = field(default_factory=lambda: Mean(0.0))
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(slots=True)
+class StepModel:
+    """Expects the time of a cycle of each draft length.
+
+    It is ready once it has seen a cycle of plain decoding, or was made from what was known before.
+    """
+
+    single: float = 0.0  # distinct experts of one row of each text, in all layers
+    drafts: int = 0  # cycles with one that were observed
+    draft_base_s: float = 0.0  # of each draft, whatever its length; known beforehand or not at all
+    draft_token: Mean = field(default_factory=lambda: Mean(0.0))
+    compute: LinearFit = field(default_factory=LinearFit)
+    spread: Mean = field(default_factory=lambda: Mean(SPREAD))
+    fan: Mean = field(default_factory=lambda: Mean(FAN))  # tokens of a tree over passes
+    link: Ratio = field(default_factory=Ratio)
+    expert_bytes: Ratio = field(default_factory=Ratio)
+    plain: Traffic = field(default_factory=Traffic)
+    drafting: Traffic = field(default_factory=Traffic)
+
+    @classmethod
+    def of(cls, prior: Prior) -> "StepModel":
+        """A model that begins with what is believed.
+
+        Without `distinct` too little is known of experts: the model is then not ready.
+        """
+        model = cls()
+        if prior.draft_token_s:
+            model.draft_base_s = prior.draft_base_s
+            model.draft_token = Mean(prior.draft_token_s, prior.drafts)
+        model.link.add(prior.transfer_s, 1)
+        model.expert_bytes.add(prior.expert_bytes, 1)
+        for rows, experts in prior.distinct:
+            model._learn_spread(rows, experts)
+        if model.single:
+            for rows, verify_s in prior.verify:
+                model.compute.add(model.distinct(rows), verify_s)
+        if prior.missed is not None:
+            for traffic, missed, exposed in zip(
+                (model.plain, model.drafting), prior.missed, prior.exposed, strict=True
+            ):
+                traffic.missed.add(missed * model.single, model.single)
+                traffic.exposed.add(exposed * prior.transfer_s, prior.transfer_s)
+        return model
+
+    def beside(self, times: float) -> "StepModel":
+        """A model of batches of so many times as many texts, by what this one knows. Each term
+        weighs as much as a cycle or two: what texts share is a guess.
+
+        Texts of a batch are taken to share experts as rows of one text do.
+        """
+        made = StepModel(draft_base_s=self.draft_base_s)
+        if not self.ready:
+            return made
+        made.single = self.distinct(times)
+        # b ln(nt) - BEND (ln(nt))^2 less what n texts of one row have, over ln t.
+        made.spread = Mean(max(self.spread.value - 2 * BEND * math.log(times), 0.0), 1)
+        made.compute = self.compute.seen_at(made.single)
+        if self.draft_token.weight:
+            longer = self.verify_s(made.single) / self.verify_s(self.single)
+            made.draft_token = Mean(self.draft_token.value * longer, 1)
+        made.fan = Mean(self.fan.value, 1)
+        if self.link.known:
+            made.link.add(self.link.value, 1)
+            made.expert_bytes.add(self.expert_bytes.value, 1)
+        plain_s = self.verify_s(made.single)
+        for known, new in ((self.plain, made.plain), (self.drafting, made.drafting)):
+            if known.missed.known:
+                new.missed.add(known.missed.value * made.single, made.single)
+            if known.exposed.known:
+                new.exposed.add(known.exposed.value * plain_s, plain_s)
+        return made
+
+    @property
+    def ready(self) -> bool:
+        return self.compute.weight > 0
+
+    def observe(self, step: StepStats, apart: Apart | None = None) -> None:
+        """Learn from a finished cycle.
+
+        apart  of the drafter that drafted, which learns its part; None: the run's own
+        """
+        # Of a batch all is counted by the rows of each of its texts.
+        rows = step.rows / step.sequences
+        if not step.requests or not (self.single or rows == 1):
+            return
+        self._learn_spread(rows, step.requests)
+        traffic = self.drafting if step.draft_length else self.plain
+        if step.draft_length and apart is not None:
+            apart.draft_token.add(step.draft_s / step.deepest)
+            traffic = apart.traffic
+        elif step.draft_length:
+            self.drafts += 1
+            tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
+            self.draft_token.add(tokens_s / (step.passes or step.deepest))
+        if step.branches and step.passes:
+            self.fan.add((rows - 1) / step.passes)
+        verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
+        self.compute.add(step.requests, verify_s)
+        traffic.missed.add(step.moved, step.requests)
+        if step.moved:
+            self.link.add(step.link_s, step.moved)
+            self.expert_bytes.add(step.moved_bytes, step.moved)
+        compute_s = step.draft_s + verify_s
+        hideable_s = min(compute_s, step.link_s)
+        if hideable_s > 0:
+            overlapped_s = max(compute_s, step.link_s)
+            traffic.exposed.add(compute_s + step.stall_s - overlapped_s, hideable_s)
+
+    def _learn_spread(self, rows: float, experts: float) -> None:
+        if rows == 1:
+            self.single = experts
+        elif self.single:
+            log_rows = math.log(rows)
+            self.spread.add((math.log(experts / self.single) + BEND * log_rows**2) / log_rows)
+
+    def distinct(self, rows: float) -> float:
+        """The distinct experts, in all layers together, that `rows` rows ask for."""
+        return self._distinct(math.log(rows))
+
+    def _distinct(self, log_rows: float) -> float:
+        return self.single * math.exp(log_rows * (self.spread.value - BEND * log_rows))
+
+    def new_experts(self, rows: float) -> float:
+        """|E_new|: the experts to move among the distinct ones of `rows` rows."""
+        return self.distinct(rows) * self._missed(self.drafting if rows > 1 else self.plain)
+
+    def _missed(self, traffic: Traffic) -> float:
+        known = traffic.missed if traffic.missed.known else self.plain.missed
+        return min(known.value, 1.0)
+
+    def _exposed(self, traffic: Traffic) -> float:
+        known = traffic.exposed if traffic.exposed.known else self.plain.exposed
+        return min(max(known.value, 0.0), 1.0) if known.known else 1.0
+
+    def nodes(self, passes: int, most: int | None) -> float:
+        """Drafted tokens of so many passes: in a tree of `most` at most, or in a chain."""
+        return passes if most is None else min(passes * self.fan.value, most)
+
+    @property
+    def draft_token_s(self) -> float:
+        if self.draft_token.weight:
+            return self.draft_token.value
+        return DRAFT_SHARE * self.verify_s(self.single)
+
+    def verify_s(self, experts: float) -> float:
+        """Time of a verification that asks for so many distinct experts, all in slots."""
+        return self.compute.at(experts)
+
+    def cycles(
+        self,
+        lengths: Iterable[int],
+        tokens: Iterable[float],
+        most_nodes: int | None = None,
+        apart: Apart | None = None,
+    ) -> list[StepEstimate]:
+        """The expected cycles of some draft lengths, given the tokens that each will yield.
+
+        most_nodes  of a tree that so many passes draft; None: the drafts are chains
+        apart       of who drafts; None: the run's own drafter
+
+        T_pcie,init is part of the exposed share.
+        """
+        draft_token_s, base_s, traffic = self.draft_token_s, self.draft_base_s, self.drafting
+        if apart is not None:
+            draft_token_s, base_s, traffic = apart.draft_token.value, 0.0, apart.traffic
+        transfer_s, expert_bytes = self.link.value, self.expert_bytes.value
+        plain, drafting = (
+            (self._missed(each), self._exposed(each)) for each in (self.plain, traffic)
+        )
+        found = []
+        for draft_length, emitted in zip(lengths, tokens, strict=True):
+            missed, exposed = drafting if draft_length else plain
+            experts = self._distinct(_log_rows(self.nodes(draft_length, most_nodes)))
+            moved = experts * missed
+            found.append(
+                StepEstimate(
+                    draft_length,
+                    emitted,
+                    base_s + draft_length * draft_token_s if draft_length else 0.0,
+                    self.verify_s(experts),
+                    moved * transfer_s,
+                    moved * expert_bytes,
+                    0.0,
+                    exposed,
+                )
+            )
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _log_rows(drafted: float) -> float:
+    return math.log(drafted + 1)

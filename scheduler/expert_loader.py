@@ -1,0 +1,229 @@
+"""Keeps the cache of slots and the transfers into them in step."""
+
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.link_pace import LinkThrottle
+from speq.scheduler.transfer import Priority, State, TransferEngine, TransferTicket
+from speq.stats import Recorder
+
+
+class ExpertLoader:
+    """Serves layers out of slots and loads what is missing.
+
+    An expert is resident, under way (its slot claimed, its ticket open) or neither.
+    """
+
+    def __init__(self, cache: ExpertCache, transfer: TransferEngine, recorder: Recorder) -> None:
+        self.cache = cache
+        self._transfer = transfer
+        self._recorder = recorder
+        self.throttle = LinkThrottle()
+        self._under_way: dict[ExpertKey, TransferTicket] = {}
+        # After an interrupt a transfer may still write to a slot that looks free.
+        self._unsettled = False
+
+    def serve(
+        self,
+        layer: int,
+        experts: list[int],
+        meanwhile: Callable[[], None] = lambda: None,
+        wave: int | None = None,
+    ) -> Generator[dict[int, int], None, None]:
+        """Yield {expert: slot} in waves that together name each of `experts` once.
+
+        A wave's slots stay valid until the caller asks for the next wave. Experts already in slots
+        come first, while the others are read; the others follow as they arrive. Later waves use the
+        slots of past waves, so a layer may ask for more experts than there are slots.
+
+        meanwhile  called whenever the layer has asked for what it can, to look further ahead
+        wave       most experts of a wave; smaller waves give their slots back sooner
+        """
+        if self._unsettled:
+            self.forget()
+        waiting = [ExpertKey(layer, expert) for expert in experts]
+        self.cache.pin(waiting)
+        try:
+            self.collect_finished(waiting)
+            self.cache.policy.visit(layer, experts)
+            ready = self._resident(waiting)
+            late = sum(key in self._under_way for key in waiting)
+            self._recorder.served(layer, requests=len(waiting), hits=len(ready), late=late)
+            while waiting:
+                for key in waiting:
+                    if key not in ready and not self.load(key, Priority.DEMAND):
+                        break
+                meanwhile()
+                if not ready:
+                    self._await_any(waiting)
+                    ready = self._resident(waiting)
+                    continue
+                passing = dict(islice(ready.items(), wave))
+                waiting = [key for key in waiting if key not in passing]
+                try:
+                    yield {key.expert: slot for key, slot in passing.items()}
+                finally:
+                    self._transfer.launched(passing.values())
+                    self.cache.unpin(passing)
+                self.cache.trim(layer)
+                self.collect_finished(waiting)
+                ready = self._resident(waiting)
+        finally:
+            self.cache.unpin(waiting)
+            self._report()
+        meanwhile()
+
+    def held_below(self) -> list[ExpertKey] | None:
+        """As `TransferEngine.held_below`."""
+        return self._transfer.held_below()
+
+    def load(self, key: ExpertKey, priority: Priority) -> bool:
+        """See that `key` is in a slot or under way; False if no slot can be had for it now."""
+        if key in self._under_way:
+            if priority is Priority.DEMAND:
+                self._transfer.hasten(self._under_way[key])
+            return True
+        if key in self.cache:
+            return True
+        slot = self.cache.claim(key.layer, ahead=priority is Priority.PREFETCH)
+        if slot is None:
+            return False
+        try:
+            self._under_way[key] = self._transfer.submit(key, slot, priority)
+        except Exception:
+            self.cache.release(key.layer, slot)
+            raise
+        except BaseException:  # it may have begun
+            self._unsettled = True
+            raise
+        return True
+
+    def has(self, key: ExpertKey) -> bool:
+        """Tell whether `key` is in a slot or under way."""
+        return key in self.cache or key in self._under_way
+
+    def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of a layer's experts that are in slots or under way."""
+        return [expert for expert in experts if self.has(ExpertKey(layer, expert))]
+
+    def residents(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of a layer's experts that lie in slots, the ones that have just arrived included.
+        Asking is no use of them.
+        """
+        if self._unsettled:
+            self.forget()
+        self.collect_finished()
+        return [expert for expert in experts if ExpertKey(layer, expert) in self.cache]
+
+    @contextmanager
+    def lend(self, layer: int, experts: Sequence[int]) -> Iterator[dict[int, int]]:
+        """{expert: slot} of experts that lie in slots. Inside the block they stay there, whatever
+        is fetched, and nothing overwrites them before kernels launched there have ended. It is no
+        use of them: who was brought for a verification still waits for it.
+        """
+        keys = [ExpertKey(layer, expert) for expert in experts]
+        slots = {key.expert: self.cache.slot_of(key) for key in keys}
+        self.cache.pin(keys)
+        try:
+            yield slots
+        finally:
+            self._transfer.launched(slots.values())
+            self.cache.unpin(keys)
+
+    def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
+        """The given experts of a layer that are neither in slots nor under way."""
+        keys = (ExpertKey(layer, expert) for expert in experts)
+        return {key for key in keys if not self.has(key)}
+
+    def load_ahead(self, keys: list[ExpertKey], room: int) -> int:
+        """Prefetch missing experts, at most `room`, while slots can be had; return how many.
+
+        No expert of `keys` is evicted for another one of them.
+        """
+        asked = 0
+        self.cache.pin(keys)
+        try:
+            for key in keys:
+                if not self.has(key):
+                    if asked == room or not self.load(key, Priority.PREFETCH):
+                        break
+                    asked += 1
+        finally:
+            self.cache.unpin(keys)
+        return asked
+
+    def room_ahead(self) -> int:
+        """The number of further prefetches that keep the link busy until the next call."""
+        return self.throttle.look(self._recorder.clock()) - self.under_way
+
+    @property
+    def under_way(self) -> int:
+        """Experts on their way."""
+        return len(self._under_way)
+
+    def cancel_prefetch(self, layer: int) -> None:
+        """Cancel a layer's prefetches that have not begun: the layer has passed without them."""
+        for key, ticket in list(self._under_way.items()):
+            if key.layer == layer and self._transfer.cancel(ticket):
+                self._close(key, ticket)
+
+    def collect_finished(self, wanted: Collection[ExpertKey] = ()) -> None:
+        """Take in the experts that have arrived.
+
+        Raises the error of a failed transfer if its expert is `wanted`. Other failed experts are
+        asked for again when they are needed.
+        """
+        self.report()
+        ended = [item for item in self._under_way.items() if item[1].ended]
+        for key, ticket in ended:
+            self._close(key, ticket)
+            if ticket.error is not None and key in wanted:
+                raise ticket.error
+
+    def report(self) -> None:
+        """Take note of transfers that have ended."""
+        for ticket in self._transfer.report():
+            self.throttle.ended(ticket)
+
+    def _report(self) -> None:
+        """Tell the recorder which prefetches were used or wasted since the last call."""
+        for counts, tell in (
+            (self.cache.used, self._recorder.used),
+            (self.cache.wasted, self._recorder.wasted),
+        ):
+            for layer, experts in counts.items():
+                tell(layer, experts)
+            counts.clear()
+
+    def _resident(self, keys: list[ExpertKey]) -> dict[ExpertKey, int]:
+        slots = ((key, self.cache.lookup(key)) for key in keys)
+        return {key: slot for key, slot in slots if slot is not None}
+
+    def _await_any(self, waiting: list[ExpertKey]) -> None:
+        """Wait for one of `waiting`; if none is under way, for one that holds a slot they need."""
+        own = [key for key in waiting if key in self._under_way]
+        key = (own or list(self._under_way))[0]
+        with suppress(Exception):  # `collect_finished` raises it if the expert is wanted
+            self._transfer.wait(self._under_way[key])
+        self.collect_finished(waiting)
+
+    def _close(self, key: ExpertKey, ticket: TransferTicket) -> None:
+        del self._under_way[key]
+        if ticket.state is State.DONE:
+            self.cache.publish(key, ticket.slot, ticket.ahead)
+        else:
+            self.cache.release(key.layer, ticket.slot)
+
+    def forget(self) -> None:
+        """Wait until nothing writes to slots, then take all of them for empty."""
+        self._unsettled = True  # an interrupt may strike here as well
+        self._transfer.drain()
+        self._under_way.clear()
+        self.cache.clear()
+        self._unsettled = False
+
+    def close(self) -> None:
+        self._transfer.close()

@@ -1,0 +1,176 @@
+"""Two banks of exact experts over one arena of slots, and what fills it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from speq.devices.device import Accelerator, Processor
+from speq.experts.expert_store import ExpertStore
+from speq.experts.slots import SlotExperts
+from speq.kernels.ops import ExpertBiases
+from speq.layers.cached_experts import CachedExperts
+from speq.layers.exact_experts import ExactExperts, ExpertServer
+from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
+from speq.layers.gates import Gate
+from speq.layers.offloaded_experts import ExpertBackend
+from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
+from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
+from speq.registries import CACHE_POLICIES, PREFETCHERS
+from speq.routing import Route
+from speq.scheduler.eviction import KeepAllPolicy
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
+from speq.scheduler.layer_stream import LayerStream
+from speq.scheduler.lookahead import LookaheadBuffer
+from speq.scheduler.prefetch import Prefetcher
+from speq.scheduler.route_history import RouteHistory
+from speq.scheduler.row_pruning import ExpectedValuePruning, RowPruner
+from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
+from speq.stats import Recorder, Timed
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The exact experts, and what brings them into `slots` in time.
+
+    target, prefetcher  the bank of verifications, and what serves it
+    reader, stream      the bank that reads prompts, and what serves that
+    rows                which rows of a verification are given up
+    budget              which experts a verification may ask for; None: all
+    """
+
+    target: ExpertBackend
+    prefetcher: Prefetcher
+    reader: ExpertBackend
+    stream: LayerStream
+    loader: ExpertLoader
+    slots: Tensor
+    rows: RowPruner
+    budget: ExpertBudget | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How slots are filled and emptied, by name.
+
+    prune_rows  whether rows are given up whose experts cost more than they are worth
+    budget      of the layers of a verification; None: it is exact
+    """
+
+    cache_policy: str
+    prefetch: str
+    prune_rows: bool = False
+    budget: LayerBudgets | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSizes:
+    """Of MoE layers.
+
+    num_experts  of each
+    biases       of its experts, layer by layer; empty where they have none
+    """
+
+    num_layers: int
+    num_experts: int
+    activation: str
+    biases: Sequence[ExpertBiases] = ()
+
+
+def offload_over(
+    slots: Tensor,
+    experts: SlotExperts,
+    transfer: TransferEngine,
+    sizes: MoeSizes,
+    scheduling: Scheduling,
+    device: Processor | Accelerator,
+    recorder: Recorder,
+    timed: Timed,
+) -> Offload:
+    """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes] on a device."""
+    all_fit = len(slots) >= sizes.num_layers * sizes.num_experts
+    policy_class = KeepAllPolicy if all_fit else CACHE_POLICIES[scheduling.cache_policy]
+    policy = policy_class(len(slots), sizes.num_layers, sizes.num_experts)
+    loader = ExpertLoader(ExpertCache(len(slots), policy), transfer, recorder)
+    prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
+        loader, LookaheadBuffer(sizes.num_layers)
+    )
+    row_policy = ExpectedValuePruning(sizes.num_layers) if scheduling.prune_rows else None
+    rows = RowPruner(loader, prefetcher.lookahead, row_policy)
+    budget = None
+    if scheduling.budget is not None:
+        rules, gates = scheduling.budget
+        budget = ExpertBudget(rules, gates, loader, timed)
+        prefetcher.allowance = PredictedBudget(rules, gates, sizes.num_experts)
+
+    def verified(layer: int, route: Route) -> Route:
+        if budget is not None:
+            route = budget.serve(layer, route, rows.active_rows)
+        rows.observe(layer, route)
+        prefetcher.observe(layer, route)
+        return route
+
+    history = RouteHistory(sizes.num_layers, sizes.num_experts)
+    stream = LayerStream(loader, history, sizes.num_layers)
+
+    def read(layer: int, route: Route) -> Route:
+        stream.observe(layer, route)
+        return route
+
+    def backend(server: ExpertServer, on_route: Callable[[int, Route], Route]) -> ExactExperts:
+        table, routes = host_side(device, sizes.num_experts)
+        activation, biases = sizes.activation, sizes.biases
+        return ExactExperts(server, experts, table, routes, activation, timed, on_route, biases)
+
+    return Offload(
+        target=backend(prefetcher, verified),
+        prefetcher=prefetcher,
+        reader=backend(stream, read),
+        stream=stream,
+        loader=loader,
+        slots=slots,
+        rows=rows,
+        budget=budget,
+    )
+
+
+def residents_of(
+    loader: ExpertLoader,
+    experts: SlotExperts,
+    gates: Sequence[Gate],
+    sizes: MoeSizes,
+    device: Processor | Accelerator,
+) -> CachedExperts:
+    """The bank of drafts that make do with what lies in slots.
+
+    gates  of the MoE layers, in order
+    """
+    table, routes = host_side(device, sizes.num_experts)
+    return CachedExperts(loader, experts, table, routes, gates, sizes.activation, sizes.biases)
+
+
+def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:
+    """What goes between a bank on a device and the host that serves it: slots and routes."""
+    if isinstance(device, Processor):
+        return HostSlotTable(num_experts), HostRoutes()
+    return DeviceSlotTable(num_experts, device), DeviceRoutes(device)
+
+
+def fetch_from(source: ExpertStore) -> Fetch:
+    """Reads of one source, which holds on to nothing else."""
+
+    def fetch(key: ExpertKey, slot: Tensor) -> int:
+        return source.read(key.layer, key.expert, slot)
+
+    return fetch
+
+
+def moved_from(source: ExpertStore) -> MovedBytes:
+    """Bytes that such reads move."""
+
+    def moved_bytes(key: ExpertKey) -> int:
+        return source.moved_bytes(key.layer, key.expert)
+
+    return moved_bytes

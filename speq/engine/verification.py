@@ -1,0 +1,101 @@
+"""The pass that scores a draft with the exact experts: launched kernel by kernel, or recorded.
+
+The host has its part in it: it learns what each layer's router chose and sees that those experts
+are in slots. So what is recorded ends where a layer's experts are asked for, and goes on behind
+them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from speq.devices.device import Accelerator, Cut
+from speq.layers.offloaded_experts import ExpertBackend
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel, Scored
+from speq.models.packed_batch import SequenceTokens
+from speq.models.recorded import RecordedPasses
+from speq.routing import Route
+
+
+class Verification(Protocol):
+    def score(self, batch: Sequence[SequenceTokens]) -> list[Scored]:
+        """Score the pending tokens and drafts of a batch in one pass. Their KV is written behind
+        the length of each cache, which stays as it is. The next pass may overwrite the result.
+        """
+
+
+class EagerVerification:
+    """Launches kernel by kernel."""
+
+    def __init__(self, model: MoEModel, backend: ExpertBackend) -> None:
+        self._model, self._backend = model, backend
+
+    def score(self, batch: Sequence[SequenceTokens]) -> list[Scored]:
+        return self._model.score(self._backend, batch)
+
+
+class CutBackend:
+    """Experts that the host runs between the pieces of a graph."""
+
+    drafts: ClassVar[bool] = False
+
+    def __init__(self, backend: ExpertBackend, cut: Cut) -> None:
+        self._backend, self._cut = backend, cut
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        # No part of this object, which would hold on to the graph that it is held by.
+        backend, output = self._backend, torch.empty_like(hidden_states)
+
+        def serve() -> None:
+            # A new route for each time: it is kept, and told of by what the host knows of it.
+            output.copy_(backend(layer, hidden_states, replace(route)))
+
+        self._cut(serve)
+        return output
+
+
+class Scoring:
+    """Computes logits [T, V] and what drafters go by [T, F]."""
+
+    def __init__(self, model: MoEModel, cache: KVCache, backend: ExpertBackend) -> None:
+        self._model, self._cache, self._backend = model, cache, backend
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, seen: int, cut: Cut
+    ) -> tuple[Tensor, Tensor]:
+        backend = CutBackend(self._backend, cut)
+        hidden = self._model.forward_at(backend, self._cache, token_ids, positions, seen)[0]
+        return self._model.logits(hidden), self._model.features(hidden)
+
+
+class RecordedVerification:
+    """Launches the pieces of a graph between calls of the experts. Trees, several sequences, and a
+    sequence with another cache are launched as a whole pass, kernel by kernel.
+    """
+
+    def __init__(
+        self, model: MoEModel, cache: KVCache, backend: ExpertBackend, device: Accelerator
+    ) -> None:
+        self._eager, self._cache = EagerVerification(model, backend), cache
+        compute = Scoring(model, cache, backend)
+        self.passes = RecordedPasses("verifications", device, cache, compute)
+
+    def score(self, batch: Sequence[SequenceTokens]) -> list[Scored]:
+        first = batch[0]
+        results = None
+        if len(batch) == 1 and first.cache is self._cache and first.is_chain:
+            results = self.passes.run(first.token_ids)
+        return self._eager.score(batch) if results is None else [Scored(*results)]
+
+
+def verification_over(
+    model: MoEModel, cache: KVCache, backend: ExpertBackend, graphs_on: Accelerator | None
+) -> Verification:
+    """graphs_on: the device that passes are recorded on; None: they are launched."""
+    if graphs_on is None:
+        return EagerVerification(model, backend)
+    return RecordedVerification(model, cache, backend, graphs_on)

@@ -1,0 +1,64 @@
+"""The head that options name: our own, a published one, or a layer of the model's checkpoint."""
+
+import logging
+from pathlib import Path
+
+from speq.errors import SpeqError
+from speq.heads.draft_head import HeadSource
+from speq.heads.eagle_file import CONFIG, read_eagle
+from speq.heads.head_file import NAME, head_beside, model_digest, read_head, read_stand
+from speq.heads.mtp_file import MTP, mtp_of
+from speq.models.opened import Opened
+
+logger = logging.getLogger("speq")
+
+AUTO = "auto"
+
+
+def head_named(name: str, opened: Opened) -> HeadSource:
+    """A model's head, in host memory or still on disk.
+
+    name  auto (beside the model), mtp (the layer of the model's own checkpoint that predicts tokens
+          ahead), a file or folder of `speq train-head`, or the folder of a published head
+
+    Raises SpeqError where it is missing, damaged or another model's, or goes by layers that other
+    machines have.
+    """
+    if name == MTP:
+        check_whole(opened, name)
+        return mtp_of(opened)
+    checkpoint = opened.checkpoint
+    path = head_beside(checkpoint.path) if name == AUTO else Path(name)
+    if (path / CONFIG).is_file() and not (path / NAME).exists():
+        check_whole(opened, name)
+        return read_eagle(path, opened.shape)
+    path = path / NAME if path.is_dir() else path
+    digest = model_digest(checkpoint, opened.family.names)
+    head = read_head(path, digest, opened.shape.hidden_size)
+    if head.predicted_layers:
+        check_whole(opened, name)
+    return head
+
+
+def check_whole(opened: Opened, name: str) -> None:
+    """Raise SpeqError for a head that goes by layers of which other machines have some."""
+    if opened.part is not None:
+        raise SpeqError(
+            f"head {name} goes by layers of the whole model, which runs in stages; give one of "
+            "`speq train-head` that names no experts"
+        )
+
+
+def head_worth_weighing(opened: Opened) -> HeadSource | None:
+    """The head beside a model, if it says how far its drafts stand; None where there is none. One
+    that is damaged or another model's is left aside, and the log says so: nobody asked for it.
+    """
+    path = head_beside(opened.checkpoint.path)
+    if not path.exists():
+        return None
+    try:
+        # Its weights are as large as a layer of experts: they are read where it is weighed.
+        return head_named(AUTO, opened) if read_stand(path) else None
+    except SpeqError as error:
+        logger.warning("the head beside the model is left aside: %s", error)
+        return None

@@ -1,0 +1,208 @@
+"""A few tokens behind texts, chains or trees, and what layers do in one call for them.
+
+Each class here stands in for the `forward` of a module of transformers, whose weights and parts it
+uses. What it does not know how to run it leaves to the module's own forward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from speq.errors import present
+from speq.kernels import decoder_ops
+from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
+from speq.kernels.ops import MAX_LINEAR_ROWS, linear
+from speq.layers.arguments import refuse_unknown
+
+# Classes of transformers whose forward is the usual one, and is written anew here.
+ATTENTIONS = frozenset(
+    f"{family}Attention"
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss"),
+    )
+)
+# Their cos and sin are of one half of a head, and the other half is turned by the same ones.
+HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
+NORMS = frozenset(
+    f"{family}RMSNorm"
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
+        *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1"),
+    )
+)
+# Softmax, top-k and perhaps a division by the sum; Mixtral's always divides, and keeps float32.
+ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"})
+DIVIDING_ROUTER = "MixtralTopKRouter"
+
+Forward = Callable[..., Any]
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """A module's own forward, which does not keep the module alive: what stands in for it is held
+    by the module, and memory would be given back late.
+    """
+    module.__dict__.pop("forward", None)  # what stood in for it before
+    method = WeakMethod(module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return present(method(), "a module runs that is gone")(*args, **kwargs)
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpan:
+    """Tokens behind one text.
+
+    rows       theirs, among those of the pass
+    positions  theirs, and whether they are a tree
+    layers     of the text's KV cache
+    """
+
+    rows: slice
+    positions: Positions
+    layers: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Given to attention in place of a mask: tokens behind texts.
+
+    window  positions a token looks back at most, its own included; None: all
+    """
+
+    sequences: Sequence[DecodeSpan]
+    window: int | None
+
+
+@dataclass(slots=True, eq=False)
+class FusedNorm:
+    """An RMS norm. Given rows [T, H] and others, it adds them up and returns the sum as well."""
+
+    norm: RMSNorm
+    forward: Forward
+
+    def __call__(self, hidden_states: Tensor, others: Tensor | None = None) -> Any:
+        if others is not None:
+            return decoder_ops.add_rms_norm(hidden_states, others, self.norm)
+        if not decoder_ops.takes(hidden_states) or not hidden_states.is_contiguous():
+            return self.forward(hidden_states)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        return decoder_ops.rms_norm(rows, self.norm).view(hidden_states.shape)
+
+
+@dataclass(slots=True, eq=False)
+class FusedRouter:
+    """Logits [T, E], weights [T, K] and ids [T, K] of rows [T, H].
+
+    dtype  of the weights; None: that of the logits
+    """
+
+    weight: Tensor
+    top_k: int
+    normalised: bool
+    dtype: torch.dtype | None
+    forward: Forward
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if rows.shape[0] > MAX_LINEAR_ROWS or not decoder_ops.takes(rows):
+            scores: tuple[Tensor, Tensor, Tensor] = self.forward(hidden_states)
+            return scores
+        logits = linear(rows, self.weight)
+        dtype = self.dtype or logits.dtype
+        return logits, *decoder_ops.route(logits, self.top_k, self.normalised, dtype)
+
+
+@dataclass(slots=True, eq=False)
+class FusedAttention:
+    """Attention of rows [T, H] over the entries of layer `layer`, each over those of its text."""
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    output: nn.Module
+    heads: Heads
+    layer: int
+    forward: Forward
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, DecodeBatch):
+            attended: tuple[Tensor, None] = self.forward(
+                hidden_states, attention_mask=attention_mask, **others
+            )
+            return attended
+        refuse_unknown(type(self).__name__, others, ())
+        queries, keys, values = (project(hidden_states) for project in self.projections)
+        sequences, window = attention_mask.sequences, attention_mask.window
+        mixed = torch.empty_like(queries)
+        for sequence in sequences:
+            alone = len(sequences) == 1
+            decoder_ops.attention(
+                queries if alone else queries[sequence.rows],
+                keys if alone else keys[sequence.rows],
+                values if alone else values[sequence.rows],
+                self.heads,
+                sequence.positions,
+                window,
+                sequence.layers[self.layer].row,
+                mixed if alone else mixed[sequence.rows],
+            )
+        return self.output(mixed), None
+
+
+def fuse_norm(module: nn.Module) -> bool:
+    """Have a norm run as FusedNorm, if it is a usual one; tell whether it does."""
+    if type(module).__name__ not in NORMS:
+        return False
+    module.forward = FusedNorm(rms_norm_of(module), own_forward(module))
+    return True
+
+
+def fuse_router(module: nn.Module) -> bool:
+    """Have a router run as FusedRouter, if it is a usual one; tell whether it does."""
+    name = type(module).__name__
+    if name not in ROUTERS and name != DIVIDING_ROUTER:
+        return False
+    weight, top_k = cast(Tensor, module.weight), cast(int, module.top_k)
+    dividing = name == DIVIDING_ROUTER
+    normalised = dividing or bool(module.norm_topk_prob)
+    dtype = torch.float32 if dividing else None
+    module.forward = FusedRouter(weight, top_k, normalised, dtype, own_forward(module))
+    return True
+
+
+def fuse_attention(module: Any) -> bool:
+    """Have attention run as FusedAttention, if it is a usual one; tell whether it does."""
+    clipped = getattr(module.config, "clip_qkv", None) is not None
+    if type(module).__name__ not in ATTENTIONS or clipped:
+        return False
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
+    module.forward = FusedAttention(
+        (module.q_proj, module.k_proj, module.v_proj),
+        module.o_proj,
+        Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
+        module.layer_idx,
+        own_forward(module),
+    )
+    return True
+
+
+def sinks_of(module: nn.Module) -> Tensor | None:
+    """[heads], of attention that has sinks."""
+    sinks = getattr(module, "sinks", None)
+    return None if sinks is None else sinks.detach()
+
+
+def rms_norm_of(module: nn.Module) -> RMSNorm:
+    return RMSNorm(cast(Tensor, module.weight), cast(float, module.variance_epsilon))

@@ -1,0 +1,218 @@
+"""The decoder's layers, walked by ourselves for a few tokens behind texts.
+
+transformers' own forward takes longer for them than what it computes. The walk calls the same
+modules in the same order, in rows [T, H], and hands each addition to the norm behind it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from speq.kernels.decoder_ops import Positions
+from speq.layers.arguments import refuse_unknown
+from speq.layers.fused_modules import (
+    HALF_TURNS,
+    DecodeBatch,
+    DecodeSpan,
+    FusedNorm,
+    fuse_attention,
+    fuse_norm,
+    fuse_router,
+    own_forward,
+)
+from speq.models.families import Family
+from speq.models.hidden_state_capture import HiddenStateCapture
+from speq.models.layer_range import next_stage_layer, own_layers
+from speq.models.packed_batch import BatchSpan
+from speq.models.tree import Tree
+
+logger = logging.getLogger("speq")
+
+# Positions whose turns are computed at a time.
+POSITIONS = 256
+
+
+class DecoderOutput(NamedTuple):
+    """last_hidden_state  [1, T, H], as transformers' outputs have it."""
+
+    last_hidden_state: Tensor
+
+
+class RotaryTable:
+    """cos and sin of positions, computed once for many of them.
+
+    rotary_emb  called with a tensor of the wanted dtype and position_ids [1, P]
+    ahead       whether they may be computed before a text gets there
+    """
+
+    def __init__(self, rotary_emb: Callable[..., tuple[Tensor, Tensor]], ahead: bool) -> None:
+        self._rotary_emb = rotary_emb
+        self._count = POSITIONS if ahead else 0
+        self._first = 0
+        self._cos = self._sin = torch.empty(0)
+
+    def at(self, start: int, like: Tensor, tree: Tree | None = None) -> Positions:
+        """Of the rows of `like` [T, H], whose entries go to `start` and behind.
+
+        tree  whose last nodes they are; None: they follow one another
+        """
+        rows = like.shape[0]
+        if tree is None:
+            at = self._from(start, rows, like)
+            return Positions(start, self._cos[at : at + rows], self._sin[at : at + rows])
+        depths = tree.depths()
+        at = self._from(start - tree.first, max(depths) + 1, like)
+        places = torch.tensor(depths[tree.first :]) + at
+        return Positions(start, self._cos[places], self._sin[places], torch.tensor(tree.parents))
+
+    def _from(self, first: int, count: int, like: Tensor) -> int:
+        """Have `count` positions in the table, from `first` on; return its place there."""
+        at = first - self._first
+        if not self._count or at < 0 or at + count > self._cos.shape[0]:
+            wanted = torch.arange(first, first + max(self._count, count))
+            cos, sin = self._rotary_emb(like, position_ids=wanted[None])
+            self._cos, self._sin = cos[0], sin[0]
+            self._first, at = first, 0
+        return at
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindows:
+    """Given to a model in place of masks: tokens behind texts.
+
+    spans  of each text its rows
+    of     how far layers of each kind look back, a token's own position included; None: all the way
+    """
+
+    spans: Sequence[BatchSpan]
+    of: dict[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """kind: of `AttentionWindows`. next_norm: None behind the last of a stage's layers."""
+
+    kind: str
+    attention: nn.Module
+    norm: nn.Module
+    feed_forward: nn.Module
+    next_norm: nn.Module | None
+
+
+class FusedDecoder:
+    """Stands in for the forward of a model without its head.
+
+    kinds  of its layers
+    ahead  whether turns of positions may be computed before a text gets there
+    taps   shown what goes into each layer; None: nobody reads that
+    """
+
+    def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
+        self.capture: HiddenStateCapture | None = None
+        self._forward = own_forward(body)
+        self._embed = body.embed_tokens
+        self._table = partial(RotaryTable, whole_turns(body.rotary_emb), ahead)
+        # By number of the text's cache: texts that run side by side are of different lengths.
+        self._tables: dict[int, RotaryTable] = {}
+        layers: list[Any] = own_layers(body)
+        self._last_norm, self._next_stage = body.norm, next_stage_layer(body)
+        whole = len(layers) == len(body.layers)
+        norms = [*(layer.input_layernorm for layer in layers), body.norm if whole else None]
+        self._first_norm = layers[0].input_layernorm
+        self._layers = [
+            FusedLayer(kind, layer.self_attn, layer.post_attention_layernorm, layer.mlp, next_norm)
+            for kind, layer, next_norm in zip(kinds, layers, norms[1:], strict=True)
+        ]
+
+    def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
+        if not isinstance(attention_mask, AttentionWindows):
+            return self._forward(*args, attention_mask=attention_mask, **others)
+        refuse_unknown(type(self).__name__, others, ("input_ids",))
+        return self._run_layers(attention_mask, others["input_ids"])
+
+    def _run_layers(self, windows: AttentionWindows, input_ids: Tensor) -> DecoderOutput:
+        hidden = self._embed(input_ids[0])
+        sequences = [self._span(span, hidden) for span in windows.spans]
+        chains = {kind: DecodeBatch(sequences, window) for kind, window in windows.of.items()}
+        normed = self._first_norm(hidden)
+        for index, layer in enumerate(self._layers):
+            if self.capture is not None:
+                self.capture.see(index, hidden)
+            update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
+            hidden, normed = add_and_norm(hidden, update, layer.norm)
+            update = feed_forward_of(layer.feed_forward, normed)
+            if layer.next_norm is None:
+                return DecoderOutput(self._beyond(hidden + update)[None])
+            hidden, normed = add_and_norm(hidden, update, layer.next_norm)
+        return DecoderOutput(normed[None])
+
+    def _beyond(self, hidden: Tensor) -> Tensor:
+        """Behind the layers of a stage: what other machines make of it, and the last norm, where
+        this stage has those.
+        """
+        if self._next_stage is not None:
+            hidden = self._next_stage(hidden)
+        last: Tensor = self._last_norm(hidden)
+        return last
+
+    def _span(self, span: BatchSpan, hidden: Tensor) -> DecodeSpan:
+        """Where the rows of a text stand among those of a pass, hidden [T, H]."""
+        cache = span.cache
+        table = self._tables.get(cache.number)
+        if table is None:
+            table = self._tables[cache.number] = self._table()
+        positions = table.at(cache.length, hidden[span.rows], span.tree)
+        return DecodeSpan(span.rows, positions, cache.layers)
+
+
+def whole_turns(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What gives cos and sin of whole heads."""
+    if type(rotary_emb).__name__ not in HALF_TURNS:
+        turns_whole: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
+        return turns_whole
+
+    def turns(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary_emb(like, position_ids=position_ids)
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+    return turns
+
+
+def feed_forward_of(feed_forward: nn.Module, rows: Tensor) -> Tensor:
+    """What a layer's block makes of rows [T, H]; some give more than that."""
+    made = feed_forward(rows[None])
+    first: Tensor = made[0] if isinstance(made, tuple) else made
+    return first[0]
+
+
+def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """hidden + update, both [T, H], and the norm of that."""
+    if isinstance(norm.forward, FusedNorm):
+        both: tuple[Tensor, Tensor] = norm(hidden, update)
+        return both
+    hidden = hidden + update
+    return hidden, norm(hidden)
+
+
+def install_fused_decoder(model: Any, family: Family, kinds: list[str], ahead: bool) -> None:
+    """Have few tokens behind texts walked through a model on the CPU, if its parts are usual.
+
+    kinds, ahead  as FusedDecoder has them
+    """
+    for module in model.modules():
+        fuse_norm(module)
+    for block in family.moe_blocks(model).values():
+        if not fuse_router(block.router):
+            logger.debug("%s runs as transformers has it", type(block.router).__name__)
+    own: list[Any] = own_layers(model.model)
+    attentions = [layer.self_attn for layer in own]
+    other = [attention for attention in attentions if not fuse_attention(attention)]
+    if other:
+        logger.debug("%s runs as transformers has it", type(other[0]).__name__)
+    else:
+        model.model.forward = FusedDecoder(model.model, kinds, ahead)

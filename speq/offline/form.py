@@ -1,0 +1,102 @@
+"""A request of a file as the engine takes it, and the line that its answer becomes."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from speq.config import SamplingParams
+from speq.engine.request import Request
+from speq.errors import SpeqError
+from speq.generator import Generator, Token
+from speq.offline.answer import Answer
+from speq.offline.request_file import RequestLine
+from speq.options.declared import declared, refuse_unknown
+
+SAMPLING = tuple(each.name for each in declared(SamplingParams))
+# What a request of our own form may have beside them.
+FIELDS = ("custom_id", "prompt", "messages")
+
+
+class OfflineRequest(Protocol):
+    """One request that is being answered."""
+
+    @property
+    def request(self) -> Request: ...
+
+    def add_tokens(self, tokens: list[Token]) -> None:
+        """Take the tokens that have come."""
+
+    def answer(self, figures: dict[str, Any]) -> Answer:
+        """What came of it, once all tokens have. figures: the text's own."""
+
+
+class Form(Protocol):
+    """A way in which requests and answers are written."""
+
+    def read_request(self, request: RequestLine, given: dict[str, Any]) -> OfflineRequest:
+        """Raises SpeqError for what cannot be asked for."""
+
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+        """What a request that failed becomes."""
+
+
+def heading(request: RequestLine, given: dict[str, Any]) -> dict[str, Any]:
+    """What tells whose answer a line is."""
+    named = {"custom_id": given["custom_id"]} if "custom_id" in given else {}
+    return {"line": request.line} | named
+
+
+@dataclass(slots=True)
+class PlainRequest:
+    """A request of our own form."""
+
+    number: int
+    heading: dict[str, Any]
+    request: Request
+    _pieces: list[str] = field(default_factory=list)
+
+    def add_tokens(self, tokens: list[Token]) -> None:
+        self._pieces += [token.text for token in tokens]
+
+    def answer(self, figures: dict[str, Any]) -> Answer:
+        prompt_tokens = len(self.request.prompt_token_ids)
+        new_tokens = len(self.request.output_token_ids)
+        content = self.heading | {
+            "text": "".join(self._pieces),
+            "finish_reason": self.request.finish_reason,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": new_tokens,
+                "total_tokens": prompt_tokens + new_tokens,
+            },
+            "stats": figures,
+        }
+        return Answer(self.number, content, None, prompt_tokens, new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainForm:
+    """{"prompt": text or token ids} or {"messages": [...]}, with options of sampling beside it.
+
+    sampling  where a request says nothing
+    """
+
+    generator: Generator
+    sampling: SamplingParams
+
+    def read_request(self, request: RequestLine, given: dict[str, Any]) -> PlainRequest:
+        refuse_unknown(given, (*FIELDS, *SAMPLING))
+        if ("prompt" in given) == ("messages" in given):
+            raise SpeqError("prompt or messages must be given, and not both")
+        prompt: Any = given.get("prompt", given.get("messages"))
+        if "messages" in given and not (
+            isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)
+        ):
+            raise SpeqError("messages must be a list of objects with role and content")
+        own = {name: given[name] for name in SAMPLING if name in given}
+        options: Any = asdict(self.sampling) | own
+        made = self.generator.prepare(prompt, None, options)
+        return PlainRequest(request.number, heading(request, given), made)
+
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+        sentence = str(error)
+        return Answer(request.number, heading(request, given) | {"error": sentence}, sentence)

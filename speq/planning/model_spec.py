@@ -1,0 +1,225 @@
+"""A model to plan for. A config.json is enough."""
+
+import contextlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
+from speq.drafts.draft_source import dense_draft, open_draft
+from speq.errors import SpeqError
+from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
+from speq.experts.expert_store import reading_bytes
+from speq.experts.int4 import Int4Layout
+from speq.files.json_file import read_json
+from speq.files.published_format import WORDS, format_of
+from speq.governor.planner import PassBytes
+from speq.heads.draft_head import HeadSizes
+from speq.kernels.library import KERNELS, Kernels
+from speq.models.dense_form import DenseForm
+from speq.models.families import family_of
+from speq.models.opened import Opened
+from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
+from speq.planning.used_experts import WHOLE, DraftPart
+
+# Of an expert's record a draft's codes of it take this at most.
+DRAFT_SHARE = 3 / 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as planning sees it.
+
+    dtype          computed in; words: of the experts as published
+    codec          of the experts at hand, sized by the largest, or of what was published
+    published      whether these are words as published, which a run may encode as it reads them
+    draft          layout of an INT4 expert; None: there can be none
+    dense_draft    the draft's other layers that run on codes
+    reading_bytes  taken by each thread that reads the experts at hand
+    converted_bytes  of tensors outside the experts that are stored in another dtype
+    dense          how the matrices outside the experts are held
+    copying_bytes  taken by writing a packed copy of the experts while the run goes on
+    packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
+                   none of; empty where no pack holds any
+    draft_parts    which shares of the experts the draft may hold, one of which is settled on
+    head           sizes of the head that may draft; None: there is none
+    head_stand     by depth, how often its tokens stood where it was trained; empty: not measured
+    """
+
+    name: str
+    shape: ModelShape
+    dtype: torch.dtype
+    words: torch.dtype
+    codec: ExpertCodec
+    published: bool
+    draft: Int4Layout | None
+    dense_draft: DenseDraft
+    reading_bytes: int
+    converted_bytes: int
+    dense: DenseForm
+    copying_bytes: int = 0
+    packed_dense: tuple[int | None, ...] = ()
+    head: HeadSizes | None = None
+    head_stand: tuple[float, ...] = ()
+    draft_parts: tuple[DraftPart, ...] = (WHOLE,)
+
+    @classmethod
+    def of_config(cls, name: str, path: Path, dtype: str) -> "ModelSpec":
+        """A folder with a config.json: experts as published, and a draft made by rounding."""
+        content = read_json(path / "config.json")
+        published = format_of(content, path)
+        config = config_in(path)
+        shape = shape_of(family_of(content, path), config, path / "config.json")
+        words = config.dtype if config.dtype in DTYPES.values() else torch.bfloat16
+        words = words if published == WORDS else torch.bfloat16
+        experts = shape.experts
+        sizes = experts.hidden_size, experts.expert_width
+        stored = ExpertShape(*sizes, words, published)
+        codec = own_codec(stored)
+        computed = DTYPES.get(dtype, words)
+        stored_bytes = shape.resident_weights * words.itemsize
+        return cls(
+            name=name,
+            shape=shape,
+            dtype=computed,
+            words=words,
+            codec=codec,
+            published=True,
+            draft=worthwhile(Int4Layout(*sizes), codec),
+            dense_draft=DenseDraft.of("auto", shape.draft_layers),
+            reading_bytes=reading_bytes(stored, experts.transposed),
+            converted_bytes=0 if computed == words else stored_bytes,
+            dense=DenseForm.raw(shape.dense, computed.itemsize),
+        )
+
+    @classmethod
+    def of_model(cls, name: str, opened: Opened, dtype: str) -> "ModelSpec":
+        """A whole model: its experts as they are packed, and the draft it would run with."""
+        draft, shapes = None, opened.shape.draft_layers
+        dense = DenseDraft.of("auto", shapes)
+        with contextlib.suppress(SpeqError):  # refused by a run, with its reason
+            checkpoint, store, experts = opened.checkpoint, opened.store, opened.shape.experts
+            source = open_draft("auto", checkpoint, store, experts, shapes)
+            with contextlib.closing(source):
+                draft, dense = source.layout, dense_draft("auto", shapes, source)
+        return cls.of_draft(name, opened, dtype, draft, dense)
+
+    @classmethod
+    def of_draft(
+        cls,
+        name: str,
+        opened: Opened,
+        dtype: str,
+        draft: Int4Layout | None,
+        dense: DenseDraft = EXPERTS_ONLY,
+    ) -> "ModelSpec":
+        """A whole model beside a draft of that layout."""
+        store = opened.store
+        words = store.codec.shape.dtype
+        computed = DTYPES.get(dtype, words)
+        return cls(
+            name=name,
+            shape=opened.shape,
+            dtype=computed,
+            words=words,
+            codec=store.codec,
+            published=store.published,
+            draft=None if draft is None else worthwhile(draft, store.codec),
+            dense_draft=dense,
+            reading_bytes=store.reading_bytes,
+            converted_bytes=opened.converted_bytes(computed),
+            dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
+            packed_dense=opened.packed_dense(computed),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.shape.experts.layers)
+
+    @property
+    def count(self) -> int:
+        """Experts of all layers together."""
+        return self.num_layers * self.shape.experts.num_experts
+
+    @property
+    def non_expert_bytes(self) -> int:
+        """Weights outside the experts, as they are held."""
+        saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
+        return self.shape.resident_bytes(self.dtype) - saved_bytes
+
+    def with_dense(
+        self, name: str, usual: bool = False, kernels: Kernels = KERNELS["cpu"]
+    ) -> "ModelSpec":
+        """The same, its dense matrices in another form: as small as they can be there, or as usual.
+        kernels: that run them.
+
+        Records have sizes that only loading tells, or a pack that holds them. A plan by the
+        smallest refuses no budget that would do.
+        """
+        shapes, itemsize = self.shape.dense, self.dtype.itemsize
+        if name == "raw":
+            return replace(self, dense=DenseForm.raw(shapes, itemsize))
+        sized = DenseForm.usual if usual else DenseForm.least
+        form = sized(name, shapes, itemsize, kernels)
+        if name == "lossless" and self.packed_dense:
+            form = form.in_pack(
+                [
+                    nbytes if nbytes is None or kernels.takes_record(nbytes, columns) else words
+                    for nbytes, words, (_, columns) in zip(
+                        self.packed_dense, form.words_bytes, shapes, strict=True
+                    )
+                ]
+            )
+        return replace(self, dense=form)
+
+    @property
+    def base_bytes(self) -> int:
+        """INT4 copy of all experts; 0 where there can be none."""
+        return 0 if self.draft is None else self.count * self.draft.nbytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """The draft: INT4 copy of all experts, and codes of other layers; 0: there can be none."""
+        return self.draft_bytes_of(WHOLE)
+
+    def draft_bytes_of(self, part: DraftPart) -> int:
+        """The same of a draft that holds a part of the experts."""
+        if self.draft is None:
+            return 0
+        return self.drafted(part.count) * self.draft.nbytes + self.dense_draft.nbytes
+
+    def drafted(self, count: int | None) -> int:
+        """Experts of all layers together of which a draft holds so many a layer; None: all."""
+        return self.count if count is None else self.num_layers * count
+
+    @property
+    def pass_bytes(self) -> PassBytes:
+        shape, codes = self.shape, self.dense_draft
+        token_experts = self.num_layers * shape.top_k
+        # The first matrix is the embedding.
+        unread_bytes = 0 if shape.tied else self.dense.sizes[0]
+        fixed_bytes = self.non_expert_bytes - unread_bytes
+        if self.dense.name == "residual":
+            fixed_bytes += sum(layout.nbytes for layout in codes.bases)
+        weights = sum(layout.outputs * layout.columns for layout in codes.layouts.values())
+        words_bytes = weights * self.dtype.itemsize
+        replaced_bytes = words_bytes * self.dense.nbytes // sum(self.dense.words_bytes)
+        return PassBytes(
+            layers=shape.num_layers,
+            fixed_bytes=fixed_bytes,
+            draft_fixed_bytes=fixed_bytes - replaced_bytes + codes.nbytes,
+            draft_token_bytes=token_experts * self.base_bytes // self.count,
+            token_experts=token_experts,
+            # Tokens are said by a matrix of the embedding's shape.
+            head_bytes=self.head.nbytes(self.dtype) + self.dense.sizes[0] if self.head else 0,
+        )
+
+
+def worthwhile(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
+    """None for dimensions that INT4 codes cannot be packed in, and for a draft that is about as
+    large as the experts, as beside MXFP4: slots for these do more in its place.
+    """
+    with contextlib.suppress(SpeqError):
+        return draft if draft.nbytes <= DRAFT_SHARE * codec.record_range[1] else None
+    return None

@@ -1,0 +1,193 @@
+"""Few tokens walked through a model by ourselves, beside transformers' own pass over them."""
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq.devices.device import Processor
+from speq.layers.fused_modules import FusedAttention, FusedNorm, FusedRouter
+from speq.models import moe_model
+from speq.models.fused_decoder import POSITIONS, FusedDecoder, RotaryTable
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+from speq.models.opened import open_model
+from speq.models.tree import Tree
+from speq.routing import Route
+from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, WITH_STATES, write_model
+
+# Attention of other families is no usual one.
+UNUSUAL = (
+    *("deepseek_v2", "glm4_moe_lite", "deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe"),
+    "gemma4",
+)
+WALKED = tuple(family for family in FAMILIES if family not in (*UNUSUAL, *WITH_STATES))
+PROMPT, MORE = 29, 9
+
+
+class SomeExperts:
+    """Experts that are no experts, but differ from row to row and with the route."""
+
+    drafts = False
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        weighed = (route.topk_ids + 1) * route.topk_weights.to(hidden_states.dtype)
+        return hidden_states * weighed.sum(1, keepdim=True).sin() + layer
+
+
+def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, KVCache]:
+    opened = open_model(path)
+    model = moe_model.load(opened.family, opened.checkpoint, dtype, Processor())
+    shape = opened.shape
+    device = torch.device("cpu")
+    cache = shape.cache(64, dtype, device)
+    opened.close()
+    return model, cache
+
+
+@torch.inference_mode()
+def passes(
+    model: MoEModel, cache: KVCache, count: int, parents: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Hidden states of tokens behind a text: walked where that can be, and with a mask.
+
+    parents  of a tree's nodes behind the root; None: a chain
+    """
+    tokens = torch.arange(PROMPT + count)[None] * 7 % 256
+    model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
+    cache.advance(PROMPT)
+    tree = None if parents is None else Tree.of(parents)
+    more = tokens[:, PROMPT:]
+    walks, model._fused = model._fused, False
+    masked = model.forward(SomeExperts(), cache, more, tree)
+    model._fused = walks
+    return model.forward(SomeExperts(), cache, more, tree), masked
+
+
+@pytest.mark.parametrize("count", [1, MORE])
+@pytest.mark.parametrize("family", WALKED)
+def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny(family), torch.float32)
+    assert isinstance(model.body.forward, FusedDecoder)
+    chain, tree = passes(model, cache, count)
+    assert chain.shape == tree.shape == (1, count, 64)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_trees_are_walked_as_well(family: str, tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny(family), torch.float32)
+    parents = [0, 0, 1, 1, 2, 4, 6, 3]
+    walked, masked = passes(model, cache, MORE, parents)
+    torch.testing.assert_close(walked, masked, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_branch_is_walked_as_its_chain(window: int | None, tmp_path: Path) -> None:
+    """Bit for bit, in 16 bits as well, of more rows than torch would be left to run."""
+    sliding = {"use_sliding_window": window is not None, "sliding_window": window}
+    path = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16, **sliding)
+    model, cache = loaded(path, torch.bfloat16)
+    tokens = torch.arange(PROMPT + 33)[None] * 7 % 256
+    model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
+    cache.advance(PROMPT)
+    parents = [at * at % (at + 1) for at in range(32)]
+    branches = model.forward(SomeExperts(), cache, tokens[:, PROMPT:], Tree.of(parents))[0]
+    for node in (0, 1, 7, 20, 32):
+        above = [node]
+        while above[0]:
+            above.insert(0, parents[above[0] - 1])
+        chain = torch.tensor([[int(tokens[0, PROMPT + at]) for at in above]])
+        alone = model.forward(SomeExperts(), cache, chain)[0]
+        assert torch.equal(branches[above], alone)
+
+
+def test_walk_rounds_where_transformers_rounds(tmp_path: Path) -> None:
+    """In bfloat16 most numbers are the same to the last bit, which needs each rounding in place."""
+    path = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16)
+    chain, tree = passes(*loaded(path, torch.bfloat16), MORE)
+    torch.testing.assert_close(chain, tree, rtol=0.1, atol=0.1)
+    assert (chain == tree).float().mean() > 0.5
+
+
+def test_sliding_layers_look_back_as_far_as_they_may(tmp_path: Path) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    path = write_model(tmp_path / "model", "qwen2_moe", layer_types=kinds, **options)
+    chain, tree = passes(*loaded(path, torch.float32), MORE)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_other_attention_runs_as_transformers_has_it(
+    family: str, tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "speq"):
+        model, cache = loaded(tiny(family), torch.float32)
+    name = type(model.body.layers[0].self_attn).__name__  # type: ignore[index, union-attr]
+    assert f"{name} runs as transformers has it" in caplog.messages
+    assert not isinstance(model.body.forward, FusedDecoder)
+    # Gemma 4's norms take another root.
+    usual = isinstance(model.body.norm.forward, FusedNorm)  # type: ignore[union-attr]
+    assert usual == (family != "gemma4")
+    chain, tree = passes(model, cache, MORE)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+def test_doubles_run_as_transformers_has_it(tiny: Callable[[str], Path]) -> None:
+    model, _ = loaded(tiny("qwen2_moe"), torch.float64)
+    forwards = {type(module.forward) for module in model.body.modules()}
+    assert not forwards & {FusedDecoder, FusedAttention, FusedNorm, FusedRouter}
+
+
+def test_clipped_projections_run_as_transformers_has_it(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "olmoe", clip_qkv=0.5)
+    model, cache = loaded(path, torch.float32)
+    assert not isinstance(model.body.forward, FusedDecoder)
+    chain, tree = passes(model, cache, MORE)
+    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_given_up_is_gone_at_once(tiny: Callable[[str], Path]) -> None:
+    model, _ = loaded(tiny("qwen3_moe"), torch.float32)
+    layer: Any = model.dense["model.layers.0.self_attn.q_proj"].exact
+    weight = ref(layer.weight)
+    del layer
+    gc.disable()  # nobody looks for what holds itself
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_turns_are_computed_once_for_many_positions() -> None:
+    asked: list[list[int]] = []
+
+    def rotary_emb(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(position_ids[0].tolist())
+        angles = position_ids[..., None] * torch.tensor([1.0, 0.1])
+        return angles.cos(), angles.sin()
+
+    table, like = RotaryTable(rotary_emb, ahead=True), torch.zeros(3, 8)
+    for start in (5, 6, POSITIONS + 2, POSITIONS + 3, 2):
+        positions = table.at(start, like)
+        angles = torch.arange(start, start + 3)[:, None] * torch.tensor([1.0, 0.1])
+        assert positions.start == start
+        assert torch.equal(positions.cos, angles.cos())
+        assert torch.equal(positions.sin, angles.sin())
+    firsts = [5, POSITIONS + 3, 2]
+    assert asked == [[*range(first, first + POSITIONS)] for first in firsts]
+    asked.clear()
+    table = RotaryTable(rotary_emb, ahead=False)
+    for start in (5, 6):
+        assert torch.equal(
+            table.at(start, like).cos[0], rotary_emb(like, torch.tensor([[start]]))[0][0, 0]
+        )
+    assert asked[::2] == [[5, 6, 7], [6, 7, 8]]
