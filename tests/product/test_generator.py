@@ -408,7 +408,7 @@ def test_steps_return_the_tokens_they_emitted(trained: ModelSpec) -> None:
     run = engine.recorder.begin_run(RunStats(0.0, {}))
     emitted = [engine.prefill(request)]
     while request.finish_reason is None:
-        emitted.append(engine.step([request]))
+        emitted += engine.step([request])
     tokens = [token for each in emitted for token in each]
     assert tokens == request.output_token_ids == trained.wanted(ids, 20)
     assert [len(each) for each in emitted] == [step.emitted for step in run.steps]

@@ -24,7 +24,7 @@ from speq.models import delta_net, self_test, short_conv
 from speq.models.attention import attend_beside_sinks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
-from speq.models.layer_range import MissingLayer
+from speq.models.layer_range import LayerRange, MissingLayer
 from speq.models.opened import open_model
 from speq.models.packed_batch import BatchSpan, cache_of
 from speq.models.self_test import check_transformers, fill
@@ -168,7 +168,7 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
 def test_other_modules_refuse_what_they_do_not_know() -> None:
     rows = torch.zeros(1, 2, 4)
     assert MissingLayer()(rows, cache=None, attention_mask=None, position_ids=None) is rows
-    with pytest.raises(SpeqError, match="Elsewhere is given second_stream"):
+    with pytest.raises(SpeqError, match="MissingLayer is given second_stream"):
         MissingLayer()(rows, second_stream=rows)
     with pytest.raises(TypeError):
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
