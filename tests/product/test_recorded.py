@@ -26,7 +26,7 @@ from speq.models import recorded as graphs
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
-from speq.models.packed_batch import SequenceTokens
+from speq.models.packed_batch import BatchSpan, SequenceTokens
 from speq.models.recorded import recording_device
 from speq.routing import Route
 from tests.helpers.host_device import host_device
@@ -374,7 +374,8 @@ def test_a_length_that_python_knows_is_caught(
     """A graph of the usual pass goes on writing where it was recorded."""
 
     def usual(self: MoEModel, backend: Any, cache: KVCache, token: Tensor, *_: Any) -> Tensor:
-        return self.forward(backend, [SequenceTokens(cache, token[0].tolist())])
+        positions, mask = self._seen(BatchSpan(cache, 0, 1, None))
+        return self._run(backend, cache, token, positions, self._masks(mask))
 
     monkeypatch.setattr(MoEModel, "forward_at", usual)
     with ready(tiny("qwen3_moe")) as made:
