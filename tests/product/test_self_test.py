@@ -157,8 +157,8 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
     call, rows = stand_in(mixer), torch.zeros(1, 1, 2)
     with pytest.raises(SpeqError, match="is given the KV cache by no name"):
         call(rows, attention_mask=None)
-    with pytest.raises(SpeqError, match=r"is given state_of_sequence by transformers .* not know"):
-        call(rows, cache=None, state_of_sequence=object())
+    with pytest.raises(SpeqError, match=r"is given state_of_text by transformers .* not know"):
+        call(rows, cache=None, state_of_text=object())
     with pytest.raises(SpeqError, match="by cache and past_key_values"):
         call(rows, cache=None, past_key_values=None)
     with pytest.raises(SpeqError, match="is given seq_idx"):
@@ -195,7 +195,7 @@ def test_caches_are_told_what_attention_is_given() -> None:
         ):
             assert torch.equal(got, given)
         with pytest.raises(TypeError):
-            held.update(*entries, 0, state_of_sequence=1)
+            held.update(*entries, 0, state_of_text=1)
 
 
 def test_prompts_give_the_rule_as_many_keys_as_values(tiny: Folder) -> None:
