@@ -536,7 +536,7 @@ class Interrupt:
         self.after = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        phase = self._phase(*args)
+        phase = self._phase(*args, **kwargs)
         fires = (phase, self.calls[phase]) == self.at
         self.calls[phase] += 1
         result = self._original(*args, **kwargs) if self.after or not fires else None
@@ -575,7 +575,7 @@ def test_an_interrupt_leaves_it_ready(
     phases: set[str],
     after: bool,
 ) -> None:
-    def phase_of_step(*args: object) -> str:
+    def phase_of_step(*args: object, **kwargs: object) -> str:
         return small.generator.runtime.recorder.step.phase
 
     function = Interrupt(
