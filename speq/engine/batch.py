@@ -6,7 +6,7 @@ Then its prompt is run chunk by chunk, between decode steps of those that run.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,13 +130,6 @@ class Batch:
         except BaseException:
             self.clear()
             raise
-
-    def run(
-        self, draft_length: Callable[[], int | None], progress: PrefillProgress | None = None
-    ) -> Iterator[StepOutput]:
-        """Step until no request is left; what each step brings. draft_length: asked before each"""
-        while not self.idle:
-            yield from self.step(draft_length(), progress)
 
     def _renew_record(self) -> None:
         run = self.runtime.recorder.run
