@@ -30,7 +30,7 @@ end in their unit: `_ms`, `_s`, `_bytes`.
 
 ## Expert budgets
 
-`budget` is there for runs with `--expert-budget` or `--expert-floor`, which are not exact.
+`budget` is there for runs within an [expert budget](budgets.md), which are not exact.
 
 {budget}
 

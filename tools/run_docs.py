@@ -105,7 +105,7 @@ def programs_of(page: Path) -> list[str]:
 
 
 def slow(command: Command) -> bool:
-    """Whether a command measures for minutes."""
+    """Tell whether a command measures for minutes."""
     name = command.words[0]
     return name in SLOW or (command.in_lab and name not in QUICK_BENCHES)
 
