@@ -40,7 +40,7 @@ STAND_INS = {
 TEXTS = ("humaneval.jsonl", "text.jsonl")
 REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
-QUICK_BENCHES = ("bench.lab.memory", "bench.lab.step", "bench.lab.widen")
+QUICK_BENCHES = ("widen", "bench.lab.memory", "bench.lab.step")
 SLOW = ("bench", "quantize", "tune", "check")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")
@@ -106,8 +106,9 @@ def programs_of(page: Path) -> list[str]:
 
 def slow(command: Command) -> bool:
     """Tell whether a command measures for minutes."""
-    name = command.words[0]
-    return name in SLOW or (command.in_lab and name not in QUICK_BENCHES)
+    name, *rest = command.words
+    bench = rest[0] if name == "bench" else name
+    return (name in SLOW or command.in_lab) and bench not in QUICK_BENCHES
 
 
 def here(command: Command, scratch: Path, wide: bool) -> list[str]:
@@ -119,7 +120,7 @@ def here(command: Command, scratch: Path, wide: bool) -> list[str]:
             words += sorted(path.relative_to(scratch).as_posix() for path in scratch.glob(moved))
         else:
             words.append(moved)
-    if words[0] == "bench.lab.widen" and not wide:
+    if words[:2] == ["bench", "widen"] and not wide:
         words += SMALL
     return words
 

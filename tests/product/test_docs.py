@@ -185,5 +185,5 @@ def test_commands_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
 
     assert here("plan", "a/*/") == ["plan", "a/b", "a/c"]
     assert here("plan", "MODEL", "/tmp/x") == ["plan", "models/tiny-moe", f"{tmp_path}/tmp/x"]
-    assert here("bench.lab.widen", "x") == ["bench.lab.widen", "x", *run_docs.SMALL]
-    assert here("bench.lab.widen", "x", wide=True) == ["bench.lab.widen", "x"]
+    assert here("bench", "widen", "x") == ["bench", "widen", "x", *run_docs.SMALL]
+    assert here("bench", "widen", "x", wide=True) == ["bench", "widen", "x"]
