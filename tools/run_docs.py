@@ -27,21 +27,21 @@ MODEL = "models/tiny-moe"
 PROMPTS = "speq/measure/prompts/mixed.jsonl"
 # What a reader would bring, and what stands in for it here.
 STAND_INS = {
-    "bench/results": str(ROOT / "bench/results"),
     PROMPTS: str(ROOT / PROMPTS),
     "MODEL": MODEL,
     "FOLDER/lossless": MODEL,
     "FOLDER/model": MODEL,
     "FOLDER_OR_HUB_ID": MODEL,
-    "PACKED": MODEL,
     "WIDENED-PACK": MODEL,
     "Qwen/Qwen1.5-MoE-A2.7B": MODEL,
 }
-TEXTS = ("humaneval.jsonl", "text.jsonl")
+RESULTS = "bench/results"
+PROMPT_FILES = ("humaneval.jsonl", "text.jsonl")
+TEXTS = "TEXTS"
 REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "bench.lab.memory", "bench.lab.step")
-SLOW = ("bench", "quantize", "tune", "check")
+SLOW = ("bench", "quantize", "train-head", "tune", "check")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")
 ASKING = ("bench", "serve")
@@ -116,6 +116,7 @@ def here(command: Command, scratch: Path, wide: bool) -> list[str]:
     words: list[str] = []
     for word in command.words:
         moved = STAND_INS.get(word, word).replace("/tmp/", f"{scratch}/tmp/")
+        moved = moved.replace(RESULTS, str(ROOT / RESULTS))
         if "*" in moved:
             words += sorted(path.relative_to(scratch).as_posix() for path in scratch.glob(moved))
         else:
@@ -130,8 +131,10 @@ def prepare(scratch: Path) -> None:
     (scratch / "tmp").mkdir()
     shutil.copytree(ROOT / MODEL, scratch / MODEL, ignore=shutil.ignore_patterns(".speq"))
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")
-    for name in TEXTS:
+    for name in PROMPT_FILES:
         shutil.copy(ROOT / PROMPTS, scratch / name)
+    (scratch / TEXTS).mkdir()
+    shutil.copy(ROOT / "CONTRIBUTING.md", scratch / TEXTS / "contributing.txt")
     (scratch / REQUESTS).write_text('{"prompt": "The sea", "max_new_tokens": 8}\n' * 3)
 
 
@@ -189,7 +192,8 @@ def main() -> None:
                 tasks.setdefault((*program, *words), str(command))
             for text in programs_of(page):
                 tasks[(sys.executable, "-I", "-c", text)] = f"{page.name}: Python"
-        for arguments, name in tasks.items():
+        # Several pages use what widening writes.
+        for arguments, name in sorted(tasks.items(), key=lambda task: "widen" not in task[0]):
             start_s = time.perf_counter()
             fault = run(list(arguments), scratch, options.timeout)
             verdict = "ran" if fault is None else "FAILED"
