@@ -1,4 +1,4 @@
-"""The matrices of a model outside its experts and routers: which there are, how they are held."""
+"""The dense matrices of a model, outside its experts and routers, and the forms that hold them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -19,19 +19,18 @@ from speq.models.resident import MappedWeights
 from speq.units import Done
 
 Plain = nn.Linear | nn.Embedding
-# The codes that a module's matrix may be a residual of, where it is one that drafts run on codes;
-# given its name and its words.
+# Returns the INT4 codes that a module's matrix may be a residual of, given its name and its
+# weights; None if drafts do not run it on codes.
 Base = Callable[[str, Tensor], Int4Pair | None]
-# Makes what holds matrices in the place of their words, by the names of the modules, which it is
-# given.
+# Encodes the matrices of named modules; returns what holds them, by the same names.
 Records = Callable[[Iterable[tuple[str, Plain]], MappedWeights], Mapping[str, ExactMatrix]]
 
 
 def plain_modules(
     model: nn.Module, routers: Iterable[nn.Module] = ()
 ) -> Iterator[tuple[str, Plain]]:
-    """transformers' own dense layers and embedding, by name. Classes derived from them are left as
-    they are, but for an embedding that multiplies its rows, and so is what routers are made of.
+    """Yield transformers' own dense layers and embedding, by name. Derived classes are left as they
+    are, except an embedding that scales its rows. So are the modules of routers.
     """
     left = {id(module) for router in routers for module in router.modules()}
     for name, module in model.named_modules():
@@ -41,7 +40,7 @@ def plain_modules(
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether it is an embedding that multiplies its rows by a buffer."""
+    """True for an embedding that multiplies its rows by a buffer."""
     return isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
 
 
@@ -51,9 +50,9 @@ def hold_dense(
     records: Mapping[str, ExactMatrix],
     routers: Iterable[nn.Module] = (),
 ) -> None:
-    """Put modules of ours in the place of all dense layers and of the embedding.
+    """Replace all dense layers and the embedding by modules of ours.
 
-    records  matrices that are held as records, by the name of the module; others stay words
+    records  packed matrices, by the name of the module; others stay plain weights
     routers  modules that are left as they are
     """
     raw: dict[int, RawMatrix] = {}
@@ -74,7 +73,7 @@ def standing_in(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn
 
 
 def held_matrices(model: nn.Module) -> list[ExactMatrix]:
-    """The matrices in modules of ours; one that two share comes once."""
+    """Distinct matrices in modules of ours."""
     held: dict[int, ExactMatrix] = {}
     for module in model.modules():
         if isinstance(module, DenseLinear):
@@ -100,16 +99,17 @@ def encode_dense(
     base: Base | None = None,
     packed: PackedDense | None = None,
 ) -> dict[str, ExactMatrix]:
-    """Records of all matrices, or the words of those that take no less as records, or more than the
+    """Pack all matrices. Those stay plain weights that would not be smaller, or are larger than the
     device's kernels take.
 
     plain   the modules that have them, by name
-    mapped  what the weights of a model that was just loaded are mapped from
-    base    what records are residuals of, on the device; None, and where it has none: lossless ones
-    packed  lossless records that a pack holds, which are read instead of being made
+    mapped  files that the weights of a model that was just loaded are mapped from
+    base    codes on the device that the packed matrices are residuals of; None, and where it has
+            none: lossless
+    packed  lossless matrices in a pack, which are read instead of being encoded
 
-    A matrix's words are given up when its record is made. The largest come first, as long as little
-    else is held: `DenseForm.loading_bytes` counts on it.
+    A matrix's plain weights are freed when it is packed. The largest come first, while little else
+    is held: `DenseForm.loading_bytes` counts on it.
     """
     names: dict[int, list[str]] = {}
     weights: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ def encode_dense(
         weights[id(module.weight)] = module.weight
     made: dict[str, ExactMatrix] = {}
     kernels = KERNELS[device.type]
-    # One thread talks to a device: others make what is sent there.
+    # One thread talks to a device; the others encode what is sent there.
     one_by_one = base is not None and device.type != "cpu"
     place = device if one_by_one else torch.device("cpu")
 
@@ -152,7 +152,7 @@ def encode_dense(
 
 
 def on_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
-    """A matrix of the host on a device."""
+    """Copy a matrix from the host to a device."""
     if isinstance(matrix, LosslessMatrix):
         return replace(matrix, record=matrix.record.to(device))
     return RawMatrix(matrix.words().to(device))
@@ -166,9 +166,8 @@ def as_packed(
     device: torch.device,
     kernels: Kernels,
 ) -> ExactMatrix:
-    """A matrix that is mapped from a pack's tensor of that name, as the pack has it, on a device.
-
-    Its words are not read where there is a record that kernels take.
+    """Load a mapped matrix to a device in the form in which the pack has it. Its plain weights are
+    not read if the pack has a form that the kernels take.
     """
     nbytes = packed.nbytes(name, 0) or 0
     record = packed.read(name) if kernels.takes_record(nbytes, given.shape[1]) else None
@@ -179,7 +178,7 @@ def as_packed(
 
 
 def lossless(words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cpu"]) -> ExactMatrix:
-    """A matrix [N, K] bfloat16 of the host, as a record on a device where that is smaller.
+    """Pack a matrix [N, K] bfloat16 from the host to a device, if that makes it smaller.
 
     kernels  that run it
     """
@@ -192,7 +191,7 @@ def lossless(words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cp
 def residual(
     words: Tensor, pair: Int4Pair, device: torch.device, kernels: Kernels = KERNELS["cpu"]
 ) -> ExactMatrix:
-    """As `lossless`, over codes that lie on the device."""
+    """Pack a matrix as a residual over codes on the device, if that makes it smaller."""
     codes, scales = (part.to(words.device) for part in pair)
     record = dense_ops.encode_dense_residual(words, (codes, scales))
     taken = kernels.takes_record(record.nbytes, words.shape[1])
@@ -202,7 +201,7 @@ def residual(
 
 
 def held_on(record: Tensor, device: torch.device) -> Tensor:
-    """A record where it stays."""
+    """Copy a packed matrix to the device that keeps it."""
     if device.type != "cpu":
         return record.to(device)
     held = torch.empty_like(record)

@@ -229,7 +229,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "more layers": (config(num_hidden_layers=4, layer_types=None), "holds weights of 3 layers"),
     "unknown activation": (
         config(hidden_act="tanh"),
-        "asks for the activation 'tanh'; supported are silu, swish, gelu",
+        "has the activation 'tanh'; supported are silu, swish, gelu",
     ),
     "no context": (config(max_position_embeddings=0), "allows a context of 0 tokens; it must be"),
     "quantised": (
@@ -417,10 +417,10 @@ def test_damaged_models_are_refused(
             "n_group 4 and topk_group 5",
         ),
         ("glm4_moe", {"n_group": 3}, "n_group 3 and topk_group 1; n_group must divide the 8"),
-        ("glm4_moe", {"n_group": 8, "topk_group": 4}, "leave 4 of groups of 1 experts to choose"),
-        ("glm4_moe", {"n_group": 4}, "leave 1 of groups of 2 .* num_experts_per_tok, 3"),
+        ("glm4_moe", {"n_group": 8, "topk_group": 4}, "leave 4 groups of 1 experts to choose"),
+        ("glm4_moe", {"n_group": 4}, "leave 1 groups of 2 .* num_experts_per_tok, 3"),
         ("glm4_moe_lite", {"n_group": 2, "topk_group": 3}, "n_group 2 and topk_group 3"),
-        ("deepseek_v3", {"n_group": 8}, "leave 2 of groups of 1 experts to choose from"),
+        ("deepseek_v3", {"n_group": 8}, "leave 2 groups of 1 experts to choose from"),
         ("minimax_m2", {"num_local_experts": 0}, "promises 0 experts a layer"),
         ("ernie4_5_moe", {"moe_k": 9}, "num_experts_per_tok 9; it must be from 1 to the 8 exp"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, r"different numbers of experts .*, \[2, 3\];"),

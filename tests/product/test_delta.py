@@ -216,7 +216,7 @@ def test_more_tokens_than_may_be_given_up_are_not_taken() -> None:
     layer, length = new_layer()
     layer.run(rows_of(MAX_LINEAR_ROWS, 1), PARTS)
     length.count = MAX_LINEAR_ROWS
-    with pytest.raises(Broken, match="97 tokens of a text may be given up"):
+    with pytest.raises(Broken, match="97 tokens of a sequence may be rolled back"):
         layer.run(rows_of(PENDING - MAX_LINEAR_ROWS + 1, 2), PARTS)
 
 

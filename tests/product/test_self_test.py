@@ -157,7 +157,7 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
     call, rows = stand_in(mixer), torch.zeros(1, 1, 2)
     with pytest.raises(SpeqError, match="is given the KV cache by no name"):
         call(rows, attention_mask=None)
-    with pytest.raises(SpeqError, match=r"is given state_of_sequence by transformers .* not know"):
+    with pytest.raises(SpeqError, match=r"transformers .* passes state_of_sequence to .* not know"):
         call(rows, cache=None, state_of_sequence=object())
     with pytest.raises(SpeqError, match="by cache and past_key_values"):
         call(rows, cache=None, past_key_values=None)
