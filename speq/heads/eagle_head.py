@@ -1,7 +1,7 @@
-"""A published EAGLE-3 head: one layer of Llama over what goes into three layers of the exact model.
+"""A published EAGLE-3 head: one Llama layer over the inputs of three layers of the exact model.
 
-Entry i takes those features f_i and the embedding of token i + 1, and says token i + 2
-(Li et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
+Position i takes those features f_i and the embedding of token i + 1, and predicts token i + 2 (Li
+et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
 
     g = fc f_i                                 or, behind a drafted token, the head's own h
     h = g + attention([norm(e(t[i+1])) ; norm(g)])
@@ -21,17 +21,16 @@ from speq.heads.eagle_shape import EagleShape
 from speq.heads.moe_head import product, turned
 from speq.models.moe_model import MoEModel
 
-# What tokens get that the head cannot say: a number, so that a damaged head is told from this, and
-# no chance, whatever it is divided by.
+# Logit of tokens that the head cannot predict: finite, to differ from a damaged head's, and with
+# probability 0 at any temperature.
 FAR = -1e9
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """Words by the names of `EagleShape.tensors`.
+    """An EAGLE-3 head: weights by the names of `EagleShape.tensors`.
 
-    said  [draft_vocab_size] int64, the exact model's number of each token that the head says; None:
-          it says all
+    said  [draft_vocab_size] int64, the exact model's ids of the head's tokens; None: all tokens
     """
 
     shape: EagleShape
@@ -40,7 +39,7 @@ class EagleHead:
 
     @property
     def stand(self) -> tuple[float, ...]:
-        """Nobody says."""
+        """Unknown."""
         return ()
 
     @property
@@ -67,7 +66,7 @@ class EagleHead:
     def run(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> FeatureState:
-        """As `DraftHead.run`."""
+        """Run as `DraftHead.run` does."""
         normed = self._normed("feature_norm", features)
         pair = torch.cat((self._normed("embedding_norm", embedded), normed), -1)
         queries, keys, values = self._queries_keys_values(pair, places)
@@ -79,7 +78,7 @@ class EagleHead:
         return FeatureState(hidden + product(functional.silu(gate) * up, self.weights["down"]))
 
     def _queries_keys_values(self, pair: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, 2H] to three of [1, heads, T, width]."""
+        """Project [T, 2H] to queries, keys and values, each [1, heads, T, width]."""
         shape, count = self.shape, len(pair)
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         parts = product(pair, self.weights["qkv"]).view(1, count, sum(heads), shape.head_width)
@@ -102,7 +101,7 @@ class EagleHead:
         return every.index_copy_(1, self.said, scores)
 
     def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        raise NotImplementedError("it says one token")
+        raise NotImplementedError("the head predicts one token")
 
     def _normed(self, name: str, rows: Tensor) -> Tensor:
         weight = self.weights[name]

@@ -1,6 +1,6 @@
-"""The layer of a checkpoint that predicts tokens ahead (MTP), on disk.
+"""The MTP layer of a checkpoint, on disk.
 
-It is found and sized first, and read when the budget is known to hold it.
+It is found and sized first, and read once it is known to fit the budget.
 """
 
 import importlib
@@ -27,21 +27,21 @@ from speq.models.mtp_layer import PartNames, Predictor
 from speq.models.opened import Opened
 from speq.models.shape import hf_config
 
-# How its option is called.
+# Value of the option head that selects it.
 MTP = "mtp"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Copies are told by so many blocks of so many bytes.
+# Tensors are compared by samples: number of blocks, and bytes of each.
 BLOCKS, BLOCK_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MtpSource:
-    """A checkpoint's layer that predicts tokens ahead, not read yet.
+    """A checkpoint's MTP layer, not read yet.
 
-    layer  its modules, without storage
+    layer  its modules, on the meta device
     names  of its parts on disk
-    owned  the names on disk of an embedding and a head that are not the exact model's
-    store  of its experts; None: it has none
+    owned  names on disk of an embedding and a head that differ from the exact model's
+    store  store of its experts; None: it has none
     """
 
     opened: Opened
@@ -53,18 +53,18 @@ class MtpSource:
 
     @property
     def stand(self) -> tuple[float, ...]:
-        """Nobody says."""
+        """Unknown."""
         return ()
 
     def held(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
-        """The layer, its experts as they are published, read from the checkpoint."""
+        """Read the layer from the checkpoint, with its experts in the published form."""
         layer, held = self.layer, held_by(self.layer)
         stored = {name: self.names.tensor(name) for name in held}
         wanted = {*stored.values(), *self.owned}
         state = state_of(self.opened.checkpoint, wanted.__contains__)
 
         def moved(name: str, kind: torch.dtype) -> Tensor:
-            # Of their own: what is mapped goes with its file.
+            # Copies: mapped tensors are lost with their file.
             return state[name].to(device, kind, copy=True)
 
         made: dict[str, Tensor] = {}
@@ -83,7 +83,7 @@ class MtpSource:
 
 
 def mtp_of(opened: Opened) -> MtpSource:
-    """The layer that a model's checkpoint has. Raises SpeqError where there is none that can
+    """Find the MTP layer of a model's checkpoint. Raises SpeqError if there is none that can
     draft.
     """
     checkpoint, shape = opened.checkpoint, opened.shape
@@ -118,7 +118,7 @@ def mtp_of(opened: Opened) -> MtpSource:
 
 
 def predictor_of(opened: Opened) -> Predictor:
-    """Raises SpeqError for a family of which no such layer is read."""
+    """Find the family's MTP layer. Raises SpeqError if speq reads none of this family."""
     family = opened.family
     if family.predictor is None:
         known = sorted(each.model_type for each in FAMILIES.values() if each.predictor)
@@ -131,7 +131,7 @@ def predictor_of(opened: Opened) -> Predictor:
 
 
 def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
-    """Its modules, without storage but for rotary positions."""
+    """Build its modules on the meta device, except the rotary embedding."""
     family = opened.family
     config: Any = deepcopy(hf_config(opened.checkpoint))
     config._attn_implementation = "sdpa"
@@ -145,7 +145,9 @@ def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
 
 
 def held_by(layer: MtpLayer) -> dict[str, Tensor]:
-    """Its parameters and buffers, but for what turns positions, which the config says."""
+    """Parameters and buffers to load: all but the rotary embedding's, which the config
+    determines.
+    """
     found: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     return {name: each for name, each in found.items() if not name.startswith("rotary.")}
 
@@ -170,8 +172,8 @@ def check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
 
 
 def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
-    """Whether a layer has an embedding or a head that is not the exact model's. Samples tell them
-    apart: at worst drafts are worse.
+    """True if an MTP layer's embedding or head differs from the exact model's. Samples are
+    compared: an error only makes drafts worse.
     """
     tensors = checkpoint.tensors
     if name not in tensors:
@@ -188,7 +190,7 @@ def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
 
 
 def samples(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-    """Bytes of blocks spread over a tensor."""
+    """Read blocks spread over a tensor, as bytes."""
     file, info = checkpoint.tensors[name]
     block_bytes = min(BLOCK_BYTES, info.nbytes)
     for at in range(BLOCKS):
@@ -198,7 +200,7 @@ def samples(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
 
 
 def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
-    """The store of the layer's experts. Raises SpeqError where a pack has left them out."""
+    """Open the store of the layer's experts. Raises SpeqError if a pack has left them out."""
     checkpoint, experts = opened.checkpoint, opened.shape.experts
     parent, number = names.place
     of_experts = replace(experts.names, parent=parent)
@@ -216,7 +218,7 @@ def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
 
 
 def read_slots(store: SafetensorsExpertStore, device: torch.device) -> Tensor:
-    """All experts of a store of one layer, each in the slot of its number."""
+    """Read all experts of a store of one layer, each into the slot of its number."""
     slots = aligned_bytes(store.num_experts, store.codec.slot_bytes, device)
     room = aligned_bytes(1, store.codec.slot_bytes)[0]
     for expert in range(store.num_experts):
@@ -228,7 +230,7 @@ def read_slots(store: SafetensorsExpertStore, device: torch.device) -> Tensor:
 
 
 def put_experts(layer: MtpLayer, opened: Opened, slots: Tensor, codec: ExpertCodec) -> None:
-    """Have the layer's block run experts out of slots."""
+    """Make the layer's block run experts out of slots."""
     names = opened.family.names
     block: Any = getattr(layer.decoder, names.blocks[0])
     switch = ActiveBackend()

@@ -300,9 +300,7 @@ def attention_mask(
     """
     nodes = len(depths)
     entry = torch.arange(end, device=roots.device)
-    node = (
-        entry - roots[:, None]
-    )  # [B, end]; negative: the past; beyond the tree: another sequence's
+    node = entry - roots[:, None]  # [B, end]; negative: past; beyond the tree: another sequence's
     inside = (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)
     visible = (entry < roots[:, None])[:, None] | (

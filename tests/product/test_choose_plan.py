@@ -332,7 +332,7 @@ def test_a_damaged_head_that_nobody_asked_for_is_left_aside(
     path.write_bytes(path.read_bytes()[:-4])
     with running(headed, profile="none", codec="raw") as generator:
         assert generator.runtime.residency_plan.drafter == "int4"
-    assert "the head beside the model is left aside" in caplog.text and "truncated" in caplog.text
+    assert "the head beside the model is not used" in caplog.text and "truncated" in caplog.text
 
 
 # What is left open.

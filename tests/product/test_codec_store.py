@@ -148,7 +148,7 @@ def test_residual_records_are_the_published_words_over_their_draft(
             exact = ordered(exact, written, (layout.layers[layer], expert))
         assert same_bits(decoded(store, at, packed.expert(at)), exact)
     assert packed.layout.permuted == (written is not None and packing.desc_act)
-    with pytest.raises(SpeqError, match="packed as residuals, which only their draft turns into"):
+    with pytest.raises(SpeqError, match="packed as residuals, which only decode with their draft"):
         decoded(store, 0)
     packed.close()
     opened.close()

@@ -191,7 +191,7 @@ def test_gradients_reach_every_weight() -> None:
     [
         ({"branches": 3}, "branches must be 1 or 2"),
         ({"branches": 1}, "a head of one branch has no contrast"),
-        ({"hidden_size": 15}, "ask for an even one"),
+        ({"hidden_size": 15}, "need an even one"),
         ({"width": 0}, "width is 0; it must be at least 1"),
     ],
 )

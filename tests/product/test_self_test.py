@@ -24,7 +24,7 @@ from speq.models import delta_net, self_test, short_conv
 from speq.models.attention import attend_beside_sinks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
-from speq.models.layer_range import MissingLayer
+from speq.models.layer_range import LayerRange, MissingLayer
 from speq.models.opened import open_model
 from speq.models.packed_batch import BatchSpan, cache_of
 from speq.models.self_test import check_transformers, fill

@@ -287,7 +287,7 @@ def test_a_part_has_no_others_tensors(tiny: Callable[[str], Path]) -> None:
 
 
 def test_a_stage_without_experts_is_refused(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts; give that stage"):
+    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts: give that stage"):
         open_stage(str(tiny("qwen2_moe")), "3", 2)
 
 

@@ -122,7 +122,7 @@ def test_texts_have_names(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(None, "is no folder; give one"), ({}, "holds no .txt file"), ({"a.txt": " "}, "holds no")],
+    [(None, "is not a folder; give one"), ({}, "holds no .txt file"), ({"a.txt": " "}, "holds no")],
 )
 def test_folders_without_texts(
     content: dict[str, str] | None, sentence: str, tmp_path: Path
