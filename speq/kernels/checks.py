@@ -20,7 +20,7 @@ def check_tensor(
 ) -> None:
     """Raise ValueError for another shape, dtype, device or layout; None in shape is any size.
 
-    strided  whether the first dimension may have any stride, as it has in slots of an arena
+    strided  whether the first dimension may have any stride, as in slots of an arena
     """
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
@@ -36,7 +36,7 @@ def check_tensor(
 
 
 def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements follow one another."""
+    """True if elements are contiguous."""
     wanted = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != wanted:
@@ -46,7 +46,7 @@ def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    # A loop of its own: it takes half the time of `all`, and each kernel's call has some of them.
+    # A plain loop takes half the time of `all`, and each kernel call makes several checks.
     for size, wanted in zip(given, shape, strict=True):
         if wanted is not None and size != wanted:
             return False
@@ -70,8 +70,8 @@ def check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: i
 
 
 def check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out: Tensor) -> None:
-    """Raise ValueError unless these are rows [T, H], their routes [T, K], a table of experts and
-    room for [T, K, H].
+    """Raise ValueError unless these are rows [T, H], their routes [T, K], a table of experts and an
+    output [T, K, H].
     """
     rows, hidden_size = hidden_states.shape
     device = hidden_states.device

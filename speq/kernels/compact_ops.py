@@ -1,6 +1,6 @@
-"""The ops over compact experts as their callers see them.
+"""The ops over compact experts, for their callers.
 
-`speq.kernels.reference_compact` says what they compute.
+`speq.kernels.reference_compact` defines what they compute.
 """
 
 import torch
@@ -15,7 +15,7 @@ from speq.kernels.records import check_records, encode_into, encode_whole
 
 
 def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
-    """The lossless record of one expert, [R] uint8.
+    """Encode one expert losslessly into a record [R] uint8.
 
     gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU
     """
@@ -33,7 +33,7 @@ def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) 
 
 
 def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Write the words of a record, or of a slot that holds one, into matrices of bfloat16."""
+    """Decode a record, or a slot that holds one, into bfloat16 matrices."""
     layout = _layout(gate_up_proj, down_proj, lossless=True)
     check_records("record", record, 1, layout)
     library.call("decode_lossless", record, gate_up_proj, down_proj)
@@ -42,7 +42,7 @@ def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> 
 def encode_residual(
     gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair
 ) -> Tensor:
-    """The residual record of one expert over its codes, [R] uint8.
+    """Encode one expert's residual over its codes into a record [R] uint8.
 
     gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU, in the order of the codes
     gate_up, down codes and scales of the same matrices
@@ -62,7 +62,7 @@ def encode_residual_into(
 def decode_residual(
     record: Tensor, gate_up: Int4Pair, down: Int4Pair, gate_up_proj: Tensor, down_proj: Tensor
 ) -> None:
-    """Write the words of a record over its codes into matrices of bfloat16."""
+    """Decode a record over its codes into bfloat16 matrices."""
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
     check_records("record", record, 1, layout)
     library.call("decode_residual", record, *gate_up, *down, gate_up_proj, down_proj)
@@ -78,7 +78,9 @@ def moe_grouped_lossless(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference_compact.moe_grouped_lossless_out`; blocks and errors as of `ops.moe_grouped`."""
+    """Run `reference_compact.moe_grouped_lossless_out`, with the blocks and errors of
+    `ops.moe_grouped`.
+    """
     layout = CompactLayout.of_expert(hidden_states.shape[1], expert_width, lossless=True)
     check_rows(hidden_states, topk_ids, slot_table, out)
     check_records("slots", slots, 2, layout)
@@ -105,7 +107,9 @@ def moe_grouped_residual(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference_compact.moe_grouped_residual_out` over a bank; else as `ops.moe_grouped`."""
+    """Run `reference_compact.moe_grouped_residual_out` over a bank, otherwise as
+    `ops.moe_grouped`.
+    """
     width = backend.down[0].shape[2] * 2
     layout = CompactLayout.of_expert(backend.hidden_size, width, lossless=False)
     check_rows(hidden_states, topk_ids, slot_table, out)

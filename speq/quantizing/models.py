@@ -1,4 +1,4 @@
-"""`pack` and `quantize`: a model written anew, from its name to a folder."""
+"""`pack` and `quantize`: conversion of a model, from its name to a folder."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress, no_progress
 from speq.version import __version__
 
-# Of the machine's free memory, where no budget is given.
+# Share of the machine's free memory used without a budget.
 DEFAULT_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The folder that was written, and how its experts compare with exact ones."""
+    """The output folder, and the report on its experts."""
 
     folder: Path
     report: QuantizeReport
@@ -46,19 +46,19 @@ def pack(
     progress: Progress = no_progress,
     **options: Unpack[PackOptions],
 ) -> Manifest:
-    """Write a model to the folder `out`, each expert one contiguous record with a checksum.
+    """Pack a model into the folder `out`, each expert contiguous and with a checksum.
 
     options   codec and draft; see docs/options.md
-    progress  told (what, done, total)
+    progress  called with (what, done, total)
 
-    Interrupted, it leaves a folder that no run opens; the same call goes on from there. Raises
-    SpeqError where the model, the draft, the folder or the disk forbids it.
+    If interrupted, it leaves a folder that no run opens, and the same call continues from there.
+    Raises SpeqError if the model, the draft, the folder or the disk does not allow it.
     """
     return packed(model, build(PackSettings, {"out": out, **options}), progress)
 
 
 def packed(model: str | Path, settings: PackSettings, progress: Progress = no_progress) -> Manifest:
-    """As `pack`."""
+    """Pack a model with parsed settings; otherwise as `pack`."""
     with closing(open_model(model)) as opened:
         store = opened.store
         if not isinstance(store, SafetensorsExpertStore):
@@ -76,7 +76,9 @@ def packed(model: str | Path, settings: PackSettings, progress: Progress = no_pr
 
 
 def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
-    """What the options ask for. Raises SpeqError where the model or the draft forbids it."""
+    """Build the packing that the options request. Raises SpeqError if the model or the draft does
+    not allow it.
+    """
     shape = opened.store.codec.shape
     made = own_codec(shape) if codec == "auto" else codec_of(codec, shape)
     if not made.needs_draft:
@@ -101,11 +103,11 @@ def quantize(
     """Quantise a model's experts by GPTQ, calibrated on the tokens routed to each.
 
     options   of QuantizeSettings and ConversionSettings; see docs/options.md
-    progress  told (what, done, total)
+    progress  called with (what, done, total)
 
-    Experts are read one at a time, so the model may be several times the memory. Interrupted, it
-    leaves a folder that no run opens; the same call goes on from there. Raises SpeqError where the
-    model, the text, the budget, the folder or the disk forbids it.
+    Experts are read one at a time, so the model may be several times the memory. If interrupted, it
+    leaves a folder that no run opens, and the same call continues from there. Raises SpeqError if
+    the model, the text, the budget, the folder or the disk does not allow it.
     """
     settings, conversion = split(options, QuantizeSettings, ConversionSettings)
     return quantized(model, settings, conversion, progress)
@@ -117,7 +119,7 @@ def quantized(
     conversion: ConversionSettings,
     progress: Progress = no_progress,
 ) -> Quantized:
-    """As `quantize`."""
+    """Quantise a model with parsed settings; otherwise as `quantize`."""
     with closing(open_model(model)) as opened:
         if opened.checkpoint.format != WORDS:
             raise SpeqError(
@@ -126,8 +128,8 @@ def quantized(
             )
         if opened.shape.experts.normed:
             raise SpeqError(
-                f"model {str(model)!r} is of family {opened.family.model_type}, where what experts "
-                "give goes through norms; speq quantize adds it up as it is: leave the draft to be "
+                f"model {str(model)!r} is of family {opened.family.model_type}, which norms the "
+                "output of experts; speq quantize adds it without a norm: leave the draft to be "
                 "rounded, or give a GPTQ checkpoint"
             )
         if opened.store.codec.needs_draft:
@@ -162,6 +164,6 @@ def quantized(
 
 
 def own_texts() -> list[Path]:
-    """The prompts that measurements use."""
+    """Files of the prompts that measurements use."""
     folder = Path(str(files("speq.measure"))) / "prompts"
     return [folder / "mixed.jsonl", folder / "long.jsonl"]

@@ -332,7 +332,7 @@ def test_weights_are_read_of_heads_that_are_weighed(
     opened = open_model(model)
     assert head_beside_model(opened) == label
     assert head_worth_weighing(opened) is None
-    assert "left aside: " in caplog.text and "not those of its checksum" in caplog.text
+    assert "is not used: " in caplog.text and "not those of its checksum" in caplog.text
     path.write_bytes(whole[:-1])
     assert head_beside_model(opened) is None
     opened.close()

@@ -161,14 +161,14 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
         call(rows, cache=None, state_of_sequence=object())
     with pytest.raises(SpeqError, match="by cache and past_key_values"):
         call(rows, cache=None, past_key_values=None)
-    with pytest.raises(SpeqError, match="is given seq_idx"):
+    with pytest.raises(SpeqError, match="passes seq_idx to"):
         call(rows, cache=None, seq_idx=torch.zeros(1, 1))
 
 
 def test_other_modules_refuse_what_they_do_not_know() -> None:
     rows = torch.zeros(1, 2, 4)
     assert MissingLayer()(rows, cache=None, attention_mask=None, position_ids=None) is rows
-    with pytest.raises(SpeqError, match="Elsewhere is given second_stream"):
+    with pytest.raises(SpeqError, match="passes second_stream to MissingLayer"):
         MissingLayer()(rows, second_stream=rows)
     with pytest.raises(TypeError):
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
