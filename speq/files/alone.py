@@ -1,4 +1,4 @@
-"""Folders that one process at a time writes to."""
+"""Locks on folders that one process at a time may write to."""
 
 import fcntl
 import os
@@ -10,13 +10,13 @@ from speq.errors import SpeqError
 
 
 class Taken(SpeqError):
-    """Another process writes there."""
+    """Another process is writing to the folder."""
 
 
 @contextmanager
 def alone_in(folder: Path, sentence: str) -> Iterator[None]:
-    """Raise Taken with this sentence where another process is in this block with the same folder,
-    or another block of this one.
+    """Lock a folder inside the block. Raise Taken with this sentence if another process, or another
+    block of this one, has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Token ids in, text out, piece by piece, up to a stop string."""
+"""Streaming of token ids as pieces of text, up to a stop string."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ from speq.text.vocabulary import Vocabulary
 
 
 class Piece(NamedTuple):
-    """text: without special tokens; special: the text of each of these, behind how many characters
-    of `text` it stands.
+    """A piece of text. text: without special tokens; special: position in `text` and text of each
+    of these.
     """
 
     text: str = ""
@@ -27,14 +27,13 @@ class Part(NamedTuple):
 
 
 class TextStream:
-    """Decodes a growing list of tokens. The pieces add up to the text of all of them.
+    """Decoder of a growing list of tokens. The pieces add up to the text of all of them.
 
-    A piece is held back while its last character is incomplete or while it may be the beginning of
-    a stop string; what follows a stop string, and the string itself, is never given out. A stop
-    string that holds the text of a special token is looked for in text with special tokens, and any
-    other one in text without.
+    A piece is held back while its last character is incomplete or while it may begin a stop string.
+    A stop string and whatever follows it are never returned. A stop string that contains the text
+    of a special token is searched in text with special tokens, any other in text without.
 
-    context_ids  as of `TokenDecoder`
+    context_ids  see `TokenDecoder`
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class TextStream:
         self._decoder = TokenDecoder(vocabulary, context_ids or [])
         self._stops = [(text, vocabulary.holds_special(text)) for text in stop]
         self._held: list[Part] = []
-        self._late: list[Part] = []  # special tokens that came within a character
+        self._late: list[Part] = []  # special tokens within a character
         self._pieces: list[Piece] = []
         self.stopped = False
 
     def write(self, token_id: int, last: bool) -> bool:
-        """Feed a token, the last one or not, and keep its piece; return whether it `stopped`."""
+        """Add a token, the last one or not, and keep its piece. Return True if it `stopped`."""
         piece = self.feed(token_id)
         if last:
             piece = piece.then(self.finish())
@@ -60,12 +59,12 @@ class TextStream:
         return self.stopped
 
     def take(self) -> list[Piece]:
-        """The pieces of the tokens that were written since the last call."""
+        """Return the pieces of the tokens written since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def feed(self, token_id: int) -> Piece:
-        """Text that is certain now that `token_id` has come."""
+        """Add a token; return the text that is certain now."""
         name = self._special.get(token_id)
         if name is None:
             self._hold(self._decoder.feed(token_id))
@@ -74,7 +73,7 @@ class TextStream:
         return self._release(final=False)
 
     def finish(self) -> Piece:
-        """What was held back, once no more tokens come."""
+        """Return the text that was held back, after the last token."""
         if self.stopped:
             return Piece()
         self._hold(self._decoder.finish())
@@ -89,7 +88,9 @@ class TextStream:
             self._late = []
 
     def _hold_special(self, token: Part) -> None:
-        """It stands behind a character that it comes within, unless it ends the text there."""
+        """Place a special token after the character that it interrupts, unless it ends the text
+        there.
+        """
         if not (pending := self._decoder.pending):
             self._held.append(token)
             return
@@ -109,12 +110,12 @@ class TextStream:
         return piece_of(told)
 
     def _ends(self, parts: list[Part]) -> list[int]:
-        """Where stop strings begin that are whole."""
+        """Positions of complete stop strings."""
         texts = [(stop, *text_of(parts, marked)) for stop, marked in self._stops]
         return [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
 
     def _begun(self) -> list[int]:
-        """Where stop strings begin that may go on."""
+        """Positions where a stop string may have begun."""
         texts = [(stop, *text_of(self._held, marked)) for stop, marked in self._stops]
         begun = [(places, length_begun(stop, text)) for stop, text, places in texts]
         return [places[-length] for places, length in begun if length]
@@ -125,13 +126,15 @@ def characters(text: str) -> list[Part]:
 
 
 def text_of(parts: list[Part], marked: bool) -> tuple[str, list[int]]:
-    """Their text, with special tokens or without, and which of them each character is of."""
+    """Join parts, with special tokens if `marked`. Return the text, and the part of each
+    character.
+    """
     shown = [(at, part.text) for at, part in enumerate(parts) if marked or not part.special]
     return "".join(text for _, text in shown), [at for at, text in shown for _ in text]
 
 
 def length_begun(stop: str, text: str) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
+    """Length of the longest suffix of `text` that is a prefix of a stop string."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 

@@ -36,7 +36,7 @@ OLD_DRIVER = (
     ("error", "sentence"),
     [
         (OUT_OF_MEMORY, r"^the GPU has no memory left \(CUDA out of memory\); give a smaller mem"),
-        (LOST, r"^the GPU failed \(CUDA error: unspecified launch failure\); what it was doing is"),
+        (LOST, r"^the GPU failed \(CUDA error: unspecified launch failure\); its work is lost"),
         (RuntimeError("CUDA error: device lost"), r"^the GPU failed \(CUDA error: device lost\);"),
         (RuntimeError("CUDA driver error: 4"), r"^the GPU failed \(CUDA driver error: 4\);"),
         (

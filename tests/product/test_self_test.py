@@ -174,11 +174,11 @@ def test_other_modules_refuse_what_they_do_not_know() -> None:
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
     heads = torch.zeros(1, 2, 1, 4)
     mask, sinks = torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.zeros(2)
-    with pytest.raises(SpeqError, match="attention of gpt_oss is given softcap"):
+    with pytest.raises(SpeqError, match="passes softcap to attention of gpt_oss"):
         attend_beside_sinks(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
     linear = torch.nn.Identity()
     attention = FusedAttention((linear,) * 3, linear, Heads(1.0, None, None), 0, lambda: None)
-    with pytest.raises(SpeqError, match="FusedAttention is given cache"):
+    with pytest.raises(SpeqError, match="passes cache to FusedAttention"):
         attention(rows[0], attention_mask=DecodeBatch([], None), cache=None)
     layer = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu")).layers[0]
     with pytest.raises(TypeError):

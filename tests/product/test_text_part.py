@@ -148,7 +148,7 @@ def test_a_configuration_without_its_part_is_refused(
     if given is not ...:
         config["text_config"] = given
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SpeqError, match=r"has text_config .*; it must describe the part"):
+    with pytest.raises(SpeqError, match=r"has text_config .*; it must describe the text model"):
         open_model(path)
 
 
