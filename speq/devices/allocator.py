@@ -30,7 +30,7 @@ def blas_bytes(major: int) -> int:
     return MOST_BLAS_BYTES if major >= HOPPER_MAJOR else BLAS_BYTES
 
 
-def up_to(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -39,9 +39,9 @@ def segment_bytes(sizes: Iterable[int]) -> int:
     total = 0
     rests: dict[int, list[int]] = {SMALL_SEGMENT_BYTES: [], LARGE_SEGMENT_BYTES: []}
     for size in sizes:
-        block = max(up_to(size, BLOCK_BYTES), BLOCK_BYTES)
+        block = max(round_up(size, BLOCK_BYTES), BLOCK_BYTES)
         if block >= LARGE_BYTES:
-            total += up_to(block, ROUND_BYTES)
+            total += round_up(block, ROUND_BYTES)
             continue
         segment = SMALL_SEGMENT_BYTES if block <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         open_rests = rests[segment]

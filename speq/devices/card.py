@@ -94,7 +94,7 @@ def card_of(uuid: str) -> NvmlCard | None:
 
 
 @contextmanager
-def watching(card: Card | None) -> Iterator[list[CardReading]]:
+def watch_card(card: Card | None) -> Iterator[list[CardReading]]:
     """Take readings during the block, into a growing list; empty without a GPU."""
     readings: list[CardReading] = []
     if card is None:

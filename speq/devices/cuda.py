@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speq.devices import allocator
 from speq.devices.card import Card, card_of
-from speq.devices.device import Cut, Event, Graph
+from speq.devices.device import Cut, Graph, StreamEvent
 from speq.errors import Broken
 
 PoolHandle = Any  # torch's type for memory that graphs share
@@ -50,8 +50,8 @@ class CudaStream:
         event.record(self.stream)
         return CudaEvent(self.device, event)
 
-    def after(self, event: Event) -> None:
-        self.stream.wait_event(own(event).event)
+    def after(self, event: StreamEvent) -> None:
+        self.stream.wait_event(require_cuda_event(event).event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CudaGraph:
             step()
 
 
-def own(event: Event) -> CudaEvent:
+def require_cuda_event(event: StreamEvent) -> CudaEvent:
     if not isinstance(event, CudaEvent):
         raise Broken(f"{event!r} is an event of another device")
     return event
@@ -108,8 +108,8 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
 
-    def elapsed_s(self, start: Event, end: Event) -> float:
-        return own(start).event.elapsed_time(own(end).event) / 1e3
+    def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
+        return require_cuda_event(start).event.elapsed_time(require_cuda_event(end).event) / 1e3
 
     def card(self) -> Card | None:
         return card_of(str(torch.cuda.get_device_properties(self.torch).uuid))
@@ -149,7 +149,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch)
         torch.cuda.empty_cache()
         with torch.cuda.stream(stream):
-            return recorded(run, None if beside is None else pool_of(beside))
+            return record_graph(run, None if beside is None else pool_of(beside))
 
 
 def pool_of(graph: Graph) -> PoolHandle:
@@ -158,17 +158,17 @@ def pool_of(graph: Graph) -> PoolHandle:
     return graph.pool
 
 
-def recorded(run: Callable[[Cut], None], pool: PoolHandle | None) -> CudaGraph:
+def record_graph(run: Callable[[Cut], None], pool: PoolHandle | None) -> CudaGraph:
     """Record on the current stream, which is not torch's own; a piece ends at each cut."""
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     steps: list[Callable[[], None]] = []
-    piece = begun(pool)
+    piece = begin_capture(pool)
 
     def cut(work: Callable[[], None]) -> None:
         nonlocal piece
         piece.capture_end()
         steps.extend((piece.replay, work))
-        piece = begun(pool)
+        piece = begin_capture(pool)
 
     try:
         run(cut)
@@ -180,7 +180,7 @@ def recorded(run: Callable[[Cut], None], pool: PoolHandle | None) -> CudaGraph:
     return CudaGraph(pool, (*steps, piece.replay))
 
 
-def begun(pool: PoolHandle) -> torch.cuda.CUDAGraph:
+def begin_capture(pool: PoolHandle) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # Threads that poll their copies would abort a capture of mode "global".
     graph.capture_begin(pool, capture_error_mode="thread_local")

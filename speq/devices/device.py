@@ -15,7 +15,7 @@ from speq.devices.card import Card
 from speq.machine import available_bytes
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in the work of a stream."""
 
     def done(self) -> bool:
@@ -34,10 +34,10 @@ class Stream(Protocol):
         Neither may be touched or freed until the stream has done it.
         """
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """Record an event after all queued work."""
 
-    def after(self, event: Event) -> None:
+    def after(self, event: StreamEvent) -> None:
         """Delay all work queued from now on until `event` is done. The host does not wait."""
 
 
@@ -94,7 +94,7 @@ class Accelerator(Device, Protocol):
         None: call nothing.
         """
 
-    def elapsed_s(self, start: Event, end: Event) -> float:
+    def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
         """Seconds between two finished events."""
 
     def card(self) -> Card | None:

@@ -26,10 +26,10 @@ def translate_errors() -> Iterator[None]:
             "or end other programs that use the GPU"
         ) from error
     except MemoryError as error:
-        raise no_host_memory(error) from error
+        raise host_memory_error(error) from error
     except RuntimeError as error:
         if OF_THE_HOST in str(error):
-            raise no_host_memory(error) from error
+            raise host_memory_error(error) from error
         if not is_device_error(error):
             raise
         raise SpeqError(
@@ -45,7 +45,7 @@ def is_device_error(error: RuntimeError) -> bool:
     )
 
 
-def no_host_memory(error: BaseException) -> SpeqError:
+def host_memory_error(error: BaseException) -> SpeqError:
     return SpeqError(
         f"the host has no memory left ({first_sentence(error)}); give a smaller memory_budget, or "
         "on a GPU a smaller host_budget, or end other programs"

@@ -16,7 +16,7 @@ logger = logging.getLogger("speq")
 TOO_OLD = "driver on your system is too old"
 
 
-def device_named(name: str) -> Processor | Accelerator:
+def find_device(name: str) -> Processor | Accelerator:
     """Find the device "cpu" or "cuda", or for "auto" the GPU if there is one.
 
     Raises SpeqError if a GPU is requested and torch can use none.

@@ -5,7 +5,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from speq.devices.device import Accelerator, Event
+from speq.devices.device import Accelerator, StreamEvent
 
 
 class Readback:
@@ -41,7 +41,7 @@ class Uploads:
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
-        self._under_way: deque[tuple[Event, Tensor]] = deque()
+        self._under_way: deque[tuple[StreamEvent, Tensor]] = deque()
 
     def send(self, source: Tensor) -> Tensor:
         """Copy `source` to the device."""

@@ -19,7 +19,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import Int4Weight, quantize_int4, quantize_int4_planes
 
 
-class Shape(Protocol):
+class DenseLayer(Protocol):
     """A dense layer; `speq.models.dense_parts.DenseShape` is one."""
 
     @property
@@ -101,7 +101,7 @@ class DenseDraft:
 
     @classmethod
     def of(
-        cls, choice: str, shapes: tuple[Shape, ...], source: DenseSource | None = None
+        cls, choice: str, shapes: tuple[DenseLayer, ...], source: DenseSource | None = None
     ) -> "DenseDraft":
         """Choose the dense layers that a draft runs on codes. choice: the option draft_dense."""
         widths = WIDTHS[AUTO if choice == "auto" else choice]
@@ -140,7 +140,7 @@ class DenseCodes:
         }
         digest = hashlib.sha256(repr(sorted(map(repr, rounded))).encode()).hexdigest()
         self._paths = draft_file.candidate_paths(checkpoint, f"dense-{digest[:8]}")
-        self._kept = not rounded or draft_file.read_kept(self._parts, self._paths)
+        self._kept = not rounded or draft_file.read_cached(self._parts, self._paths)
 
     def weight(self, name: str, words: Callable[[], Tensor]) -> Int4Weight:
         """Codes of one layer, on the CPU. words: returns its exact matrix, to be rounded."""

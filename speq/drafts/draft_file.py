@@ -31,7 +31,7 @@ FORMAT = "speq-int4-1"
 COPY_BYTES = 1 << 20
 
 
-class Rows(NamedTuple):
+class RowSelection(NamedTuple):
     """Selected rows of a file's tensors: their numbers, and the number of rows of a tensor."""
 
     wanted: Sequence[int]
@@ -72,12 +72,12 @@ def load_or_make(
     quantisable  whether `speq quantize` takes the model
     """
     paths = candidate_paths(checkpoint)
-    rows = None if arena.whole else Rows(arena.held, arena.base_slots.numel())
-    if not arena.held or read_kept(arena.parts, paths, progress, rows):
+    rows = None if arena.whole else RowSelection(arena.held, arena.base_slots.numel())
+    if not arena.held or read_cached(arena.parts, paths, progress, rows):
         return
     if not arena.whole:
         paths = candidate_paths(checkpoint, f"some-{digest_of_experts(arena.held)}")
-        if read_kept(arena.parts, paths, progress):
+        if read_cached(arena.parts, paths, progress):
             return
     better = f"; `speq quantize {checkpoint.path}` makes a better one (GPTQ)"
     logger.info("the draft is made by rounding%s", better if quantisable else "")
@@ -89,7 +89,7 @@ def load_or_make(
         progress(experts + 1, experts + 1)
 
 
-def is_kept(paths: list[Path]) -> bool:
+def any_exists(paths: list[Path]) -> bool:
     # Unlike Path.exists, it returns False for a folder without permission.
     return any(os.path.exists(path) for path in paths)
 
@@ -99,11 +99,11 @@ def digest_of_experts(held: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, held)).encode()).hexdigest()[:8]
 
 
-def read_kept(
+def read_cached(
     parts: Mapping[str, Tensor],
     paths: list[Path],
     progress: Done | None = None,
-    rows: Rows | None = None,
+    rows: RowSelection | None = None,
 ) -> bool:
     """Fill tensors from the first usable file. Return False if there is none.
 
@@ -136,7 +136,7 @@ def read(
     parts: Mapping[str, Tensor],
     path: Path,
     progress: Done | None = None,
-    rows: Rows | None = None,
+    rows: RowSelection | None = None,
 ) -> None:
     """Fill tensors from a file. Raises SpeqError if the file is damaged or has other shapes.
 
@@ -166,7 +166,7 @@ def blocks_of(part: Tensor) -> tuple[Tensor, ...]:
     return part.split(max(COPY_BYTES * len(part) // max(part.nbytes, 1), 1))
 
 
-def pieces_of(part: Tensor, rows: Rows | None) -> Iterator[tuple[int, Tensor]]:
+def pieces_of(part: Tensor, rows: RowSelection | None) -> Iterator[tuple[int, Tensor]]:
     """Yield pieces of a tensor, each with the number of its first row in a file."""
     first = 0
     for block in blocks_of(part) if rows is None else part.split(1):

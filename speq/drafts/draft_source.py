@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from speq.drafts import draft_file, kinship
-from speq.drafts.dense_draft import DenseDraft, Shape
+from speq.drafts.dense_draft import DenseDraft, DenseLayer
 from speq.drafts.gptq_config import has_gptq_config
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError
@@ -31,7 +31,7 @@ class RoundedDraft:
     @property
     def label(self) -> str:
         """Description of what `fill` does."""
-        kept = draft_file.is_kept(draft_file.candidate_paths(self._checkpoint))
+        kept = draft_file.any_exists(draft_file.candidate_paths(self._checkpoint))
         return "reading the INT4 copy" if kept else "rounding experts to INT4"
 
     @property
@@ -53,7 +53,7 @@ class RoundedDraft:
             self._checkpoint.close()
 
 
-def gptq_beside(model: Path) -> Path:
+def gptq_path(model: Path) -> Path:
     """Path of the GPTQ checkpoint of a model, where `speq quantize` writes it."""
     return model / draft_file.FOLDER / "gptq"
 
@@ -63,7 +63,7 @@ def open_draft(
     model: Checkpoint,
     store: ExpertStore,
     experts: ExpertLayout,
-    dense: tuple[Shape, ...] = (),
+    dense: tuple[DenseLayer, ...] = (),
 ) -> DraftSource:
     """Open the draft of a model: "auto", or a folder or hub id. Raises SpeqError if it does not
     fit.
@@ -94,10 +94,10 @@ def _open(
     model: Checkpoint,
     store: ExpertStore,
     experts: ExpertLayout,
-    dense: tuple[Shape, ...],
+    dense: tuple[DenseLayer, ...],
 ) -> DraftSource:
     if draft == "auto":
-        beside = gptq_beside(model.path)
+        beside = gptq_path(model.path)
         if os.path.exists(beside / "config.json"):
             return open_gptq(beside, model, store, experts, dense)
         return RoundedDraft(model, store, experts, owned=False)
@@ -118,7 +118,7 @@ def _open(
         raise SpeqError(f"draft {path} does not fit the model: {error}") from error
 
 
-def dense_draft(choice: str, dense: tuple[Shape, ...], source: DraftSource) -> DenseDraft:
+def dense_draft(choice: str, dense: tuple[DenseLayer, ...], source: DraftSource) -> DenseDraft:
     """Choose a draft's dense layers: those of its source, and the rest rounded.
 
     choice  the option draft_dense
@@ -131,7 +131,7 @@ def open_gptq(
     model: Checkpoint,
     store: ExpertStore,
     experts: ExpertLayout,
-    dense: tuple[Shape, ...],
+    dense: tuple[DenseLayer, ...],
 ) -> GptqFolder:
     """Open a GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
     kinship.check_sizes(path, read_json(path / "config.json"), model)

@@ -11,7 +11,7 @@ from typing import Any
 
 from speq.drafts.gptq_format import FORMATS
 from speq.errors import SpeqError
-from speq.experts.int4 import whole_groups
+from speq.experts.int4 import group_columns
 from speq.files.json_file import read_json
 
 CONFIG = "config.json"
@@ -42,7 +42,7 @@ class GptqConfig:
 
     def group_size_for(self, columns: int) -> int:
         """Inputs per scale of a layer of `columns` inputs."""
-        return whole_groups(self.group_size, columns)
+        return group_columns(self.group_size, columns)
 
 
 def has_gptq_config(path: Path, config: dict[str, Any]) -> bool:

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.drafts.dense_draft import DenseLayout, Shape
+from speq.drafts.dense_draft import DenseLayer, DenseLayout
 from speq.drafts.gptq_config import gptq_config
 from speq.drafts.gptq_format import (
     CODES_PER_WORD,
     GptqMatrix,
-    Int4Matrix,
+    Int4Linear,
     check_zeros,
+    concatenate,
     dequantise,
     float16_scales,
-    fused,
     input_perm_of,
     to_int4,
 )
@@ -32,7 +32,7 @@ from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.json_file import read_json
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import Shards
-from speq.files.text_part import TextPart
+from speq.files.text_part import TextModelPart
 from speq.kernels.ops import Int4Weight
 from speq.units import Done
 
@@ -54,8 +54,8 @@ class GptqFolder:
         self,
         path: Path,
         experts: ExpertLayout,
-        shapes: tuple[Shape, ...] = (),
-        part: TextPart | None = None,
+        shapes: tuple[DenseLayer, ...] = (),
+        part: TextModelPart | None = None,
     ) -> None:
         self.path = path
         self.config = gptq_config(path, read_json(path / "config.json"))
@@ -87,7 +87,7 @@ class GptqFolder:
         permuted = self.config.desc_act and self.config.group_size_for(hidden) < hidden
         return Int4Layout(hidden, width, self.config.group_size, permuted)
 
-    def _dense_layout(self, shape: Shape) -> DenseLayout:
+    def _dense_layout(self, shape: DenseLayer) -> DenseLayout:
         group_size = self.config.group_size_for(shape.columns)
         permuted = self.config.desc_act and group_size < shape.columns
         sizes = shape.name, shape.outputs, shape.columns
@@ -159,7 +159,7 @@ class GptqFolder:
             matrix.qweight, matrix.scales, None if order is None else order.to(torch.int32)
         )
 
-    def _matrix(self, *modules: PackedModule) -> Int4Matrix:
+    def _matrix(self, *modules: PackedModule) -> Int4Linear:
         whole = self._fused(*modules)
         return to_int4(whole, self.config.group_size_for(modules[0].columns))
 
@@ -167,7 +167,7 @@ class GptqFolder:
         """Concatenate the rows of modules over the same inputs."""
         matrices = [self._read(module) for module in modules]
         try:
-            return fused(matrices)
+            return concatenate(matrices)
         except ValueError as error:
             names = " and ".join(module.name for module in modules)
             raise SpeqError(

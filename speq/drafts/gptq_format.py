@@ -39,7 +39,7 @@ class GptqMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Matrix:
+class Int4Linear:
     """A packed linear layer in the kernels' layout.
 
     qweight     [N, K / 2] uint8, two codes to a byte, low nibble first, zero point 8
@@ -51,10 +51,10 @@ class Int4Matrix:
     scales: Tensor
     input_perm: Tensor | None = None
 
-    def reorder_rows(self, order: Tensor) -> "Int4Matrix":
+    def reorder_rows(self, order: Tensor) -> "Int4Linear":
         """Reorder rows: row r becomes row order[r]."""
         qweight, scales = (part.index_select(0, order) for part in (self.qweight, self.scales))
-        return Int4Matrix(qweight, scales, self.input_perm)
+        return Int4Linear(qweight, scales, self.input_perm)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -75,16 +75,16 @@ def pack_zeros(zeros: Tensor, checkpoint_format: str) -> Tensor:
     int32.
     """
     # The subtraction wraps, as the words do.
-    return pack_codes(zeros.t()).t().contiguous() - _stored_less(checkpoint_format)
+    return pack_codes(zeros.t()).t().contiguous() - _zero_offset(checkpoint_format)
 
 
 def unpack_zeros(qzeros: Tensor, checkpoint_format: str) -> Tensor:
     """Unpack qzeros [K / G, N / 8] int32 into zero points [K / G, N] uint8."""
-    words = qzeros + _stored_less(checkpoint_format)
+    words = qzeros + _zero_offset(checkpoint_format)
     return _unpack(words.unsqueeze(2), dim=2).flatten(1, 2)
 
 
-def _stored_less(checkpoint_format: str) -> int:
+def _zero_offset(checkpoint_format: str) -> int:
     if checkpoint_format not in FORMATS:
         raise ValueError(
             f"checkpoint_format {checkpoint_format!r} must be one of {', '.join(FORMATS)}"
@@ -103,7 +103,7 @@ def _unpack(words: Tensor, dim: int) -> Tensor:
     return ((words >> _shifts(dim)) & 0xF).to(torch.uint8)
 
 
-def fused(matrices: list[GptqMatrix]) -> GptqMatrix:
+def concatenate(matrices: list[GptqMatrix]) -> GptqMatrix:
     """Concatenate the outputs of layers over the same inputs.
 
     Raises ValueError if their g_idx differ: one order of inputs must serve all.
@@ -170,16 +170,16 @@ def input_perm_of(g_idx: Tensor | None, columns: int, group_size: int) -> Tensor
     return order
 
 
-def to_int4(matrix: GptqMatrix, group_size: int) -> Int4Matrix:
+def to_int4(matrix: GptqMatrix, group_size: int) -> Int4Linear:
     """Convert a symmetric layer with checked zero points to the kernels' layout: bit-identical
     weights, columns sorted by group. Raises as `float16_scales` and `input_perm_of` do.
     """
     scales = float16_scales(matrix.scales).t().contiguous()
     order = input_perm_of(matrix.g_idx, CODES_PER_WORD * matrix.qweight.shape[0], group_size)
     if order is not None:
-        return Int4Matrix(reordered_rows(matrix.qweight, order), scales, order)
+        return Int4Linear(reorder_codes(matrix.qweight, order), scales, order)
     # A little-endian word's bytes hold neighbouring inputs in the kernels' order.
-    return Int4Matrix(matrix.qweight.t().contiguous().view(torch.uint8), scales)
+    return Int4Linear(matrix.qweight.t().contiguous().view(torch.uint8), scales)
 
 
 def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
     return ((codes.float() - SYMMETRIC_ZERO) * scales).t()
 
 
-def reordered_rows(qweight: Tensor, order: Tensor) -> Tensor:
+def reorder_codes(qweight: Tensor, order: Tensor) -> Tensor:
     """Convert qweight [K / 8, N] int32 to rows of codes [N, K / 2] uint8, two per byte, low nibble
     first; column c is input order[c].
     """

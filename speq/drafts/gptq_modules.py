@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.drafts.dense_draft import Shape
+from speq.drafts.dense_draft import DenseLayer
 from speq.drafts.gptq_config import OF_THIS_MODEL, GptqConfig
 from speq.drafts.gptq_format import CODES_PER_WORD
 from speq.errors import SpeqError
@@ -190,7 +190,7 @@ class ExpertFinder:
 
 
 def dense_modules(
-    shards: Shards, config: GptqConfig, shapes: Iterable[Shape]
+    shards: Shards, config: GptqConfig, shapes: Iterable[DenseLayer]
 ) -> dict[str, PackedModule]:
     """Find the dense layers of the model that the folder has packed, by the model's names.
 
@@ -200,7 +200,7 @@ def dense_modules(
     found: dict[str, PackedModule] = {}
     for name, (file, info) in shards.tensors.items():
         module, _, part = name.rpartition(".")
-        own = next((ending for ending in endings(module) if ending in by_name), None)
+        own = next((ending for ending in suffixes(module) if ending in by_name), None)
         if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
             found.setdefault(own, PackedModule(module, {})).parts[part] = ModulePart(file, info)
     found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
@@ -210,7 +210,7 @@ def dense_modules(
     return found
 
 
-def endings(name: str) -> Iterator[str]:
+def suffixes(name: str) -> Iterator[str]:
     """Yield a dotted name, and its suffixes without the first components."""
     while name:
         yield name

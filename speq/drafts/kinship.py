@@ -62,7 +62,9 @@ def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: Expert
         for key in shared:
             name, file, info = theirs[key]
             _, own_file, own = ours[key]
-            if info.shape != own.shape or not same(_sample(file, info), _sample(own_file, own)):
+            if info.shape != own.shape or not equal_up_to_rounding(
+                _sample(file, info), _sample(own_file, own)
+            ):
                 raise SpeqError(
                     f"draft {path} was made from another model: its {name}, which is not "
                     f"quantised, differs from the model's; {OF_THIS_MODEL}"
@@ -92,7 +94,7 @@ def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
         )
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
     """True if float tensors are equal, up to rounding either to the other's dtype."""
     if one.dtype == other.dtype:
         return torch.equal(one, other)

@@ -19,7 +19,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
@@ -157,7 +157,7 @@ class RawCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return aligned(self.record_bytes)
+        return align(self.record_bytes)
 
     def residency_plan(self, largest_bytes: int) -> "RawCodec":
         return self
@@ -223,7 +223,7 @@ class CompactCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return aligned(self.largest_bytes or self.layout.most_bytes)
+        return align(self.largest_bytes or self.layout.most_bytes)
 
     def residency_plan(self, largest_bytes: int) -> Self:
         return replace(self, largest_bytes=largest_bytes)
@@ -273,18 +273,18 @@ class ResidualCodec(CompactCodec):
     op: ClassVar[str] = "moe_grouped_residual"
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        base = needed(base)
+        base = require_base(base)
         ordered = base.in_order(*exact)
         return compact_ops.encode_residual_into(*ordered, base.gate_up, base.down, slot)
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
-        base = needed(base)
+        base = require_base(base)
         gate_up_proj, down_proj = self.shape.empty()
         compact_ops.decode_residual(slot, base.gate_up, base.down, gate_up_proj, down_proj)
         return gate_up_proj, down_proj
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        base = needed(base)
+        base = require_base(base)
         backend, base_slots = base.backend, base.base_slots
         held = [(slots, of_layer, backend) for of_layer in base_slots.unbind()]
         on_host = base_slots.tolist()  # now, to avoid reading the device later
@@ -302,7 +302,7 @@ class ResidualCodec(CompactCodec):
         return SlotExperts(compact_ops.moe_grouped_residual, held.__getitem__, plain)
 
 
-def needed(base: Base | None) -> Base:
+def require_base(base: Base | None) -> Base:
     """Return a draft's codes. Raises SpeqError without them."""
     if base is None:
         raise SpeqError(
@@ -341,4 +341,4 @@ def usual_bytes(codec: ExpertCodec) -> int:
     """Usual bytes of a packed expert, before any is known."""
     if codec.usual_bits is None:
         return codec.slot_bytes
-    return aligned(int(codec.usual_bits * codec.shape.weights / 8))
+    return align(int(codec.usual_bits * codec.shape.weights / 8))

@@ -19,9 +19,9 @@ from speq.experts.codec import codec_of
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
 from speq.experts.packed_store import PackedExpertStore
 from speq.experts.record_writer import read_words, words_slot
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.atomic_file import replacing
-from speq.files.checksums import sealed
+from speq.files.checksums import seal
 from speq.files.json_file import read_json
 from speq.files.range_file import bytes_of
 from speq.kernels.checksum import crc32_of
@@ -66,7 +66,7 @@ class CopySource:
     def write(self, folder: Path) -> None:
         """Write source.json atomically. Raises OSError."""
         with replacing(folder / SOURCE_FILE) as file:
-            file.write(dumps(sealed({"format": FORMAT, **asdict(self)})).encode())
+            file.write(dumps(seal({"format": FORMAT, **asdict(self)})).encode())
 
     @classmethod
     def of(cls, folder: Path) -> "CopySource":
@@ -74,7 +74,7 @@ class CopySource:
         path = folder / SOURCE_FILE
         entries = read_json(path, "the copy is made anew", "the copy is made anew")
         crc32 = entries.pop("crc32", None)
-        if entries.get("format") != FORMAT or sealed(entries)["crc32"] != crc32:
+        if entries.get("format") != FORMAT or seal(entries)["crc32"] != crc32:
             raise SpeqError(f"{path} is damaged, or of another version: the copy is made anew")
         del entries["format"]
         return cls(**entries)
@@ -119,7 +119,7 @@ class CopiedExperts(PackedExpertStore):
                 "again, which makes the copy anew"
             ) from reason
         codec = codec_of(self.manifest.codec, self.manifest.shape)
-        room = aligned_bytes(1, codec.slot_bytes)[0]
+        room = allocate_aligned(1, codec.slot_bytes)[0]
         record = room[: codec.encode(self._words.codec.decode(words), None, room)]
         if record.nbytes != wanted.nbytes or crc32_of(record) != wanted.crc32:
             raise SpeqError(

@@ -14,8 +14,8 @@ from speq.experts.codec import ExpertCodec, usual_bytes
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_draft import TiedDraft
-from speq.experts.passes import by_layer, over_all
-from speq.files.alignment import ALIGNMENT, aligned_bytes
+from speq.experts.passes import by_layer, for_each_key
+from speq.files.alignment import ALIGNMENT, allocate_aligned
 from speq.units import Done
 
 # Called with (layer, expert, packed expert [n] uint8).
@@ -88,7 +88,7 @@ class EncodingStore:
         sizes = [0] * (self.num_layers * self.num_experts)
         # Buffers for the largest possible expert; pages that none reaches are never touched.
         rooms: SimpleQueue[Tensor] = SimpleQueue()
-        for room in aligned_bytes(threads, self._any_size.slot_bytes):
+        for room in allocate_aligned(threads, self._any_size.slot_bytes):
             rooms.put(room)
 
         def encode(layer: int, expert: int) -> None:
@@ -101,7 +101,7 @@ class EncodingStore:
             finally:
                 rooms.put(room)
 
-        over_all(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
+        for_each_key(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
         self._sizes = sizes
         self._codec = self._codec.residency_plan(max(sizes))
 

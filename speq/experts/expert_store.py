@@ -21,7 +21,7 @@ from speq.experts.expert_names import (
     ExpertNames,
 )
 from speq.experts.packed_draft import TiedDraft
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.files.published_format import (
     FP8,
@@ -317,8 +317,8 @@ class Buffers(NamedTuple):
         """Allocate buffers. nbytes: of the largest matrix that is transposed on disk; 0: none
         is.
         """
-        turned = aligned_bytes(1, aligned(nbytes))[0] if nbytes else torch.empty(0)
-        return cls(aligned_bytes(1, ENDS_BYTES)[0], turned)
+        turned = allocate_aligned(1, align(nbytes))[0] if nbytes else torch.empty(0)
+        return cls(allocate_aligned(1, ENDS_BYTES)[0], turned)
 
 
 def turned_bytes(shape: ExpertShape, transposed: bool) -> int:
@@ -331,7 +331,7 @@ def turned_bytes(shape: ExpertShape, transposed: bool) -> int:
 def reading_bytes(shape: ExpertShape, transposed: bool) -> int:
     """Bytes of a reading thread's buffers for published experts, besides the slot it fills."""
     turned = turned_bytes(shape, transposed)
-    return ENDS_BYTES + ALIGNMENT + (aligned(turned) + ALIGNMENT if turned else 0)
+    return ENDS_BYTES + ALIGNMENT + (align(turned) + ALIGNMENT if turned else 0)
 
 
 def stored_shape(shape: tuple[int, ...], published: str, turned: bool) -> tuple[int, ...]:
@@ -384,7 +384,7 @@ def parts_of(
 
 def expert_slot(store: ExpertStore) -> Tensor:
     """Allocate a slot on the CPU."""
-    return aligned_bytes(1, store.codec.slot_bytes)[0]
+    return allocate_aligned(1, store.codec.slot_bytes)[0]
 
 
 def read_matrices(store: ExpertStore, layer: int, expert: int, slot: Tensor) -> Matrices:

@@ -18,7 +18,7 @@ from speq.experts.codec import ExpertCodec
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.int4 import Int4Arena
-from speq.experts.passes import over_all, spread
+from speq.experts.passes import for_each_key, spread_by_layer
 from speq.experts.pinned_arena import CHUNK_BYTES, PinnedArena
 from speq.units import Done, format_bytes
 
@@ -81,7 +81,7 @@ class HostTier:
             def read(layer: int, expert: int) -> None:
                 store.read(layer, expert, tier.record(number[layer, expert]))
 
-            over_all(read, sorted(tier.contents), room.readers, progress)
+            for_each_key(read, sorted(tier.contents), room.readers, progress)
             tier._say()
             undo.pop_all()
         return tier
@@ -113,7 +113,7 @@ class HostTier:
         return tier
 
     def _take_slots(self, slot_bytes: int) -> None:
-        for key in spread(self._store.num_layers, self._store.num_experts):
+        for key in spread_by_layer(self._store.num_layers, self._store.num_experts):
             left = self._count - len(self._records)
             record = self._arena.take(slot_bytes, left * slot_bytes)
             if record is None:
@@ -136,7 +136,7 @@ class HostTier:
                 self.contents.append((layer, expert))
             held.copy_(record)
 
-        keys = spread(store.num_layers, store.num_experts)
+        keys = spread_by_layer(store.num_layers, store.num_experts)
         store.measure(base, room.readers, progress, keys, keep)
 
     def _lay_out_for(self, slot_bytes: int) -> None:
@@ -175,7 +175,7 @@ class HostTier:
             return
         fewest = fewest_records(room.readers, self._count)
         if self.num_records < fewest:
-            raise too_small(room.limit_bytes, fewest, self.codec.slot_bytes)
+            raise too_small_error(room.limit_bytes, fewest, self.codec.slot_bytes)
         del self.contents[max(self.num_records - fewest, 0) :]
 
     def _say(self) -> None:
@@ -246,7 +246,7 @@ class HostTier:
         self._arena.close()
 
 
-def too_small(limit_bytes: int, records: int, record_bytes: int) -> SpeqError:
+def too_small_error(limit_bytes: int, records: int, record_bytes: int) -> SpeqError:
     """Error for a host budget that leaves too little for experts that come from disk."""
     short_bytes = records * record_bytes - max(limit_bytes, 0)
     return SpeqError(

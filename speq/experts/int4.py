@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speq.errors import Broken, SpeqError
 from speq.files.alignment import prefer_huge_pages
-from speq.kernels.ops import Int4Bank, quantize_int4
+from speq.kernels.ops import Int4Slots, quantize_int4
 
 GROUP_SIZE = 128
 # Rows quantised at a time, to limit the memory of float32 copies.
@@ -28,7 +28,7 @@ def group_size_of(columns: int) -> int:
     return size
 
 
-def whole_groups(group_size: int, columns: int) -> int:
+def group_columns(group_size: int, columns: int) -> int:
     """Columns per scale in rows of `columns`: all, if group_size is -1 or larger."""
     return columns if group_size == -1 else min(group_size, columns)
 
@@ -51,7 +51,7 @@ class Int4Layout:
         """Columns per scale in rows of `columns`."""
         if self.group_size is None:
             return group_size_of(columns)
-        return whole_groups(self.group_size, columns)
+        return group_columns(self.group_size, columns)
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -173,9 +173,9 @@ class Int4Arena:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def backend(self) -> Int4Bank:
+    def backend(self) -> Int4Slots:
         """Experts in the form that the kernels take."""
-        return Int4Bank(
+        return Int4Slots(
             (self.parts["gate_up_qweight"], self.parts["gate_up_scales"]),
             (self.parts["down_qweight"], self.parts["down_scales"]),
             self.parts.get("input_perm"),

@@ -24,8 +24,8 @@ from speq.experts.packed_dense import DENSE_FILE, names_in, write_dense
 from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import RECORDS_FILE, Manifest, dtype_name
 from speq.experts.record_writer import Packing, write_records
-from speq.files.alignment import aligned
-from speq.files.alone import alone_in
+from speq.files.alignment import align
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, remove_abandoned, replacing, writing
 from speq.files.checkpoint import (
     EXPERTS_JOURNAL,
@@ -65,7 +65,7 @@ def pack(
     make_folder(out)
     another = f"another process packs to {out}; wait for its end, or give another folder"
     remedy = "what was packed is kept, the same command goes on from there"
-    with alone_in(out, another), writing(out, remedy):
+    with lock_folder(out, another), writing(out, remedy):
         # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
@@ -83,7 +83,7 @@ def pack(
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)
-        dense_bytes = sum(aligned(checkpoint.tensors[name][1].nbytes) for name in dense)
+        dense_bytes = sum(align(checkpoint.tensors[name][1].nbytes) for name in dense)
         beside = None if packing.beside is None else checkpoint.path / packing.beside
         copied = copied_files(checkpoint.path) + ([] if beside is None else files_in(beside))
         copied_bytes = sum(each.stat().st_size for each in copied)
@@ -226,12 +226,12 @@ def copy_rest(source: Path, out: Path) -> None:
 
 def copy_whole(source: Path, out: Path) -> None:
     """Copy a file atomically."""
-    with whole(out) as target, source.open("rb") as file:
+    with replace_synced(out) as target, source.open("rb") as file:
         shutil.copyfileobj(file, target, COPY_BYTES)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
+def replace_synced(path: Path) -> Iterator[BinaryIO]:
     """Open a file as `replacing` does, and sync its folder as well."""
     with replacing(path) as file:
         yield file

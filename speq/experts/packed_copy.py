@@ -27,10 +27,10 @@ from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, dtype_name
-from speq.experts.record_writer import Packing, Words, write_records
+from speq.experts.record_writer import Packing, PublishedWeights, write_records
 from speq.files import kept
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
-from speq.files.alone import Taken, alone_in
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
+from speq.files.alone import FolderTaken, lock_folder
 from speq.files.atomic_file import replacing
 from speq.files.cache_folder import cache_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
@@ -53,7 +53,7 @@ SPARE_SHARE = 0.05
 REST = 9
 
 
-class Stopped(Exception):
+class CopyStopped(Exception):
     """The run ends; the journalled part of the copy stays."""
 
 
@@ -68,7 +68,7 @@ def copy_folder(checkpoint: Checkpoint) -> Path | None:
     return None if folder is None else folder / digest
 
 
-def kept_copy(
+def open_copy(
     checkpoint: Checkpoint, layout: ExpertLayout, words: SafetensorsExpertStore
 ) -> CopiedExperts | None:
     """Open the complete copy of a checkpoint's experts; None if there is none that is known to
@@ -84,7 +84,7 @@ def kept_copy(
         store = CopiedExperts(folder, layout, words, source)
     except SpeqError as error:
         logger.warning("%s holds no sound copy of the experts, and is not read: %s", folder, error)
-        remove_copied(folder)
+        remove_copy(folder)
         return None
     if not source.holds(stamp(checkpoint)):
         store.close()
@@ -95,14 +95,14 @@ def kept_copy(
     return store
 
 
-def remove_copied(folder: Path) -> None:
+def remove_copy(folder: Path) -> None:
     """Remove an unusable copy. Readers continue with the open file."""
     for name in (EXPERTS_MANIFEST, EXPERTS_JOURNAL, RECORDS_FILE):
         with contextlib.suppress(OSError):
             (folder / name).unlink(missing_ok=True)
 
 
-def copied_codec(store: ExpertStore) -> ExpertCodec | None:
+def copy_codec(store: ExpertStore) -> ExpertCodec | None:
     """Codec of a copy of these experts; None if it is impossible or not worth it."""
     shape = store.codec.shape
     count = store.num_layers * store.num_experts
@@ -140,7 +140,7 @@ class PackedCopy:
     @property
     def usual_bytes(self) -> int:
         """Approximate size of the copy on disk."""
-        return self.total * aligned(usual_bytes(self._packing.codec))
+        return self.total * align(usual_bytes(self._packing.codec))
 
     @property
     def model(self) -> str:
@@ -228,11 +228,11 @@ class PackedCopy:
 
     def _run(self) -> None:
         try:
-            with alone_in(self.folder, f"another run writes to {self.folder}"):
+            with lock_folder(self.folder, f"another run writes to {self.folder}"):
                 self._write()
-        except Stopped:
+        except CopyStopped:
             logger.info("%d of %d experts are in the packed copy", self.done, self.total)
-        except Taken as error:
+        except FolderTaken as error:
             logger.info("no packed copy of the experts is made: %s", error)
         except (SpeqError, OSError) as error:
             logger.warning("the packed copy of the experts is not finished: %s", error)
@@ -243,7 +243,7 @@ class PackedCopy:
             if self._still_holds():  # or another run has made it meanwhile
                 return
             logger.warning("%s has other experts now: their packed copy is made anew", self.model)
-            remove_copied(self.folder)
+            remove_copy(self.folder)
         fingerprint = self._checkpoint.fingerprint()
         source = CopySource(self.model, fingerprint)
         ours = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, SOURCE_FILE, "lock"}
@@ -286,7 +286,7 @@ class PackedCopy:
             return False
         if len(source.words_crc32s) != self.total:
             return False
-        words = Words(self._store, self._stamp)
+        words = PublishedWeights(self._store, self._stamp)
         compared = source.compared.get(self._stamp, 0)
         if compared == self.total:
             return True
@@ -298,7 +298,7 @@ class PackedCopy:
                 self._told(compared, self.total)
             check_unchanged(self._checkpoint, self._stamp)
             source.model = self.model  # it may have moved
-        except Stopped:
+        except CopyStopped:
             source.note(self._stamp, compared)
             source.write(self.folder)
             raise
@@ -311,7 +311,7 @@ class PackedCopy:
         self.done = done
         self._alone.wait(REST * (time.perf_counter() - self._begun_s))
         if done < total and self._stopping:
-            raise Stopped
+            raise CopyStopped
         self._begun_s = time.perf_counter()
 
 
@@ -323,7 +323,7 @@ def damaged_records(folder: Path, progress: Done | None = None) -> list[int]:
     """
     manifest = Manifest.of(folder / EXPERTS_MANIFEST)
     most = max(record.nbytes for record in manifest.records)
-    slot, found = aligned_bytes(1, aligned(most))[0], []
+    slot, found = allocate_aligned(1, align(most))[0], []
     with RangeFile(folder / RECORDS_FILE) as file:
         for at, record in enumerate(manifest.records):
             try:

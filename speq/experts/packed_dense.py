@@ -15,8 +15,8 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.packed_store import Record, end_of
-from speq.experts.passes import in_turn
-from speq.files.alignment import aligned, aligned_bytes
+from speq.experts.passes import map_in_order
+from speq.files.alignment import align, allocate_aligned
 from speq.files.atomic_file import replacing
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import PACK_AGAIN
@@ -38,7 +38,7 @@ def smaller_record(words: Tensor) -> Tensor | None:
     return record if record.nbytes < words.nbytes else None
 
 
-def recordable(info: TensorInfo) -> bool:
+def can_pack(info: TensorInfo) -> bool:
     """True if a tensor can be packed."""
     return info.dtype == torch.bfloat16 and len(info.shape) == 2
 
@@ -46,7 +46,7 @@ def recordable(info: TensorInfo) -> bool:
 def names_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
     """Filter a checkpoint's tensors to those that can be packed."""
     tensors = checkpoint.tensors
-    return [name for name in names if name in tensors and recordable(tensors[name][1])]
+    return [name for name in names if name in tensors and can_pack(tensors[name][1])]
 
 
 def write_dense(
@@ -66,14 +66,14 @@ def write_dense(
     def encoded(at: int) -> Tensor | None:
         return smaller_record(checkpoint.tensors[names[at]][0].tensor(names[at]))
 
-    making = in_turn(encoded, range(len(names)), threads)
+    making = map_in_order(encoded, range(len(names)), threads)
     with replacing(out / DENSE_FILE) as file, closing(making):
         pairs = zip(names, making, strict=True)
         for name, record in tracked("packing dense layers", pairs, len(names), progress):
             records[name] = None
             if record is not None:
                 records[name] = Record(end, record.nbytes, crc32_of(record))
-                end = aligned(end + record.nbytes)
+                end = align(end + record.nbytes)
                 file.write(bytes_of(record))
                 file.write(bytes(end - file.tell()))
     return records
@@ -118,7 +118,7 @@ class PackedDense:
         if wanted is None:
             return None
         record = torch.empty(wanted.nbytes, dtype=torch.uint8)
-        self._file.read_scattered(wanted.offset, record, aligned_bytes(1, ENDS_BYTES)[0])
+        self._file.read_scattered(wanted.offset, record, allocate_aligned(1, ENDS_BYTES)[0])
         if crc32_of(record) != wanted.crc32:
             raise SpeqError(
                 f"{self._file.path}: the record of {name}, {wanted.nbytes} bytes at "
@@ -139,7 +139,7 @@ class PackedDense:
 def _check(checkpoint: Checkpoint, name: str, record: Record | None) -> None:
     """Raise SpeqError for a record that cannot be of the named tensor."""
     _, info = checkpoint.tensors.get(name, (None, None))
-    if info is None or not recordable(info):
+    if info is None or not can_pack(info):
         raise SpeqError(
             f"{checkpoint.path} has a record of {name}, which is no bfloat16 matrix of its shards; "
             "pack the model again"

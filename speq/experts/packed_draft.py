@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
-from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout, expert_of, whole_groups
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout, expert_of, group_columns
 from speq.files.range_file import RangeFile
 from speq.units import Done
 
@@ -44,7 +44,7 @@ class TiedDraft:
         group_size, permuted, digest = (entry[k] for k in ("group_size", "permuted", "digest"))
         if group_size is not None:
             for columns in (hidden_size, expert_width):
-                size = whole_groups(group_size, columns) if type(group_size) is int else 0
+                size = group_columns(group_size, columns) if type(group_size) is int else 0
                 if size <= 0 or columns % size or size % 2:
                     raise ValueError(f"group_size {group_size!r}")
         source = entry.get("source")

@@ -22,9 +22,9 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.packed_draft import TiedDraft
-from speq.files.alignment import ALIGNMENT, aligned
+from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
-from speq.files.checksums import Checksums, check_seal, sealed
+from speq.files.checksums import Checksums, check_seal, seal
 from speq.files.json_file import read_json
 from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile
@@ -78,7 +78,7 @@ class Manifest:
         entries["dense"] = {name: each and astuple(each) for name, each in self.dense.items()}
         entries["draft"] = self.draft and self.draft.entry()
         entries["checksums"] = self.checksums and self.checksums.entry()
-        return json.dumps(sealed(entries)) + "\n"
+        return json.dumps(seal(entries)) + "\n"
 
     @property
     def record_bytes(self) -> int:
@@ -167,7 +167,7 @@ class Manifest:
             )
 
 
-class Verified:
+class VerifiedBytes:
     """Bytes verified by checksums, and seconds over all threads."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class PackedExpertStore:
         self.num_layers = len(self._layers)
         self.num_experts = self.manifest.num_experts
         self.verify_reads = False
-        self.verified = Verified()
+        self.verified = VerifiedBytes()
         self._sound = bytearray(len(self.manifest.records))  # 1: verified
         self.reading_bytes = 0
         given = [getattr(self.manifest, name) for name in SIZES[:4]]
@@ -307,7 +307,7 @@ def open_experts(
 
 def end_of(records: Iterable[Record]) -> int:
     """Size of a file of records in bytes."""
-    return max((aligned(record.offset + record.nbytes) for record in records), default=0)
+    return max((align(record.offset + record.nbytes) for record in records), default=0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

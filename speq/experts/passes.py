@@ -15,14 +15,14 @@ def by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
     return [(layer, expert) for layer in range(num_layers) for expert in range(num_experts)]
 
 
-def spread(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
+def spread_by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
     """All (layer, expert), ordered so that any number of the first ones covers all layers
     evenly.
     """
     return [(layer, expert) for expert in range(num_experts) for layer in range(num_layers)]
 
 
-def over_all(
+def for_each_key(
     work: Callable[..., None],
     keys: Sequence[tuple[int, ...]],
     threads: int,
@@ -45,17 +45,17 @@ def over_all(
             raise
 
 
-def made_at_once(threads: int) -> int:
-    """Most results that `in_turn` holds at a time."""
+def results_in_flight(threads: int) -> int:
+    """Most results that `map_in_order` holds at a time."""
     return 1 if threads == 1 else threads + 1
 
 
-def in_turn(
+def map_in_order(
     work: Callable[[int], Made], items: Iterable[int], threads: int
 ) -> Generator[Made, None, None]:
     """Yield the results of `work` for each item, in order, while later items are computed.
 
-    At most `made_at_once(threads)` results exist at a time, including the last one yielded. Raises
+    At most `results_in_flight(threads)` results exist at a time, including the last one yielded. Raises
     the first error in that order. All threads have ended when the iterator ends or is closed. One
     of the threads is the caller's.
     """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 
 # Bytes locked at a time: a system that refuses one chunk may grant others, and none takes long.
 CHUNK_BYTES = 256 << 20
@@ -47,8 +47,8 @@ class PinnedArena:
 
         expected_bytes  bytes still to be allocated, these included: no chunk is much larger
         """
-        size = aligned(nbytes)
-        if size > self._rest.nbytes and not self._grow(size, aligned(expected_bytes)):
+        size = align(nbytes)
+        if size > self._rest.nbytes and not self._grow(size, align(expected_bytes)):
             return None
         taken, self._rest = self._rest[:nbytes], self._rest[size:]
         return taken
@@ -58,7 +58,7 @@ class PinnedArena:
         size = min(max(fewest_bytes, self._chunk_bytes), max(fewest_bytes, expected_bytes), left)
         if size < fewest_bytes:
             return False
-        chunk = self._rest = aligned_bytes(1, size)[0]
+        chunk = self._rest = allocate_aligned(1, size)[0]
         self.chunks.append(chunk)
         # Appended before it is locked, so an interrupt in between leaves no lock behind.
         self._pinned.append(chunk)

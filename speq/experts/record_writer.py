@@ -25,8 +25,8 @@ from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
 from speq.experts.packed_store import RECORDS_FILE, Record
-from speq.experts.passes import in_turn, made_at_once
-from speq.files.alignment import aligned, aligned_bytes
+from speq.experts.passes import map_in_order, results_in_flight
+from speq.files.alignment import align, allocate_aligned
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile, bytes_of
 from speq.kernels.checksum import crc32_of
@@ -76,11 +76,11 @@ class Packing:
     def most_bytes(self, count: int) -> int:
         """Most bytes of `count` experts on disk, if none is smaller than its plain weights."""
         codes = 0 if self.draft is None else self.draft.layout.nbytes
-        return count * (aligned(self.codec.shape.nbytes) + codes)
+        return count * (align(self.codec.shape.nbytes) + codes)
 
 
 @dataclass(slots=True)
-class Written:
+class WrittenRecords:
     """Packed experts that are on disk, in order.
 
     words_crc32s  of the published weights that each was made from
@@ -90,20 +90,20 @@ class Written:
     words_crc32s: list[int] = field(default_factory=list)
 
 
-def verified(
+def verify_journal(
     out: Path,
     packing: Packing,
     entries: list[Any],
-    words: "Words",
+    words: "PublishedWeights",
     progress: Done | None,
-) -> Written:
+) -> WrittenRecords:
     """Verify the journal's entries; return those up to the first whose expert differs on disk or
     was made from other weights.
 
     Packed experts and the draft's codes are read again, and the model's weights if its files were
     touched since.
     """
-    written, total = Written(), words.total
+    written, total = WrittenRecords(), words.total
     records = written.records
     if not entries:
         return written
@@ -113,9 +113,9 @@ def verified(
             codes = None
             if packing.draft is not None:
                 codes = stack.enter_context(RangeFile(out / DRAFT_FILE))
-            room = aligned_bytes(1, packing.codec.slot_bytes)[0]
+            room = allocate_aligned(1, packing.codec.slot_bytes)[0]
             for entry in entries[:total]:
-                record = sound_record(entry, packing, records, data, room)
+                record = verify_record(entry, packing, records, data, room)
                 if codes is not None:
                     check_codes(entry, packing, len(records), codes)
                 words.check(entry, len(records))
@@ -135,7 +135,7 @@ def verified(
     return written
 
 
-class Words:
+class PublishedWeights:
     """Published weights of a model, read to compare them with existing packed experts.
 
     stamp  present stamp of the model's files
@@ -172,22 +172,22 @@ def read_words(store: SafetensorsExpertStore, at: int, slot: Tensor) -> int:
     return crc32_of(slot[: store.record_bytes(*key)])
 
 
-def sound_record(
+def verify_record(
     entry: Any, packing: Packing, before: list[Record], data: RangeFile, room: Tensor
 ) -> Record:
     """Verify the packed expert of a journal's entry. Raises ValueError or SpeqError if it differs.
 
     room  buffer for the largest packed expert
     """
-    end = aligned(before[-1].offset + before[-1].nbytes) if before else 0
+    end = align(before[-1].offset + before[-1].nbytes) if before else 0
     if not isinstance(entry, list) or [type(each) for each in entry[:3]] != [int] * 3:
         raise ValueError("its line is no record")
     offset, nbytes, crc32 = entry[:3]
     fewest, most = packing.codec.record_range
     if offset != end or not fewest <= nbytes <= most:
         raise ValueError(f"{nbytes} bytes at {offset}")
-    data.read_aligned(offset, aligned(nbytes), room)
-    if crc32_of(room[:nbytes]) != crc32 or bool(room[nbytes : aligned(nbytes)].any()):
+    data.read_aligned(offset, align(nbytes), room)
+    if crc32_of(room[:nbytes]) != crc32 or bool(room[nbytes : align(nbytes)].any()):
         raise ValueError("its bytes are others")
     return Record(offset, nbytes, crc32)
 
@@ -207,7 +207,7 @@ class DraftWriter:
     def __init__(self, out: Path, layout: Int4Layout, done: int) -> None:
         self._layout = layout
         self._digest = hashlib.sha256()
-        self._file = opened(out / DRAFT_FILE, done * layout.nbytes)
+        self._file = open_at(out / DRAFT_FILE, done * layout.nbytes)
         for at in range(0, self._file.tell(), HASHED_BYTES):
             self._digest.update(os.pread(self._file.fileno(), HASHED_BYTES, at))
 
@@ -228,7 +228,7 @@ class DraftWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class EncodedExpert:
     """A packed expert, and its draft codes, for a codec that needs them.
 
     room  buffer of the packed expert, free once it is written
@@ -254,28 +254,28 @@ class RecordMaker:
             self._slots.put(words_slot(store))
         # Pages that no packed expert reaches are never touched.
         self._rooms: SimpleQueue[Tensor] = SimpleQueue()
-        for room in aligned_bytes(made_at_once(threads), packing.codec.slot_bytes):
+        for room in allocate_aligned(results_in_flight(threads), packing.codec.slot_bytes):
             self._rooms.put(room.zero_() if self._as_published else room)
 
-    def make(self, at: int) -> Made:
+    def make(self, at: int) -> EncodedExpert:
         """Read and encode expert `at`, counted layer after layer."""
         room, slot = self._rooms.get(), self._slots.get()
         try:
             if self._as_published:  # it is packed already
                 words_crc32 = read_words(self._store, at, room)
                 record = room[: self._store.record_bytes(*divmod(at, self._store.num_experts))]
-                return Made(room, record, words_crc32, None, None, words_crc32)
+                return EncodedExpert(room, record, words_crc32, None, None, words_crc32)
             words_crc32 = read_words(self._store, at, slot)
             exact = self._store.codec.decode(slot)
             base = self._packing.base(at)
             record = room[: self._packing.codec.encode(exact, base, room)]
             codes = None if base is None else record_of(base)
             codes_crc32 = None if codes is None else crc32_of(codes)
-            return Made(room, record, crc32_of(record), codes, codes_crc32, words_crc32)
+            return EncodedExpert(room, record, crc32_of(record), codes, codes_crc32, words_crc32)
         finally:
             self._slots.put(slot)
 
-    def written(self, made: Made) -> None:
+    def written(self, made: EncodedExpert) -> None:
         self._rooms.put(made.room)
 
 
@@ -287,32 +287,32 @@ def write_records(
     stamp: str,
     progress: Done | None,
     threads: int = 1,
-) -> tuple[Written, TiedDraft | None]:
+) -> tuple[WrittenRecords, TiedDraft | None]:
     """Write the missing packed experts. Return all of them, and their draft.
 
     stamp    of the model's files, before the first of them is read
     threads  that read and encode; one is the caller's own
     """
-    words = Words(store, stamp)
+    words = PublishedWeights(store, stamp)
     total = words.total
-    written = verified(out, packing, journal.entries, words, progress)
+    written = verify_journal(out, packing, journal.entries, words, progress)
     records = written.records
     journal.forget(len(records))
     maker = RecordMaker(store, packing, threads)
-    end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
+    end = align(records[-1].offset + records[-1].nbytes) if records else 0
     with ExitStack() as stack:
-        data = stack.enter_context(opened(out / RECORDS_FILE, end))
+        data = stack.enter_context(open_at(out / RECORDS_FILE, end))
         draft: DraftWriter | None = None
         if packing.draft is not None:
             draft = DraftWriter(out, packing.draft.layout, len(records))
             stack.enter_context(closing(draft))
         lines: list[list[int | str | None]] = []
         batch_bytes = 0
-        making = in_turn(maker.make, range(len(records), total), threads)
+        making = map_in_order(maker.make, range(len(records), total), threads)
         for made in stack.enter_context(closing(making)):
             data.write(bytes_of(made.record))
             records.append(Record(end, made.record.nbytes, made.crc32))
-            end = aligned(end + made.record.nbytes)
+            end = align(end + made.record.nbytes)
             data.write(bytes(end - records[-1].offset - made.record.nbytes))
             if draft is not None and made.codes is not None:
                 draft.add(made.codes)
@@ -331,7 +331,7 @@ def write_records(
     return written, None if draft is None or packing.draft is None else draft.tied(packing.draft)
 
 
-def opened(path: Path, end: int) -> BinaryIO:
+def open_at(path: Path, end: int) -> BinaryIO:
     """Open or create a file, truncated to `end`, for appending."""
     file = path.open("r+b" if path.exists() else "w+b")
     file.truncate(end)

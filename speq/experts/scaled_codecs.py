@@ -15,7 +15,7 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
@@ -70,7 +70,7 @@ class ScaledCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return aligned(self.record_bytes)
+        return align(self.record_bytes)
 
     def residency_plan(self, largest_bytes: int) -> Self:
         return self

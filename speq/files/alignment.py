@@ -10,12 +10,12 @@ from torch import Tensor
 ALIGNMENT = 4096
 
 
-def aligned(nbytes: int) -> int:
+def align(nbytes: int) -> int:
     """Round up to a multiple of ALIGNMENT, where a packed expert may begin or a slot may end."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def aligned_bytes(rows: int, row_bytes: int, device: torch.device | str = "cpu") -> Tensor:
+def allocate_aligned(rows: int, row_bytes: int, device: torch.device | str = "cpu") -> Tensor:
     """Allocate a uint8 tensor [rows, row_bytes] that begins at a multiple of ALIGNMENT.
 
     It takes ALIGNMENT extra bytes.
@@ -34,7 +34,7 @@ def prefer_huge_pages(memory: Tensor) -> None:
     A disk writes to contiguous pages at once: reads into huge pages are up to a fifth faster than
     into other fresh memory. Kernels look up fewer addresses as well.
     """
-    start = aligned(memory.data_ptr())
+    start = align(memory.data_ptr())
     length = memory.data_ptr() + memory.nbytes - start
     if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
         libc = ctypes.CDLL(None)

@@ -9,12 +9,12 @@ from pathlib import Path
 from speq.errors import SpeqError
 
 
-class Taken(SpeqError):
+class FolderTaken(SpeqError):
     """Another process is writing to the folder."""
 
 
 @contextmanager
-def alone_in(folder: Path, sentence: str) -> Iterator[None]:
+def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
     """Lock a folder inside the block. Raise Taken with this sentence if another process, or another
     block of this one, has locked it.
     """
@@ -24,7 +24,7 @@ def alone_in(folder: Path, sentence: str) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise Taken(sentence) from error
+                raise FolderTaken(sentence) from error
         yield
     finally:
         os.close(descriptor)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
-from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
+from speq.files.checksums import Checksums, TensorCheck, check_seal, warn_unchecked
 from speq.files.json_file import read_json
-from speq.files.model_folder import found_instead
+from speq.files.model_folder import recognise
 from speq.files.published_format import (
     BLOCK_SCALES,
     BLOCKS,
@@ -29,8 +29,8 @@ from speq.files.published_format import (
     words_name,
 )
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.files.shards import INDEX, SINGLE, Shards, named_by
-from speq.files.text_part import TextPart
+from speq.files.shards import INDEX, SINGLE, Shards, read_weight_map
+from speq.files.text_part import TextModelPart
 
 # Files of a packed model: the experts' manifest, and the journal while it is incomplete.
 EXPERTS_MANIFEST = "experts.json"
@@ -79,7 +79,7 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
                 "which goes on from there"
             )
         if not os.path.lexists(path / "config.json"):
-            _say_instead(path, f"{what} {name!r}")
+            _check_instead(path, f"{what} {name!r}")
         return path
     if os.path.exists(path):
         raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
@@ -92,11 +92,11 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
         return _download(name, HUB_PATTERNS)
 
 
-def _say_instead(path: Path, model: str) -> None:
+def _check_instead(path: Path, model: str) -> None:
     """Raise SpeqError if a folder without config.json is recognised as something else."""
     if not os.listdir(path):
         raise SpeqError(f"{model} is an empty folder; download the model into it")
-    found = found_instead(path)
+    found = recognise(path)
     if found is not None:
         raise SpeqError(f"{model} holds no config.json, but {found[0]}; {found[1]}")
 
@@ -155,7 +155,7 @@ def has_weights(path: Path) -> bool:
         return True
     if not os.path.exists(path / INDEX):
         return False
-    shards = set(named_by(path / INDEX).values())
+    shards = set(read_weight_map(path / INDEX).values())
     return all(os.path.isfile(path / shard) for shard in shards)
 
 
@@ -168,7 +168,7 @@ class Checkpoint:
     Raises SpeqError if a file is missing, damaged or not of an exact model.
     """
 
-    def __init__(self, path: Path, part: TextPart | None = None) -> None:
+    def __init__(self, path: Path, part: TextModelPart | None = None) -> None:
         self.path, self.part = path, part
         self.config = read_json(path / "config.json")
         if os.path.lexists(path / "generation_config.json"):
@@ -220,7 +220,7 @@ class Checkpoint:
         entries = read_json(manifest, "pack the model again")
         check_seal(manifest, entries)
         if entries.get("checksums") is None:
-            say_unchecked(self.path)
+            warn_unchecked(self.path)
             return None
         try:
             checksums = Checksums.of(entries["checksums"])

@@ -145,7 +145,7 @@ def check_crc32(path: Path, wanted: Any) -> None:
         raise SpeqError(f"{path} is not what was written")
 
 
-def sealed(entries: dict[str, Any]) -> dict[str, Any]:
+def seal(entries: dict[str, Any]) -> dict[str, Any]:
     """Add a checksum to a manifest's entries."""
     return entries | {"crc32": zlib.crc32(json.dumps(entries).encode())}
 
@@ -158,12 +158,12 @@ def check_seal(path: Path, entries: dict[str, Any]) -> None:
     if "crc32" not in entries and "checksums" not in entries:
         return
     written = {name: value for name, value in entries.items() if name != "crc32"}
-    if sealed(written)["crc32"] != entries.get("crc32"):
+    if seal(written)["crc32"] != entries.get("crc32"):
         raise SpeqError(f"{path} is damaged: it is not what was packed; {PACK_AGAIN}")
 
 
 @cache
-def say_unchecked(folder: Path) -> None:
+def warn_unchecked(folder: Path) -> None:
     """Log that a pack of an earlier version is not fully checked, once per pack."""
     logger.warning(
         "%s was packed without checksums of anything but experts: its other weights and files are "

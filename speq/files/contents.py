@@ -76,9 +76,9 @@ def content_digest(checkpoint: Checkpoint, progress: Done | None = None) -> str:
 
 def _digests(checkpoint: Checkpoint, progress: Done | None) -> dict[str, str]:
     """SHA-256 of each shard, by name."""
-    path = _kept_path(checkpoint)
+    path = _cache_path(checkpoint)
     stamps = {name: file.stamp() for name, file in checkpoint.files.items()}
-    kept = _kept(path)
+    kept = _read_cached(path)
     found = {
         name: kept[name]["sha256"]
         for name in stamps
@@ -128,13 +128,13 @@ def _read(files: Mapping[str, RangeFile], total: int, progress: Done | None) -> 
     return found
 
 
-def _kept_path(checkpoint: Checkpoint) -> Path | None:
+def _cache_path(checkpoint: Checkpoint) -> Path | None:
     folder = cache_folder(DIGESTS)
     name = hashlib.sha256(os.path.realpath(checkpoint.path).encode()).hexdigest()[:16]
     return None if folder is None else folder / f"{name}.json"
 
 
-def _kept(path: Path | None) -> dict[str, Any]:
+def _read_cached(path: Path | None) -> dict[str, Any]:
     """Read cached entries of shards, by name; empty if the file is not one of ours."""
     if path is None or not os.path.exists(path):
         return {}

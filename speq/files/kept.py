@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.files.alone import Taken, alone_in
+from speq.files.alone import FolderTaken, lock_folder
 from speq.files.atomic_file import PARTIAL_NAME, write_whole
 from speq.files.cache_folder import (
     BESIDE,
@@ -41,7 +41,7 @@ BESIDE_A_MODEL = {DRAFTS: "draft-int4-rtn-*.safetensors", COUNTS: "expert-counts
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CachedItem:
     """A cached item: a file, or the folder of a copy.
 
     kind       see NAMED
@@ -69,7 +69,7 @@ class Kept:
         return self.model == os.path.realpath(model) or repository in Path(self.model).parts
 
 
-def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
+def cached_items(models: Iterable[Path] = ()) -> list[CachedItem]:
     """List cached items in the cache folder, beside the models that it names, and beside others.
 
     models  folders of the others
@@ -80,11 +80,11 @@ def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
     for model in sorted(named):
         for kind, pattern in BESIDE_A_MODEL.items():
             for path in sorted((Path(model) / BESIDE).glob(pattern)):
-                found += thing_at(kind, path, model, beside=True)
+                found += item_at(kind, path, model, beside=True)
     return found
 
 
-def in_cache(models: dict[str, str] | None = None) -> Iterator[Kept]:
+def in_cache(models: dict[str, str] | None = None) -> Iterator[CachedItem]:
     """Yield items in the cache folder. models: folders of models by fingerprint."""
     known = dict(models or {})
     for kind in NAMED:
@@ -100,7 +100,7 @@ def in_cache(models: dict[str, str] | None = None) -> Iterator[Kept]:
                 known[str(content.get("fingerprint"))] = model
             if kind == PROFILES:  # profiles name fingerprints
                 model = known.get(str(content.get("key", {}).get("model")))
-            yield from thing_at(kind, path, model if isinstance(model, str) else None)
+            yield from item_at(kind, path, model if isinstance(model, str) else None)
 
 
 def content_of(kind: str, path: Path) -> dict[str, Any]:
@@ -119,13 +119,13 @@ def fingerprints(model: str) -> Iterator[str]:
         yield checkpoint.fingerprint()
 
 
-def thing_at(kind: str, path: Path, model: str | None, beside: bool = False) -> Iterator[Kept]:
+def item_at(kind: str, path: Path, model: str | None, beside: bool = False) -> Iterator[CachedItem]:
     """Yield the item at a path; nothing if it is gone."""
     with suppress(OSError):
         stats = [each.stat() for each in files_in(path)]
         read = [max(each.st_mtime, 0 if kind == COPIES else each.st_atime) for each in stats]
         nbytes = sum(each.st_size for each in stats)
-        yield Kept(NAMED[kind], path, model, nbytes, max(read, default=0.0), beside)
+        yield CachedItem(NAMED[kind], path, model, nbytes, max(read, default=0.0), beside)
 
 
 def files_in(path: Path) -> list[Path]:
@@ -137,14 +137,14 @@ def files_in(path: Path) -> list[Path]:
     return sorted(path.iterdir(), key=lambda each: (each.name != EXPERTS_MANIFEST, each.name))
 
 
-def remove(thing: Kept) -> None:
+def remove(thing: CachedItem) -> None:
     """Remove an item. Readers continue with their open files. Raises Taken if a run is writing it,
     OSError if it cannot be removed.
     """
     if thing.files == [thing.path]:
         thing.path.unlink(missing_ok=True)
         return
-    with alone_in(thing.path, f"a run writes to {thing.path}; end it, and try again"):
+    with lock_folder(thing.path, f"a run writes to {thing.path}; end it, and try again"):
         for each in thing.files:
             each.unlink(missing_ok=True)
         thing.path.rmdir()
@@ -154,7 +154,7 @@ def remove_others(folder: Path, model: str) -> None:
     """Remove copies of a model folder's earlier contents; `folder` is the present copy."""
     for each in in_cache():
         if each.kind == NAMED[COPIES] and each.model == model and each.path != folder:
-            with suppress(Taken, OSError):
+            with suppress(FolderTaken, OSError):
                 remove(each)
 
 
@@ -199,7 +199,7 @@ def keep_within(limit: int, needed: int = 0, but: Path | None = None) -> bool:
     for each in others:
         if total <= limit:
             break
-        with suppress(Taken, OSError):
+        with suppress(FolderTaken, OSError):
             remove(each)
             total -= each.nbytes
     return total <= limit

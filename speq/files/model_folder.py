@@ -28,7 +28,7 @@ KINDS = (
 )
 
 
-def found_instead(folder: Path) -> tuple[str, str] | None:
+def recognise(folder: Path) -> tuple[str, str] | None:
     """Recognise what a folder has in place of a model, and what to do about it; None: nothing
     known.
     """

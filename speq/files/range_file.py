@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import Broken, SpeqError
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.regular_file import check_regular
 
 logger = logging.getLogger("speq")
@@ -37,7 +37,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def behind(views: list[memoryview], start: int) -> list[memoryview]:
+def drop_bytes(views: list[memoryview], start: int) -> list[memoryview]:
     """Drop the first `start` bytes of consecutive views."""
     rest = []
     for view in views:
@@ -48,7 +48,7 @@ def behind(views: list[memoryview], start: int) -> list[memoryview]:
 
 
 @cache
-def say_buffered(folder: Path) -> None:
+def warn_buffered(folder: Path) -> None:
     """Warn that files are read through the page cache, once per folder."""
     logger.warning(
         "the file system of %s has no reads past the page cache: files are read through it, which "
@@ -90,7 +90,7 @@ class RangeFile:
         """
         if not hasattr(os, "O_DIRECT"):
             return -1
-        descriptor, blocks = -1, aligned_bytes(2, ALIGNMENT).view(-1)
+        descriptor, blocks = -1, allocate_aligned(2, ALIGNMENT).view(-1)
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             for alignment in (ALIGNMENT, 512, 8):
@@ -145,11 +145,11 @@ class RangeFile:
         offset, and the address and length of `out`, a contiguous uint8 CPU tensor, are multiples of
         ALIGNMENT. Bytes of `out` after nbytes are undefined.
         """
-        if offset % ALIGNMENT or out.data_ptr() % ALIGNMENT or out.nbytes < aligned(nbytes):
+        if offset % ALIGNMENT or out.data_ptr() % ALIGNMENT or out.nbytes < align(nbytes):
             raise Broken(f"{nbytes} bytes at {offset} of {self.path} are to be read out of line")
         if self._direct_fd < 0:
             return self._read_buffered(offset, out[:nbytes])
-        return self._fill(self._direct_fd, offset, [bytes_of(out)[: aligned(nbytes)]], nbytes)
+        return self._fill(self._direct_fd, offset, [bytes_of(out)[: align(nbytes)]], nbytes)
 
     def read_scattered(self, offset: int, out: Tensor, ends: Tensor) -> int:
         """Read into unaligned `out` directly. Return the bytes read.
@@ -161,14 +161,14 @@ class RangeFile:
         if self._direct_fd < 0:
             return self._read_buffered(offset, out)
         end = offset + out.nbytes
-        first = min(aligned(offset), end)
+        first = min(align(offset), end)
         place = out.data_ptr() + first - offset
         shift = -place % self._address_alignment
         # Reads must not reach past `out`: the memory after it is not ours.
         inside = max(end - first - shift, 0) // ALIGNMENT * ALIGNMENT
         before = -(-(first - offset) // ALIGNMENT) * ALIGNMENT
         start = offset // ALIGNMENT * ALIGNMENT
-        after = aligned(end) - (start + before + inside)
+        after = align(end) - (start + before + inside)
         sides = bytes_of(ends)
         views = [
             sides[:before],
@@ -185,7 +185,7 @@ class RangeFile:
         return read_bytes
 
     def _read_buffered(self, offset: int, out: Tensor) -> int:
-        say_buffered(self.path.parent)
+        warn_buffered(self.path.parent)
         self.read_into(offset, out)
         return out.nbytes
 
@@ -194,7 +194,7 @@ class RangeFile:
         done = start = 0
         while done < wanted:
             try:
-                count = os.preadv(descriptor, behind(views, start), offset + start)
+                count = os.preadv(descriptor, drop_bytes(views, start), offset + start)
             except OSError as error:
                 raise SpeqError(
                     f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}; "

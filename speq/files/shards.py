@@ -7,7 +7,7 @@ from pathlib import Path
 
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
-from speq.files.model_folder import found_instead
+from speq.files.model_folder import recognise
 from speq.files.regular_file import check_link
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 
@@ -68,7 +68,7 @@ class Shards:
         if (self.path / index).exists() and not (self.path / single).is_file():
             return self._present(index)
         if not (self.path / single).exists():
-            found = found_instead(self.path)
+            found = recognise(self.path)
             what, remedy = found or ("", "download or convert the model to those")
             raise SpeqError(
                 f"{self.path} holds neither {single} nor {index}{', but ' if what else ''}{what}; "
@@ -79,7 +79,7 @@ class Shards:
 
     def _present(self, index: str) -> dict[str, str]:
         """Read an index, and check that all its files are present."""
-        names = named_by(self.path / index)
+        names = read_weight_map(self.path / index)
         self.has_metadata = isinstance(read_json(self.path / index).get("metadata"), dict)
         for file_name in sorted(set(names.values())):
             check_link(self.path / file_name)
@@ -110,7 +110,7 @@ class Shards:
             file.close()
 
 
-def named_by(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
     """Read the file of each tensor from an index. Raises SpeqError unless it names only files of
     its folder.
     """

@@ -12,7 +12,7 @@ MODEL = "model."
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class TextModelPart:
     """Place of the text model in a family's multimodal checkpoints.
 
     model_type  of the text model's own configuration, which may also be alone in config.json

@@ -44,7 +44,7 @@ COMPUTED = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HeadTensors:
     """Tensors by the names of `PARTS`, and their names on disk."""
 
     path: Path
@@ -52,7 +52,7 @@ class Found:
     called: dict[str, str]
 
     @classmethod
-    def of(cls, shards: Shards) -> "Found":
+    def of(cls, shards: Shards) -> "HeadTensors":
         tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
         called: dict[str, str] = {}
         for name, entry in shards.tensors.items():
@@ -73,7 +73,7 @@ def read_eagle(path: Path, model: ModelShape) -> EagleHead:
     content = read_json(path / CONFIG, instead="give the folder of a complete head")
     check_safetensors(path)
     with contextlib.closing(Shards(path)) as shards:
-        found = Found.of(shards)
+        found = HeadTensors.of(shards)
         own = "embed_tokens.weight" in found.tensors, "lm_head.weight" in found.tensors
         shape = eagle_shape(content, path / CONFIG, model, own)
         check_tensors(found, shape)
@@ -112,7 +112,7 @@ def wanted_parts(shape: EagleShape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield part, (count, *others)
 
 
-def check_tensors(found: Found, shape: EagleShape) -> None:
+def check_tensors(found: HeadTensors, shape: EagleShape) -> None:
     """Raise SpeqError unless a folder has exactly a head's tensors."""
     wanted = dict(wanted_parts(shape))
     for name, size in wanted.items():
@@ -136,7 +136,7 @@ def check_tensors(found: Found, shape: EagleShape) -> None:
         )
 
 
-def said_tokens(found: Found, shape: EagleShape) -> Tensor:
+def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
     """Read the exact model's ids [draft_vocab_size] of the head's tokens. Raises SpeqError for an
     invalid map.
     """

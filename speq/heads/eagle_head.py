@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from speq.heads.draft_head import FeatureState, VisibleKV
 from speq.heads.eagle_shape import EagleShape
-from speq.heads.moe_head import product, turned
+from speq.heads.moe_head import multiply, rotate
 from speq.models.moe_model import MoEModel
 
 # Logit of tokens that the head cannot predict: finite, to differ from a damaged head's, and with
@@ -56,7 +56,7 @@ class EagleHead:
         return EagleHead(self.shape, weights, None if self.said is None else self.said.to(device))
 
     def kept(self, features: Tensor) -> Tensor:
-        return product(features.to(self.weights["fc"].dtype), self.weights["fc"])
+        return multiply(features.to(self.weights["fc"].dtype), self.weights["fc"])
 
     def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
         if self.shape.own_embedding:
@@ -72,28 +72,28 @@ class EagleHead:
         queries, keys, values = self._queries_keys_values(pair, places)
         attended = seen.attend(queries, keys, values)[0].transpose(0, 1).flatten(1)
         around = normed if self.shape.norm_first else features
-        hidden = around + product(attended, self.weights["output"])
-        both = product(self._normed("mlp_norm", hidden), self.weights["gate_up"])
+        hidden = around + multiply(attended, self.weights["output"])
+        both = multiply(self._normed("mlp_norm", hidden), self.weights["gate_up"])
         gate, up = both.chunk(2, -1)
-        return FeatureState(hidden + product(functional.silu(gate) * up, self.weights["down"]))
+        return FeatureState(hidden + multiply(functional.silu(gate) * up, self.weights["down"]))
 
     def _queries_keys_values(self, pair: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project [T, 2H] to queries, keys and values, each [1, heads, T, width]."""
         shape, count = self.shape, len(pair)
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        parts = product(pair, self.weights["qkv"]).view(1, count, sum(heads), shape.head_width)
+        parts = multiply(pair, self.weights["qkv"]).view(1, count, sum(heads), shape.head_width)
         queries, keys, values = parts.transpose(1, 2).split(heads, 1)
         kind = torch.promote_types(pair.dtype, torch.float32)
         frequencies = shape.frequencies.to(places.device, kind)
         angles = places.to(kind)[:, None] * frequencies
         rotation = angles.cos() * shape.turn_scale, angles.sin() * shape.turn_scale
-        return turned(queries, rotation), turned(keys, rotation), values
+        return rotate(queries, rotation), rotate(keys, rotation), values
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
         normed = self._normed("norm", state.feature)
         if not self.shape.own_head:
             return model.logits(normed)
-        scores = product(normed, self.weights["head"])
+        scores = multiply(normed, self.weights["head"])
         if self.said is None:
             return scores
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -35,7 +35,7 @@ SAMPLE_BYTES = 1 << 17
 TRAIN_AGAIN = "train it again with `speq train-head`"
 
 
-def head_beside(model: Path) -> Path:
+def head_path(model: Path) -> Path:
     """Path of the head of a model, where `speq train-head` writes it."""
     return model / FOLDER / NAME
 
@@ -95,7 +95,7 @@ def read_label(path: Path, model: str, hidden_size: int) -> HeadLabel:
     """Read the metadata of a head as `read_head` does, from the header only: damaged weights go
     unnoticed.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         return _label_in(file, model, hidden_size)
 
 
@@ -103,7 +103,7 @@ def read_stand(path: Path) -> tuple[float, ...]:
     """Read a head's acceptance rates, for any model; empty if the file has none. Reads only the
     header. Raises SpeqError if the file is not a head.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         return _stand_in(path, file.metadata)
 
 
@@ -115,7 +115,7 @@ def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
 
     Raises SpeqError if it is missing, damaged, or another model's.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         label = _label_in(file, model, hidden_size)
         weights = {name: file.tensor(name) for name, _ in label.shape.tensors()}
     if file.metadata.get("sha256") != sum_of(weights):
@@ -129,10 +129,10 @@ def copy_head(source: Path, target: Path) -> bool:
     """Copy the head beside a model to another folder of the same model. Return True if there is
     one.
     """
-    path = head_beside(source)
+    path = head_path(source)
     if not path.exists():
         return False
-    out = head_beside(target)
+    out = head_path(target)
     with writing(out, ANOTHER_PLACE):
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as file, path.open("rb") as content:
@@ -141,7 +141,7 @@ def copy_head(source: Path, target: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[SafetensorsFile]:
+def _open(path: Path) -> Iterator[SafetensorsFile]:
     """Open a head file of this version."""
     if not os.path.exists(path):
         raise SpeqError(

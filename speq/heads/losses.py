@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.heads.moe_head import mixed
+from speq.heads.moe_head import mix_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def cross_entropy(log_probs: Tensor, wanted: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Targets:
     """Training targets of rows: features [R, H] of the model's next token and of the one after, and
     the model's probabilities [R, V] from each of them.
     """
@@ -48,7 +48,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Predictions:
     """Predictions of a head for rows: as `BranchState`, [R, ...], with the logits of its parts [..,
     V].
     """
@@ -61,7 +61,7 @@ class Found:
     after_logits: Tensor | None = None
 
 
-def terms(found: Found, wanted: Wanted) -> dict[str, Tensor]:
+def terms(found: Predictions, wanted: Targets) -> dict[str, Tensor]:
     """Compute each term, unweighted, by name."""
     parts = regressions(found.feature, found.after, wanted.feature, wanted.after)
     return parts | cross_entropies(found, wanted)
@@ -77,11 +77,11 @@ def regressions(
     return parts
 
 
-def cross_entropies(found: Found, wanted: Wanted) -> dict[str, Tensor]:
+def cross_entropies(found: Predictions, wanted: Targets) -> dict[str, Tensor]:
     """Compute the terms of tokens."""
     parts = {
         "next_tokens": cross_entropy(found.logits.log_softmax(-1), wanted.probs),
-        "mixture": cross_entropy(mixed(found.mixing, found.branch_logits), wanted.probs),
+        "mixture": cross_entropy(mix_logits(found.mixing, found.branch_logits), wanted.probs),
     }
     if found.after_logits is not None:
         after_log_probs = found.after_logits.log_softmax(-1)

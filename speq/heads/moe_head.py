@@ -42,7 +42,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadState:
+class BranchState:
     """Output of a head for rows [...].
 
     branches  [..., J, H]
@@ -56,11 +56,11 @@ class HeadState:
     feature: Tensor
     after: Tensor | None
 
-    def row(self, at: int) -> "HeadState":
+    def row(self, at: int) -> "BranchState":
         """Select one row of [T, ...] as [1, ...]."""
         rows = slice(at, at + 1) if at != -1 else slice(-1, None)
         after = None if self.after is None else self.after[rows]
-        return HeadState(self.branches[rows], self.mixing[rows], self.feature[rows], after)
+        return BranchState(self.branches[rows], self.mixing[rows], self.feature[rows], after)
 
 
 class MoEHead(nn.Module):
@@ -118,7 +118,7 @@ class MoEHead(nn.Module):
 
     def enter(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Map embeddings of tokens [..., H] and features of those before them [..., H] to x."""
-        return product(self._pair(embedded, features), self.weight("enter"))
+        return multiply(self._pair(embedded, features), self.weight("enter"))
 
     def _pair(self, embedded: Tensor, features: Tensor) -> Tensor:
         pair = (self._normed("embedding", embedded), self._normed("feature", features))
@@ -131,25 +131,25 @@ class MoEHead(nn.Module):
         `rotations`, for T positions.
         """
         shape = self.shape
-        parts = product(self._normed("attention", x), self.weight("qkv"))
+        parts = multiply(self._normed("attention", x), self.weight("qkv"))
         parts = parts.unflatten(-1, (3, shape.num_heads, shape.head_width)).permute(2, 0, 3, 1, 4)
-        return turned(parts[0], rotation), turned(parts[1], rotation), parts[2]
+        return rotate(parts[0], rotation), rotate(parts[1], rotation), parts[2]
 
-    def leave(self, x: Tensor, seen: Tensor) -> HeadState:
+    def leave(self, x: Tensor, seen: Tensor) -> BranchState:
         """Finish rows x [B, T, H] from their attention output [B, heads, T, width]."""
         shape = self.shape
-        u = x + product(seen.transpose(1, 2).flatten(2), self.weight("output"))
+        u = x + multiply(seen.transpose(1, 2).flatten(2), self.weight("output"))
         normed = self._normed("branch", u)
         added = [self._mlp(branch, normed) for branch in range(shape.branches)]
         branches = u[..., None, :] + torch.stack(added, dim=-2)
-        mixing = product(u, self.weight("gate")).float().softmax(-1)
+        mixing = multiply(u, self.weight("gate")).float().softmax(-1)
         feature = (mixing.to(u.dtype)[..., None] * branches).sum(-2)
         if not shape.contrast:
-            return HeadState(branches, mixing, feature, None)
-        shares = product(u, self.weight("contrast")) + self.weight("contrast_bias")
+            return BranchState(branches, mixing, feature, None)
+        shares = multiply(u, self.weight("contrast")) + self.weight("contrast_bias")
         shares = CONTRAST_SCALE * shares.float().softmax(-1).to(u.dtype)
         after = u + shares[..., :1] * added[0] - shares[..., 1:] * added[1]
-        return HeadState(branches, mixing, feature, after)
+        return BranchState(branches, mixing, feature, after)
 
     def forward(
         self,
@@ -157,7 +157,7 @@ class MoEHead(nn.Module):
         features: Tensor,
         rotation: tuple[Tensor, Tensor],
         attend: Attend,
-    ) -> HeadState:
+    ) -> BranchState:
         """Run embeddings and features [B, T, H] of T positions."""
         x = self.enter(embedded, features)
         return self.leave(x, attend(*self.queries_keys_values(x, rotation)))
@@ -168,18 +168,20 @@ class MoEHead(nn.Module):
     def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
         return model.embed(token_ids)
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV) -> HeadState:
+    def run(
+        self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
+    ) -> BranchState:
         """Run as `DraftHead.run` does."""
         rotation = rotations(places, self.shape.head_width, embedded.dtype)
-        state: HeadState = self(embedded[None], features[None], rotation, seen.attend)
+        state: BranchState = self(embedded[None], features[None], rotation, seen.attend)
         after = None if state.after is None else state.after[0]
-        return HeadState(state.branches[0], state.mixing[0], state.feature[0], after)
+        return BranchState(state.branches[0], state.mixing[0], state.feature[0], after)
 
-    def next_scores(self, state: HeadState, model: MoEModel) -> Tensor:
+    def next_scores(self, state: BranchState, model: MoEModel) -> Tensor:
         """Log-probabilities of the mixture."""
-        return mixed(state.mixing, model.logits(state.branches))
+        return mix_logits(state.mixing, model.logits(state.branches))
 
-    def after_scores(self, state: HeadState, model: MoEModel) -> Tensor:
+    def after_scores(self, state: BranchState, model: MoEModel) -> Tensor:
         after = present(
             state.after, "a head without contrast was asked for the token after the next"
         )
@@ -207,20 +209,20 @@ class MoEHead(nn.Module):
 
     def route_logits(self, embedded: Tensor, features: Tensor, weight: Tensor) -> Tensor:
         """Router logits [L, T, E] of rows [T, H], by weights [L, E, 2H] of the head's dtype."""
-        logits = product(self._pair(embedded, features), weight.flatten(0, 1))
+        logits = multiply(self._pair(embedded, features), weight.flatten(0, 1))
         return logits.unflatten(1, weight.shape[:2]).transpose(0, 1)
 
     def _mlp(self, branch: int, normed: Tensor) -> Tensor:
-        both = product(normed, self.weight(f"gate_up.{branch}"))
+        both = multiply(normed, self.weight(f"gate_up.{branch}"))
         gate, up = both.chunk(2, dim=-1)
-        return product(functional.silu(gate) * up, self.weight(f"down.{branch}"))
+        return multiply(functional.silu(gate) * up, self.weight(f"down.{branch}"))
 
     def _normed(self, what: str, rows: Tensor) -> Tensor:
         weight = self.weight(f"{what}_norm")
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, EPSILON)
 
 
-def product(inputs: Tensor, weight: Tensor) -> Tensor:
+def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
     """Multiply [..., K] by [N, K]. The kernels for few rows have no gradients."""
     linear = functional.linear if weight.requires_grad else ops.linear
     return linear(inputs, weight)
@@ -236,7 +238,7 @@ def rotations(
     return angles.cos(), angles.sin()
 
 
-def turned(rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary embeddings to rows [..., T, width], on halves."""
     cos, sin = rotation
     first, second = rows.to(cos.dtype).chunk(2, dim=-1)
@@ -244,7 +246,7 @@ def turned(rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return both.to(rows.dtype)
 
 
-def mixed(mixing: Tensor, logits: Tensor) -> Tensor:
+def mix_logits(mixing: Tensor, logits: Tensor) -> Tensor:
     """Log-probabilities [..., V] of the mixture of branches.
 
     mixing  [..., J]; logits: [..., J, V] of the branches, of any float dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.heads.mtp_head import MtpHead, MtpLayer
 from speq.heads.mtp_shape import MtpShape
@@ -23,7 +23,7 @@ from speq.layers.offloaded_experts import ActiveBackend, OffloadedExperts
 from speq.layers.resident_experts import ResidentExperts
 from speq.models.dequantised import state_of
 from speq.models.families import FAMILIES
-from speq.models.mtp_layer import PartNames, Predictor
+from speq.models.mtp_layer import MtpLayerKind, PartNames
 from speq.models.opened import Opened
 from speq.models.shape import hf_config
 
@@ -58,7 +58,7 @@ class MtpSource:
 
     def held(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
         """Read the layer from the checkpoint, with its experts in the published form."""
-        layer, held = self.layer, held_by(self.layer)
+        layer, held = self.layer, loaded_tensors(self.layer)
         stored = {name: self.names.tensor(name) for name in held}
         wanted = {*stored.values(), *self.owned}
         state = state_of(self.opened.checkpoint, wanted.__contains__)
@@ -96,7 +96,7 @@ def mtp_of(opened: Opened) -> MtpSource:
             f"head is {MTP} and {checkpoint.path} has no tensor {first}, of a layer that predicts "
             "tokens ahead; download the model as its authors published it, or choose another head"
         )
-    held = held_by(layer)
+    held = loaded_tensors(layer)
     for name, like in held.items():
         check(checkpoint, names.tensor(name), tuple(like.shape))
     ends = {names.embedding: EMBEDDING, names.head: HEAD}
@@ -117,7 +117,7 @@ def mtp_of(opened: Opened) -> MtpSource:
     return MtpSource(opened, sizes, layer, names, owned, store)
 
 
-def predictor_of(opened: Opened) -> Predictor:
+def predictor_of(opened: Opened) -> MtpLayerKind:
     """Find the family's MTP layer. Raises SpeqError if speq reads none of this family."""
     family = opened.family
     if family.predictor is None:
@@ -130,7 +130,7 @@ def predictor_of(opened: Opened) -> Predictor:
     return family.predictor
 
 
-def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
+def layer_of(opened: Opened, predictor: MtpLayerKind) -> MtpLayer:
     """Build its modules on the meta device, except the rotary embedding."""
     family = opened.family
     config: Any = deepcopy(hf_config(opened.checkpoint))
@@ -144,7 +144,7 @@ def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
         return MtpLayer(config, predictor, decoder, norm, rotary)
 
 
-def held_by(layer: MtpLayer) -> dict[str, Tensor]:
+def loaded_tensors(layer: MtpLayer) -> dict[str, Tensor]:
     """Parameters and buffers to load: all but the rotary embedding's, which the config
     determines.
     """
@@ -219,8 +219,8 @@ def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
 
 def read_slots(store: SafetensorsExpertStore, device: torch.device) -> Tensor:
     """Read all experts of a store of one layer, each into the slot of its number."""
-    slots = aligned_bytes(store.num_experts, store.codec.slot_bytes, device)
-    room = aligned_bytes(1, store.codec.slot_bytes)[0]
+    slots = allocate_aligned(store.num_experts, store.codec.slot_bytes, device)
+    room = allocate_aligned(1, store.codec.slot_bytes)[0]
     for expert in range(store.num_experts):
         here = slots[expert] if device.type == "cpu" else room
         store.read(0, expert, here)

@@ -7,8 +7,8 @@ token i + 1, and predicts token i + 2:
     h = a whole decoder layer over x         which may have experts
     tokens   softmax(head last_norm(h))
 
-Families differ in two places (`Predictor`): whether the first position has embedding 0, and whether
-h or last_norm(h) replaces f_{i+1}.
+Families differ in two places (`MtpLayerKind`): whether the first position has embedding 0, and
+whether h or last_norm(h) replaces f_{i+1}.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from speq.heads.mtp_shape import MtpShape
 from speq.kernels import ops
 from speq.layers.arguments import cache_name
 from speq.models.moe_model import MoEModel
-from speq.models.mtp_layer import Predictor
+from speq.models.mtp_layer import MtpLayerKind
 
 
 class MtpLayer(nn.Module):
@@ -33,7 +33,7 @@ class MtpLayer(nn.Module):
     """
 
     def __init__(
-        self, config: Any, predictor: Predictor, decoder: Any, norm: Any, rotary: Any
+        self, config: Any, predictor: MtpLayerKind, decoder: Any, norm: Any, rotary: Any
     ) -> None:
         super().__init__()
         hidden_size, epsilon = config.hidden_size, config.rms_norm_eps

@@ -8,7 +8,7 @@ from pathlib import Path
 from speq.errors import SpeqError
 from speq.heads.draft_head import HeadSource
 from speq.heads.eagle_file import CONFIG, read_eagle
-from speq.heads.head_file import NAME, head_beside, model_digest, read_head, read_stand
+from speq.heads.head_file import NAME, head_path, model_digest, read_head, read_stand
 from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("speq")
 AUTO = "auto"
 
 
-def head_named(name: str, opened: Opened) -> HeadSource:
+def open_head(name: str, opened: Opened) -> HeadSource:
     """Open a model's head, in host memory or still on disk.
 
     name  auto (beside the model), mtp (the MTP layer of the model's own checkpoint), a file or
@@ -30,7 +30,7 @@ def head_named(name: str, opened: Opened) -> HeadSource:
         check_whole(opened, name)
         return mtp_of(opened)
     checkpoint = opened.checkpoint
-    path = head_beside(checkpoint.path) if name == AUTO else Path(name)
+    path = head_path(checkpoint.path) if name == AUTO else Path(name)
     if (path / CONFIG).is_file() and not (path / NAME).exists():
         check_whole(opened, name)
         return read_eagle(path, opened.shape)
@@ -55,12 +55,12 @@ def head_worth_weighing(opened: Opened) -> HeadSource | None:
     """Open the head beside a model if it has acceptance rates; None otherwise. One that is damaged
     or another model's is skipped with a warning, since it was not requested.
     """
-    path = head_beside(opened.checkpoint.path)
+    path = head_path(opened.checkpoint.path)
     if not path.exists():
         return None
     try:
         # Its weights are as large as a layer of experts, so they are read only if it may be chosen.
-        return head_named(AUTO, opened) if read_stand(path) else None
+        return open_head(AUTO, opened) if read_stand(path) else None
     except SpeqError as error:
         logger.warning("the head beside the model is not used: %s", error)
         return None

@@ -27,15 +27,15 @@ def check_tensor(
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
     given = tensor.shape
-    if len(given) != len(shape) or not _fits(given, shape):
+    if len(given) != len(shape) or not _matches(given, shape):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(given)}; it must be [{sizes}]")
     contiguous = tensor.is_contiguous()
-    if not contiguous and not (strided and _packed(given[1:], tensor.stride()[1:])):
+    if not contiguous and not (strided and _is_contiguous(given[1:], tensor.stride()[1:])):
         raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
 
 
-def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """True if elements are contiguous."""
     wanted = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -45,7 +45,7 @@ def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+def _matches(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
     # A plain loop takes half the time of `all`, and each kernel call makes several checks.
     for size, wanted in zip(given, shape, strict=True):
         if wanted is not None and size != wanted:

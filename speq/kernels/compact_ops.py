@@ -10,7 +10,7 @@ from speq.errors import SpeqError
 from speq.kernels import library, reference_compact
 from speq.kernels.checks import activation_code, check_int4, check_rows, check_tensor
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import ExpertBiases, Int4Bank, Int4Pair, pair_of, row_blocks
+from speq.kernels.ops import ExpertBiases, Int4Pair, Int4Slots, pair_of, row_blocks
 from speq.kernels.records import check_records, encode_into, encode_whole
 
 
@@ -29,7 +29,7 @@ def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) 
     Raises SpeqError if the slot is too small. Nothing is then written to it.
     """
     layout = _layout(gate_up_proj, down_proj, lossless=True)
-    return _fitting("encode_lossless", layout, slot, gate_up_proj, down_proj)
+    return _encode_into_slot("encode_lossless", layout, slot, gate_up_proj, down_proj)
 
 
 def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -56,7 +56,9 @@ def encode_residual_into(
 ) -> int:
     """Encode into a slot [slot_bytes] uint8, as `encode_lossless_into` does."""
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    return _fitting("encode_residual", layout, slot, gate_up_proj, down_proj, *gate_up, *down)
+    return _encode_into_slot(
+        "encode_residual", layout, slot, gate_up_proj, down_proj, *gate_up, *down
+    )
 
 
 def decode_residual(
@@ -102,7 +104,7 @@ def moe_grouped_residual(
     slot_table: Tensor,
     slots: Tensor,
     base_slots: Tensor,
-    backend: Int4Bank,
+    backend: Int4Slots,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None = None,
@@ -154,7 +156,7 @@ def _residual_layout(
     return layout
 
 
-def _fitting(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
+def _encode_into_slot(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
     nbytes = encode_into(op, layout, slot, *parts)
     if nbytes > len(slot):
         raise SpeqError(

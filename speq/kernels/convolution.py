@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def convolved(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def convolve(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve each channel over its last inputs.
 
     windows  [T, taps, channels]: each token's inputs up to its own

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from speq.kernels import library, reference
 from speq.kernels.checks import EXACT_DTYPES
-from speq.kernels.reference_decoder import beside_sinks
+from speq.kernels.reference_decoder import attend_with_sinks
 
 __all__ = [
     "Heads",
     "Positions",
     "RMSNorm",
     "add_rms_norm",
+    "attend_with_sinks",
     "attention",
-    "beside_sinks",
     "combine",
     "rms_norm",
     "route",

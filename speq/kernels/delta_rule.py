@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speq.kernels import library
-from speq.kernels.convolution import convolved
+from speq.kernels.convolution import convolve
 
 NORM_EPSILON = 1e-6
 
@@ -36,16 +36,16 @@ class DeltaSizes(NamedTuple):
         return self.value_heads, self.key_width, self.value_width
 
 
-def mixed_inputs(windows: Tensor, weight: Tensor) -> Tensor:
+def mix_inputs(windows: Tensor, weight: Tensor) -> Tensor:
     """SiLU of each channel's convolution, see `convolve`: [T, channels] of its dtype."""
-    return functional.silu(convolved(windows, weight))
+    return functional.silu(convolve(windows, weight))
 
 
-def mixed_one_by_one(windows: Tensor, weight: Tensor) -> Tensor:
+def mix_one_by_one(windows: Tensor, weight: Tensor) -> Tensor:
     """Compute `mix_inputs` for a few tokens, bit-identical to running each alone: torch's functions
     of several rows round differently.
     """
-    return torch.cat([functional.silu(row) for row in convolved(windows, weight).split(1)])
+    return torch.cat([functional.silu(row) for row in convolve(windows, weight).split(1)])
 
 
 def delta_steps(state: Tensor, mixed: Tensor, decays: Tensor, betas: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def product_scratch_bytes(outputs: int, columns: int, dtype: torch.dtype) -> int
     They hold a plain copy, and another in the dtype of the product if that is not bfloat16. A
     product in blocks may sum in another order than the whole, so nothing less does.
     """
-    wide = 0 if dtype == WORD else _multiplied(dtype).itemsize
+    wide = 0 if dtype == WORD else _product_dtype(dtype).itemsize
     return outputs * columns * (WORD.itemsize + wide)
 
 
@@ -132,7 +132,7 @@ def _columns(inputs: Tensor) -> int:
     return inputs.shape[-1]
 
 
-def _multiplied(dtype: torch.dtype) -> torch.dtype:
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of a product by bfloat16 weights, which are widened and never rounded."""
     return dtype if dtype == WORD else torch.promote_types(dtype, torch.float32)
 
@@ -157,7 +157,7 @@ def _linear(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
 def _product_of_many(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
     words = inputs.new_empty(matrix.rows, matrix.columns, dtype=WORD)
     _decode(matrix, words)
-    dtype = _multiplied(inputs.dtype)
+    dtype = _product_dtype(inputs.dtype)
     added = None if bias is None else bias.to(dtype)
     return many_rows.linear(inputs.to(dtype), words.to(dtype), added).to(inputs.dtype)
 

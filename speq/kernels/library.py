@@ -37,7 +37,7 @@ CUDA_LIBRARY = FOLDER / "libspeq_cuda.so"
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
-def _named(kernel: Callable[..., None]) -> Callable[..., None]:
+def _with_activation_number(kernel: Callable[..., None]) -> Callable[..., None]:
     """Wrap a reference to take its activation as a number."""
     names = tuple(ACTIVATIONS)
     at = [*inspect.signature(kernel).parameters].index("activation")
@@ -66,12 +66,12 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots, "
         "Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, "
         f"Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference.moe_int4_out),
+        _with_activation_number(reference.moe_int4_out),
     ),
     "moe_grouped": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj, "
         f"Tensor down_proj, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference.moe_grouped_out),
+        _with_activation_number(reference.moe_grouped_out),
     ),
     "encode_lossless": (
         "(Tensor gate_up_proj, Tensor down_proj, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
@@ -84,7 +84,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_lossless": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_compact.moe_grouped_lossless_out),
+        _with_activation_number(reference_compact.moe_grouped_lossless_out),
     ),
     "encode_residual": (
         "(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight, Tensor gate_up_scales, "
@@ -100,7 +100,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
         f"Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_compact.moe_grouped_residual_out),
+        _with_activation_number(reference_compact.moe_grouped_residual_out),
     ),
     "decode_fp8": (
         "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
@@ -109,7 +109,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_fp8": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_scaled.moe_grouped_fp8_out),
+        _with_activation_number(reference_scaled.moe_grouped_fp8_out),
     ),
     "decode_mxfp4": (
         "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
@@ -118,7 +118,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_mxfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_scaled.moe_grouped_mxfp4_out),
+        _with_activation_number(reference_scaled.moe_grouped_mxfp4_out),
     ),
     "rms_norm": (
         "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "

@@ -18,7 +18,7 @@ ROWS, WEIGHTS, OUTPUTS = 256, 1 << 19, 512
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `torch.nn.functional.linear` of inputs [..., K] by weight [N, K], plus bias [N]."""
-    if not inputs.is_cpu or weight.dtype != inputs.dtype or multiplies(inputs.dtype):
+    if not inputs.is_cpu or weight.dtype != inputs.dtype or has_native_product(inputs.dtype):
         return functional.linear(inputs, weight, bias)
     rows = inputs.reshape(-1, inputs.shape[-1])
     out = inputs.new_empty(rows.shape[0], weight.shape[0])
@@ -34,7 +34,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def scratch_bytes(rows: int, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
     """Most scratch bytes of products of `rows` rows by matrices [N, K]."""
-    if multiplies(dtype):
+    if has_native_product(dtype):
         return 0
     most, rows = 0, min(rows, ROWS)
     for size, columns in shapes:
@@ -49,7 +49,7 @@ def outputs_at_a_time(outputs: int, columns: int) -> int:
 
 
 @cache
-def multiplies(dtype: torch.dtype) -> bool:
+def has_native_product(dtype: torch.dtype) -> bool:
     """True if torch has its own kernels for products of this dtype on this processor."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -37,8 +37,8 @@ __all__ = [
     "CLAMP_LIMIT",
     "HIDDEN_ACTS",
     "ExpertBiases",
-    "Int4Bank",
     "Int4Pair",
+    "Int4Slots",
     "Int4Weight",
     "PlainExpert",
     "combine",
@@ -67,7 +67,7 @@ Int4Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Bank:
+class Int4Slots:
     """INT4 experts in N base slots. The constructor checks shapes.
 
     gate_up     (qweight [N, 2F, H / 2] uint8, scales [N, 2F, H / group_size] float16)
@@ -248,7 +248,7 @@ def moe_int4(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    backend: Int4Bank,
+    backend: Int4Slots,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
@@ -294,7 +294,7 @@ def moe_int4_unfused(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    backend: Int4Bank,
+    backend: Int4Slots,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
@@ -313,11 +313,11 @@ def moe_int4_unfused(
         perm = None if backend.input_perm is None else backend.input_perm[slot]
         codes, scales = backend.gate_up
         gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
-        gate, up = reference.with_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
+        gate, up = reference.add_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
         inner = ACTIVATIONS[activation](gate, up)
         codes, scales = backend.down
         down = linear_int4(inner, codes[slot], scales[slot])
-        outputs[rows, ranks] = reference.with_bias(down, of_down, expert)
+        outputs[rows, ranks] = reference.add_bias(down, of_down, expert)
     return combine(outputs, topk_weights, hidden_states.dtype)
 
 

@@ -27,7 +27,7 @@ CLAMPED = "clamped"
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
 
 
-def clamped(gate: Tensor, up: Tensor) -> Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Clamped activation (up + 1) * gate * sigmoid(alpha * gate): gate is clamped above, up on both
     sides.
     """
@@ -43,7 +43,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "relu": lambda gate, up: F.relu(gate) * up,
-    CLAMPED: clamped,
+    CLAMPED: clamped_swiglu,
 }
 # Activations that a config.json may name; the others belong to families.
 HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name != CLAMPED)
@@ -176,11 +176,11 @@ def moe_int4_out(
         linear_int4_out(
             hidden_states[rows], gate_up_qweight[slot], gate_up_scales[slot], perm, gate_up
         )
-        gate, up = with_bias(gate_up, gate_up_bias, expert).chunk(2, dim=-1)
+        gate, up = add_bias(gate_up, gate_up_bias, expert).chunk(2, dim=-1)
         down = outputs.new_empty(len(rows), out.shape[1])
         inner = ACTIVATIONS[activation](gate, up)
         linear_int4_out(inner, down_qweight[slot], down_scales[slot], None, down)
-        outputs[rows, ranks] = with_bias(down, down_bias, expert)
+        outputs[rows, ranks] = add_bias(down, down_bias, expert)
     out.copy_(combine(outputs, topk_weights, out.dtype))
 
 
@@ -191,7 +191,7 @@ def linear_out(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
     out.copy_(F.linear(inputs, weight, bias))
 
 
-def with_bias(rows: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+def add_bias(rows: Tensor, biases: Tensor | None, expert: int) -> Tensor:
     """Add an expert's bias, one of [E, N], to rows [R, N]; None: there are none."""
     return rows if biases is None else rows + biases[expert].to(rows.dtype)
 
@@ -210,9 +210,9 @@ def swiglu(
     expert  index of its biases in [E, 2F] and [E, H], if there are any: each is added to the
             rounded product, as in transformers
     """
-    gate_up = with_bias(F.linear(hidden_states, gate_up_proj), gate_up_bias, expert)
+    gate_up = add_bias(F.linear(hidden_states, gate_up_proj), gate_up_bias, expert)
     inner = ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
-    return with_bias(F.linear(inner, down_proj), down_bias, expert)
+    return add_bias(F.linear(inner, down_proj), down_bias, expert)
 
 
 def moe_grouped_out(

@@ -81,8 +81,8 @@ def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: li
         classes = _unpack_classes(plane)[:, :columns]
         escapes = _blocks(classes, -1) == ESCAPE
         high = _blocks(table[classes], 0)
-        high[escapes] = _escaped(escapes, entries, streams)
-        _store(matrix, _unblocked(high, matrix.shape) << 8 | low.long())
+        high[escapes] = _read_escapes(escapes, entries, streams)
+        _store(matrix, _unblock(high, matrix.shape) << 8 | low.long())
 
 
 def encode_residual_out(
@@ -161,7 +161,7 @@ def decode_residual_matrices(
         values, scales = windows.codes_and_scales(*pair)
         zero = _blocks(values == 0, 0) == 1
         classes, exceptions = _front(len(matrix), zero, entries, streams)
-        classes = _unblocked(classes, matrix.shape)
+        classes = _unblock(classes, matrix.shape)
         high = torch.where(
             values == 0,
             windows.zero_high_bytes(classes, scales),
@@ -169,8 +169,8 @@ def decode_residual_matrices(
         )
         escapes = exceptions | (zero & (_blocks(classes, 0) == ESCAPE))
         blocks = _blocks(high, 0)
-        blocks[escapes] = _escaped(escapes, entries, streams)
-        _store(matrix, _unblocked(blocks, matrix.shape) << 8 | low.long())
+        blocks[escapes] = _read_escapes(escapes, entries, streams)
+        _store(matrix, _unblock(blocks, matrix.shape) << 8 | low.long())
 
 
 def moe_grouped_lossless_out(
@@ -187,10 +187,12 @@ def moe_grouped_lossless_out(
     """Run `moe_grouped_out` over lossless records in `slots` [S, slot_bytes] uint8."""
     hidden_size = hidden_states.shape[1]
     biases = gate_up_bias, down_bias
-    for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
         gate_up_proj, down_proj = _empty(hidden_size, expert_width, slots)
         decode_lossless_out(slots[slot], gate_up_proj, down_proj)
-        _run_one(hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
+        _run_expert(
+            hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases
+        )
 
 
 def moe_grouped_residual_out(
@@ -218,17 +220,17 @@ def moe_grouped_residual_out(
     """
     hidden_size, width = down_qweight.shape[1], down_qweight.shape[2] * 2
     biases = gate_up_bias, down_bias
-    for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
         base = int(base_slots[expert])
         check_ids("base_slots", base_slots[expert], len(down_qweight), "base slots")
         gate_up_proj, down_proj = _empty(hidden_size, width, slots)
         codes = gate_up_qweight[base], gate_up_scales[base], down_qweight[base], down_scales[base]
         decode_residual_out(slots[slot], *codes, gate_up_proj, down_proj)
         rows = hidden_states if input_perm is None else hidden_states[:, input_perm[base].long()]
-        _run_one(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
+        _run_expert(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
 
 
-def _chosen(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
+def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
     """Find the experts of a route that are in slots, with their slots."""
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     chosen = []
@@ -248,7 +250,7 @@ def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]
     return gate_up, down
 
 
-def _run_one(
+def _run_expert(
     hidden_states: Tensor,
     topk_ids: Tensor,
     expert: int,
@@ -327,7 +329,7 @@ def _blocks(matrix: Tensor, absent: int) -> Tensor:
     return padded.unflatten(1, (-1, BLOCK_COLUMNS)).unflatten(0, (-1, QUAD_ROWS)).transpose(1, 2)
 
 
-def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
+def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
 
 
@@ -407,7 +409,7 @@ def _write(
         record[: len(whole)].copy_(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
 
 
-def _escaped(escapes: Tensor, entries: Tensor, streams: Tensor) -> Tensor:
+def _read_escapes(escapes: Tensor, entries: Tensor, streams: Tensor) -> Tensor:
     """Read the bytes of the back streams, in the order of the escapes [Q, B, 4, 64]."""
     counts = escapes.sum(3).flatten(1)
     ends = (entries[1:] & HAS_EXCEPTIONS - 1).unsqueeze(1)

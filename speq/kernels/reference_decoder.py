@@ -67,7 +67,7 @@ def attention_out(
     rows, (kv_heads, _, width) = len(queries), cached_keys.shape
     end = start + rows
     turned = [
-        _turned(_normed(tensor, weight, eps), width, cos, sin)
+        _rotate(_norm(tensor, weight, eps), width, cos, sin)
         for tensor, weight in ((queries, query_norm), (keys, key_norm))
     ]
     cached_keys[:, start:end] = turned[1]
@@ -89,11 +89,11 @@ def attention_out(
             turned[0][None], seen_keys[None], seen_values[None], attn_mask=visible, scale=scale
         )[0]
     else:
-        attended = beside_sinks(turned[0], seen_keys, seen_values, visible, scale, sinks)
+        attended = attend_with_sinks(turned[0], seen_keys, seen_values, visible, scale, sinks)
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))
 
 
-def beside_sinks(
+def attend_with_sinks(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
     """Attend with a sink score per head, which takes its share: weights sum to less than 1.
@@ -121,7 +121,7 @@ def _tree(parents: list[int]) -> tuple[Tensor, Tensor]:
     return depths, above
 
 
-def _normed(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _norm(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return rows
     parts = rows.reshape(-1, len(weight))
@@ -130,7 +130,7 @@ def _normed(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed.view_as(rows)
 
 
-def _turned(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings to [T, heads * D]: [heads, T, D]."""
     heads = rows.view(len(rows), -1, width).transpose(0, 1)
     turning, rest = heads[..., : cos.shape[1]], heads[..., cos.shape[1] :]

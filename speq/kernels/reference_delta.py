@@ -32,7 +32,7 @@ def delta_rule_out(
     for row, decay, beta, made in zip(mixed, decays, betas, out, strict=True):
         queries, keys, values = row.split([keys_width, keys_width, heads * value_width])
         query, key = (
-            _normed(part.reshape(-1, key_width), eps).repeat_interleave(
+            _normalize(part.reshape(-1, key_width), eps).repeat_interleave(
                 heads * key_width // keys_width, 0
             )
             for part in (queries, keys)
@@ -45,5 +45,5 @@ def delta_rule_out(
         made.copy_((state * query[:, :, None]).sum(1))
 
 
-def _normed(rows: Tensor, eps: float) -> Tensor:
+def _normalize(rows: Tensor, eps: float) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + eps)

@@ -48,10 +48,10 @@ def moe_grouped_fp8_out(
 ) -> None:
     """Run `moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
     biases = gate_up_bias, down_bias
-    for expert, slot in _held(topk_ids, slot_table, slots):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_fp8_out(slots[slot], *words)
-        _run_one(hidden_states, topk_ids, expert, words, activation, out, *biases)
+        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 
 def moe_grouped_mxfp4_out(
@@ -67,13 +67,13 @@ def moe_grouped_mxfp4_out(
 ) -> None:
     """Run `moe_grouped_out` over MXFP4 records in slots [S, slot_bytes] uint8."""
     biases = gate_up_bias, down_bias
-    for expert, slot in _held(topk_ids, slot_table, slots):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_mxfp4_out(slots[slot], *words)
-        _run_one(hidden_states, topk_ids, expert, words, activation, out, *biases)
+        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 
-def _held(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
+def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
     """Find the experts of a route that are in slots, with their slots."""
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     held = []
@@ -93,7 +93,7 @@ def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]
     return gate_up, down
 
 
-def _run_one(
+def _run_expert(
     hidden_states: Tensor,
     topk_ids: Tensor,
     expert: int,

@@ -50,7 +50,7 @@ def moe_grouped_fp8(
     """Run `reference_scaled.moe_grouped_fp8_out`, with the blocks and errors of
     `ops.moe_grouped`.
     """
-    held = Held(slot_table, slots, expert_width)
+    held = ScaledSlots(slot_table, slots, expert_width)
     _moe_grouped("fp8", Fp8Layout, hidden_states, topk_ids, held, activation, out, biases)
 
 
@@ -67,11 +67,11 @@ def moe_grouped_mxfp4(
     """Run `reference_scaled.moe_grouped_mxfp4_out`, with the blocks and errors of
     `ops.moe_grouped`.
     """
-    held = Held(slot_table, slots, expert_width)
+    held = ScaledSlots(slot_table, slots, expert_width)
     _moe_grouped("mxfp4", mxfp4_layout, hidden_states, topk_ids, held, activation, out, biases)
 
 
-class Held(NamedTuple):
+class ScaledSlots(NamedTuple):
     """Places of records, as the ops take them."""
 
     slot_table: Tensor
@@ -84,7 +84,7 @@ def _moe_grouped(
     layout_of: Callable[[int, int], ScaledLayout],
     hidden_states: Tensor,
     topk_ids: Tensor,
-    held: Held,
+    held: ScaledSlots,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None,

@@ -27,10 +27,12 @@ def cache_name(forward: Callable[..., Any]) -> str:
     it has none of the known names.
     """
     taken = inspect.signature(forward).parameters
-    return _only(forward.__qualname__, "takes", [name for name in CACHE_NAMES if name in taken])
+    return _refuse_names(
+        forward.__qualname__, "takes", [name for name in CACHE_NAMES if name in taken]
+    )
 
 
-def given_cache(module: object, given: Mapping[str, Any]) -> Any:
+def find_cache(module: object, given: Mapping[str, Any]) -> Any:
     """Return the KV cache among the arguments of a mixer; None: the rows are a whole sequence.
 
     Raises SpeqError if there is none, and for unknown arguments.
@@ -38,7 +40,7 @@ def given_cache(module: object, given: Mapping[str, Any]) -> Any:
     name = type(module).__name__
     told = {each for each, value in given.items() if each not in PACKING or value is not None}
     refuse_unknown(name, told, (*CACHE_NAMES, *LAYER_ARGUMENTS))
-    return given[_only(name, "is given", [each for each in CACHE_NAMES if each in given])]
+    return given[_refuse_names(name, "is given", [each for each in CACHE_NAMES if each in given])]
 
 
 def refuse_unknown(taker: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -54,7 +56,7 @@ def refuse_unknown(taker: str, given: Iterable[str], known: Collection[str]) -> 
         )
 
 
-def _only(taker: str, does: str, names: list[str]) -> str:
+def _refuse_names(taker: str, does: str, names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     raise SpeqError(

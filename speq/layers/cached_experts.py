@@ -11,7 +11,7 @@ from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import ExpertBiases
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
 from speq.routing import Route
@@ -52,7 +52,7 @@ class CachedExperts:
         experts: SlotExperts,
         slot_table: SlotTable,
         routes: RouteReader,
-        gates: Sequence[Gate],
+        gates: Sequence[RouterGate],
         activation: str,
         biases: Sequence[ExpertBiases] = (),
     ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from speq.experts.int4 import Int4Arena
 from speq.kernels import ops
 from speq.kernels.ops import ExpertBiases
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.routing import Route
 
 # Called with (token of the draft, layer, route) once the host can read the route.
@@ -34,7 +34,7 @@ class DraftBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldExperts:
     """Experts of one layer that are held, [E] bool, and their number."""
 
     experts: Tensor
@@ -62,7 +62,7 @@ class DraftExperts:
         arena: Int4Arena,
         activation: str,
         biases: Sequence[ExpertBiases] = (),
-        gates: Sequence[Gate] = (),
+        gates: Sequence[RouterGate] = (),
     ) -> None:
         self.kernel: Callable[..., Tensor] = ops.moe_int4
         self._backend = arena.backend
@@ -70,7 +70,7 @@ class DraftExperts:
         self._activation = activation
         self._biases = biases
         self._gates = gates
-        self._held = [_held(of_layer) for of_layer in self._base_slots]
+        self._held = [_held_experts(of_layer) for of_layer in self._base_slots]
         self.on_route: Callable[[int, Route], None] | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
@@ -112,8 +112,8 @@ class DraftExperts:
         return torch.where(own, route.topk_ids, ids), torch.where(own, route.topk_weights, weights)
 
 
-def _held(base_slots: Tensor) -> Held | None:
+def _held_experts(base_slots: Tensor) -> HeldExperts | None:
     """Find the held experts from a layer's base slots [E]; None if it has all."""
     experts = base_slots >= 0
     count = int(experts.sum())
-    return None if count == len(base_slots) else Held(experts, count)
+    return None if count == len(base_slots) else HeldExperts(experts, count)

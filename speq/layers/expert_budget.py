@@ -19,7 +19,7 @@ from torch import Tensor
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.layers.expert_counts import ExpertCounts
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.routing import Route, RoutePrediction
 from speq.stats import Timed
 
@@ -97,11 +97,11 @@ class LayerBudgets(NamedTuple):
     """One budget for all MoE layers, and the layers' gates, in order."""
 
     rules: BudgetRules
-    gates: Sequence[Gate]
+    gates: Sequence[RouterGate]
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptWeight:
     """Routing weight that verifications under a budget kept.
 
     wanted, kept  [T]: routing weight of each row's own experts, summed over layers, and the part of
@@ -130,22 +130,22 @@ class ExpertBudget:
     """
 
     rules: BudgetRules
-    gates: Sequence[Gate]
+    gates: Sequence[RouterGate]
     loader: Loader
     timed: Timed
     _reach: Scores | None = field(default=None, init=False)
-    _kept: Kept = field(init=False)
+    _kept: KeptWeight = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = Kept(np.zeros(0, np.float32), np.zeros(0, np.float32))
+        self._kept = KeptWeight(np.zeros(0, np.float32), np.zeros(0, np.float32))
 
     def begin(self, accept_prob: Sequence[float]) -> None:
         """Begin a verification whose rows are accepted with these probabilities."""
         rows = len(accept_prob)
         self._reach = np.asarray(accept_prob if self.rules.by_reach else [1.0] * rows, np.float32)
-        self._kept = Kept(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
+        self._kept = KeptWeight(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
 
-    def end(self) -> Kept:
+    def end(self) -> KeptWeight:
         """End it: other passes have all their experts."""
         self._reach = None
         return self._kept
@@ -179,7 +179,7 @@ class ExpertBudget:
     def _chosen(
         self,
         route: Route,
-        gate: Gate,
+        gate: RouterGate,
         logits: Tensor,
         inside: NDArray[np.bool_],
         active_rows: list[int],
@@ -220,7 +220,7 @@ class PredictedBudget:
     Experts outside it are not prefetched. Prefetched ones need no transfer, so they are selected.
     """
 
-    def __init__(self, rules: BudgetRules, gates: Sequence[Gate], num_experts: int) -> None:
+    def __init__(self, rules: BudgetRules, gates: Sequence[RouterGate], num_experts: int) -> None:
         self._rules, self._gates = rules, gates
         self._none = np.zeros(num_experts, np.float32)
         self._scores: dict[int, Scores] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 LEAST = 1e-20
 
 
-class Gate(Protocol):
+class RouterGate(Protocol):
     def shares(self, logits: Tensor) -> Tensor:
         """Map logits [T, E] to each row's shares of the experts, float32 [T, E]; rows sum to 1
         (MoE-Spec, Eq. 5, adds these up).
@@ -95,24 +95,24 @@ class SparseMixer:
 
 
 # Builds the gate of a block from its router and the router's arguments besides hidden states.
-GateOf = Callable[[Any, tuple[Tensor | None, ...]], Gate]
+GateOf = Callable[[Any, tuple[Tensor | None, ...]], RouterGate]
 
 
-def softmax_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def softmax_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     """Softmax, divided by the sum if the configuration says so."""
     return ScoreGate(divided=bool(router.norm_topk_prob))
 
 
-def dividing_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> Gate:
+def normalized_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> RouterGate:
     return ScoreGate(divided=True)
 
 
-def scaled_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def deepseek_v2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     """DeepSeek-V2: softmax, never divided."""
     return ScoreGate(scale=float(router.routed_scaling_factor))
 
 
-def corrected_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def deepseek_v3_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     """DeepSeek-V3: sigmoids, with a bias for choosing."""
     return ScoreGate(
         sigmoid=True,
@@ -122,17 +122,17 @@ def corrected_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     )
 
 
-def factored_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def gemma4_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     """Gemma 4: divided by the sum, then scaled by expert."""
     return ScoreGate(divided=True, factors=router.per_expert_scale)
 
 
-def minimax_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> Gate:
+def minimax_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> RouterGate:
     (bias,) = beside
     return ScoreGate(sigmoid=True, divided=True, bias=bias)
 
 
-def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     """LFM2: sigmoids, with an optional bias for choosing."""
     (bias,) = beside
     return ScoreGate(
@@ -144,9 +144,9 @@ def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     )
 
 
-def ernie_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def ernie_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     return ScoreGate(divided=True, bias=router.moe_statics.e_score_correction_bias.squeeze())
 
 
-def sparse_mixer(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def sparse_mixer(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     return SparseMixer(float(router.router_jitter_noise))

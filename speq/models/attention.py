@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from speq.kernels.decoder_ops import beside_sinks
+from speq.kernels.decoder_ops import attend_with_sinks
 from speq.layers.arguments import LAYER_ARGUMENTS, refuse_unknown
 
 # (heads, width) of a layer's cached keys and of its cached values.
@@ -84,7 +84,7 @@ def cached_latents(config: Any) -> AttentionShape:
 
 
 def heads_with_sinks(config: Any) -> AttentionShape:
-    """`cached_heads` computed by `attend_beside_sinks`."""
+    """`cached_heads` computed by `attend_by_group`."""
     shape = cached_heads(config)
     (kv_heads, _), _ = shape.kv_shapes
     # Scores of the heads that share keys, in up to four copies.
@@ -92,7 +92,7 @@ def heads_with_sinks(config: Any) -> AttentionShape:
     return AttentionShape(shape.kv_shapes, shape.query_width, 0, score_heads)
 
 
-def attend_beside_sinks(
+def attend_by_group(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -113,7 +113,7 @@ def attend_beside_sinks(
     refuse_unknown("attention of gpt_oss", others, BESIDE_MASK)
     group = query.shape[1] // key.shape[1]
     attended = [
-        beside_sinks(
+        attend_with_sinks(
             query[:, head * group : (head + 1) * group],
             key[:, head : head + 1],
             value[:, head : head + 1],
@@ -126,12 +126,12 @@ def attend_beside_sinks(
     return torch.cat(attended, dim=1).transpose(1, 2).contiguous(), None
 
 
-def seen_by_each(*sizes: Any, **others: Any) -> Tensor | None:
+def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:
     """Build transformers' boolean mask and never skip it."""
     return sdpa_mask(*sizes, **(others | {"allow_is_causal_skip": False}))
 
 
 # Name in transformers' tables of attention functions and of masks.
 BESIDE_SINKS = "speq_beside_sinks"
-AttentionInterface.register(BESIDE_SINKS, attend_beside_sinks)
-AttentionMaskInterface.register(BESIDE_SINKS, seen_by_each)
+AttentionInterface.register(BESIDE_SINKS, attend_by_group)
+AttentionMaskInterface.register(BESIDE_SINKS, build_seen_mask)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import present
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_one_by_one
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, mix_one_by_one
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING, ConvInputs
 from speq.models.length import Length
@@ -145,7 +145,7 @@ class DeltaLayer:
     def _run(
         self, state: Tensor, windows: Tensor, places: slice | list[int], parts: DeltaParts
     ) -> Tensor:
-        mixed = mixed_one_by_one(windows, parts.weight)
+        mixed = mix_one_by_one(windows, parts.weight)
         return delta_steps(state, mixed, self._decays[places], self._betas[places])
 
     def _branch(self, parts: DeltaParts) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speq.kernels.delta_rule import DeltaSizes, mixed_inputs
-from speq.layers.arguments import given_cache
+from speq.kernels.delta_rule import DeltaSizes, mix_inputs
+from speq.layers.arguments import find_cache
 from speq.models.conv_inputs import windows_in
 from speq.models.delta_cache import DeltaLayer, DeltaRows, state_sizes
 from speq.models.length import Length
@@ -48,10 +48,10 @@ class DeltaNet:
     def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """Map hidden_states [1, T, H] to [1, T, H].
 
-        given  arguments that `given_cache` reads
+        given  arguments that `find_cache` reads
         """
         module = self._module
-        cache = given_cache(self, given)
+        cache = find_cache(self, given)
         inputs, gate, b, a = self._projected(hidden_states)
         decays = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
         rows = DeltaRows(inputs, decays, b.sigmoid().float())
@@ -71,7 +71,7 @@ class DeltaNet:
 
         windows  [T, taps, channels] of their inputs
         """
-        mixed, sizes = mixed_inputs(windows, self.weight), self.sizes
+        mixed, sizes = mix_inputs(windows, self.weight), self.sizes
         keys = sizes.key_heads * sizes.key_width
         queries, keys, values = (
             part.unflatten(1, (-1, width))[None]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.experts.packed_dense import PackedDense, smaller_record
-from speq.experts.passes import over_all
+from speq.experts.passes import for_each_key
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels import dense_ops
 from speq.kernels.library import KERNELS, Kernels
@@ -61,10 +61,10 @@ def hold_dense(
         if matrix is None:
             matrix = raw.setdefault(id(module.weight), RawMatrix(module.weight.detach()))
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, standing_in(module, matrix, switch))
+        setattr(model.get_submodule(parent), child, replacement_of(module, matrix, switch))
 
 
-def standing_in(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn.Module:
+def replacement_of(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn.Module:
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)
         return DenseEmbedding(matrix, scale)
@@ -72,7 +72,7 @@ def standing_in(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn
     return DenseLinear(matrix, bias, switch)
 
 
-def held_matrices(model: nn.Module) -> list[ExactMatrix]:
+def matrices_in(model: nn.Module) -> list[ExactMatrix]:
     """Distinct matrices in modules of ours."""
     held: dict[int, ExactMatrix] = {}
     for module in model.modules():
@@ -83,11 +83,11 @@ def held_matrices(model: nn.Module) -> list[ExactMatrix]:
     return [*held.values()]
 
 
-def held_bytes(model: nn.Module) -> int:
+def matrix_bytes(model: nn.Module) -> int:
     """Bytes of the matrices and biases of modules of ours."""
     layers = [module for module in model.modules() if isinstance(module, DenseLinear)]
     biases = sum(layer.bias.nbytes for layer in layers if layer.bias is not None)
-    return sum(matrix.nbytes for matrix in held_matrices(model)) + biases
+    return sum(matrix.nbytes for matrix in matrices_in(model)) + biases
 
 
 def encode_dense(
@@ -127,16 +127,16 @@ def encode_dense(
         weights[key].data = given.new_empty(0)
         stored = mapped.name(given)
         if packed is not None and stored is not None and stored in packed:
-            matrix = as_packed(given, stored, packed, mapped, place, kernels)
+            matrix = load_packed(given, stored, packed, mapped, place, kernels)
             made.update(dict.fromkeys(names[key], matrix))
             return
         exact = mapped.words(given)
         pairs = [] if base is None else [base(name, exact) for name in names[key]]
         pair = next((pair for pair in pairs if pair is not None), None)
         if pair is None:
-            matrix = lossless(exact, place, kernels)
+            matrix = pack_lossless(exact, place, kernels)
         else:
-            matrix = residual(exact, pair, place, kernels)
+            matrix = pack_residual(exact, pair, place, kernels)
         made.update(dict.fromkeys(names[key], matrix))
 
     largest = sorted(weights, key=lambda key: -weights[key].numel())
@@ -144,21 +144,21 @@ def encode_dense(
         for key in largest:
             encode(key)
     else:
-        over_all(encode, [(key,) for key in largest], threads, progress)
+        for_each_key(encode, [(key,) for key in largest], threads, progress)
     if place == device:
         return made
-    sent = {id(matrix): on_device(matrix, device) for matrix in made.values()}
+    sent = {id(matrix): move_to_device(matrix, device) for matrix in made.values()}
     return {name: sent[id(matrix)] for name, matrix in made.items()}
 
 
-def on_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
+def move_to_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
     """Copy a matrix from the host to a device."""
     if isinstance(matrix, LosslessMatrix):
         return replace(matrix, record=matrix.record.to(device))
     return RawMatrix(matrix.words().to(device))
 
 
-def as_packed(
+def load_packed(
     given: Tensor,
     name: str,
     packed: PackedDense,
@@ -177,7 +177,9 @@ def as_packed(
     return LosslessMatrix(record.to(device), *given.shape)
 
 
-def lossless(words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cpu"]) -> ExactMatrix:
+def pack_lossless(
+    words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cpu"]
+) -> ExactMatrix:
     """Pack a matrix [N, K] bfloat16 from the host to a device, if that makes it smaller.
 
     kernels  that run it
@@ -185,10 +187,10 @@ def lossless(words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cp
     record = smaller_record(words)
     if record is None or not kernels.takes_record(record.nbytes, words.shape[1]):
         return RawMatrix(words.to(device))
-    return LosslessMatrix(held_on(record, device), *words.shape)
+    return LosslessMatrix(copy_to_device(record, device), *words.shape)
 
 
-def residual(
+def pack_residual(
     words: Tensor, pair: Int4Pair, device: torch.device, kernels: Kernels = KERNELS["cpu"]
 ) -> ExactMatrix:
     """Pack a matrix as a residual over codes on the device, if that makes it smaller."""
@@ -197,10 +199,10 @@ def residual(
     taken = kernels.takes_record(record.nbytes, words.shape[1])
     if record.nbytes >= words.nbytes or not taken:
         return RawMatrix(words.to(device))
-    return ResidualMatrix(held_on(record, device), pair)
+    return ResidualMatrix(copy_to_device(record, device), pair)
 
 
-def held_on(record: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(record: Tensor, device: torch.device) -> Tensor:
     """Copy a packed matrix to the device that keeps it."""
     if device.type != "cpu":
         return record.to(device)

@@ -51,7 +51,7 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
     return words.mT.contiguous() if transposed else words
 
 
-def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
+def load_dequantized(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
     """Build transformers' model from a checkpoint; quantized weights are dequantized.
 
     wanted   selects tensors by the model's names; unquantized ones are always loaded

@@ -14,18 +14,18 @@ from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
-from speq.files.text_part import TextPart
+from speq.files.text_part import TextModelPart
 from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
 from speq.layers.gates import (
-    Gate,
     GateOf,
-    corrected_gate,
-    dividing_gate,
+    RouterGate,
+    deepseek_v2_gate,
+    deepseek_v3_gate,
     ernie_gate,
-    factored_gate,
+    gemma4_gate,
     lfm2_gate,
     minimax_gate,
-    scaled_gate,
+    normalized_gate,
     softmax_gate,
     sparse_mixer,
 )
@@ -47,7 +47,7 @@ from speq.models.attention import (
 )
 from speq.models.bounds import LAYER
 from speq.models.delta_net import delta_states
-from speq.models.mtp_layer import APART, ERNIE, Predictor, apart, behind_the_last
+from speq.models.mtp_layer import APART, ERNIE, MtpLayerKind, deepseek_layer, qwen3_next_layer
 from speq.models.short_conv import check_short_conv, conv_states
 from speq.models.states import NO_STATES, StateShape
 
@@ -65,7 +65,7 @@ class MoEBlock(NamedTuple):
 
     experts: OffloadedExperts
     router: nn.Module
-    gate: Gate
+    gate: RouterGate
     beside: tuple[Tensor | None, ...] = ()
     logits_of: LogitsOf = first_of
 
@@ -75,11 +75,11 @@ class MoEBlock(NamedTuple):
         return self.logits_of(said)
 
 
-def unchecked(config: Any, num_experts: int, where: object) -> None:
+def check_nothing(config: Any, num_experts: int, where: object) -> None:
     """Check nothing: the family has no constraints of its own."""
 
 
-def without_states(config: Any) -> StateShape:
+def no_states(config: Any) -> StateShape:
     """No states: all layers of the family have a KV cache."""
     return NO_STATES
 
@@ -199,14 +199,14 @@ class Family:
     normed: bool = False
     transposed: bool = False
     activation: str | None = None
-    check: Callable[[Any, int, object], None] = unchecked
+    check: Callable[[Any, int, object], None] = check_nothing
     on_the_host: str | None = None
     since: str = "5.17"
-    predictor: Predictor | None = None
-    states: Callable[[Any], StateShape] = without_states
+    predictor: MtpLayerKind | None = None
+    states: Callable[[Any], StateShape] = no_states
     last_norm: str = "norm"
     rotary: str = "rotary_emb"
-    text_part: TextPart | None = None
+    text_part: TextModelPart | None = None
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -315,25 +315,27 @@ FAMILIES = {
             attention=gated_heads,
             states=delta_states,
             on_the_host="states of family qwen3_next are cut back by the host",
-            predictor=apart("Qwen3Next", "Qwen3NextRotaryEmbedding"),
+            predictor=qwen3_next_layer("Qwen3Next", "Qwen3NextRotaryEmbedding"),
         ),
         Family(
             "qwen3_5_moe",
             "Qwen3_5MoeExperts",
-            gate=dividing_gate,
+            gate=normalized_gate,
             typed_masks=True,
             attention=gated_heads,
             states=delta_states,
             on_the_host="states of family qwen3_5_moe are cut back by the host",
-            predictor=apart("Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
-            text_part=TextPart("qwen3_5_moe_text", "model.language_model.", ("model.visual.",)),
+            predictor=qwen3_next_layer("Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
+            text_part=TextModelPart(
+                "qwen3_5_moe_text", "model.language_model.", ("model.visual.",)
+            ),
         ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
         Family(
             "mixtral",
             "MixtralExperts",
             names=MIXTRAL_NAMES,
-            gate=dividing_gate,
+            gate=normalized_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
@@ -351,7 +353,7 @@ FAMILIES = {
         Family(
             "deepseek_v2",
             "DeepseekV2Experts",
-            gate=scaled_gate,
+            gate=deepseek_v2_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_deepseek_v2,
@@ -359,33 +361,33 @@ FAMILIES = {
         Family(
             "glm4_moe",
             "Glm4MoeExperts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             check=check_pairs,
-            predictor=behind_the_last("Glm4Moe"),
+            predictor=deepseek_layer("Glm4Moe"),
         ),
         Family(
             "glm4_moe_lite",
             "Glm4MoeLiteExperts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
-            predictor=behind_the_last("Glm4MoeLite", (("mlp_layer_types", "sparse"),)),
+            predictor=deepseek_layer("Glm4MoeLite", (("mlp_layer_types", "sparse"),)),
         ),
         Family(
             "deepseek_v3",
             "DeepseekV3Experts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
-            predictor=behind_the_last("DeepseekV3"),
+            predictor=deepseek_layer("DeepseekV3"),
         ),
         Family(
             "dots1",
             "Dots1Experts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             typed_masks=True,
             check=check_pairs,
@@ -393,7 +395,7 @@ FAMILIES = {
         Family(
             "solar_open",
             "SolarOpenExperts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             check=check_pairs,
         ),
@@ -416,7 +418,7 @@ FAMILIES = {
         Family(
             "hunyuan_v1_moe",
             "HunYuanMoEV1Experts",
-            gate=dividing_gate,
+            gate=normalized_gate,
             names=HUNYUAN_NAMES,
             expert_width="intermediate_size",
         ),
@@ -424,7 +426,7 @@ FAMILIES = {
             "gpt_oss",
             "GptOssExperts",
             names=GPT_OSS_NAMES,
-            gate=dividing_gate,
+            gate=normalized_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             typed_masks=True,
@@ -453,7 +455,7 @@ FAMILIES = {
             "gemma4",
             "Gemma4TextExperts",
             names=GEMMA4_NAMES,
-            gate=factored_gate,
+            gate=gemma4_gate,
             logits_of=log_of_first,
             top_k="top_k_experts",
             hidden_act="hidden_activation",
@@ -461,7 +463,7 @@ FAMILIES = {
             attention=heads_by_layer,
             normed=True,
             check=check_gemma4,
-            text_part=TextPart("gemma4_text", "model.language_model.", GEMMA4_BESIDE),
+            text_part=TextModelPart("gemma4_text", "model.language_model.", GEMMA4_BESIDE),
         ),
     )
 }

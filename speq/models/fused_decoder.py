@@ -119,7 +119,7 @@ class FusedDecoder:
         self.capture: HiddenStateCapture | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._table = partial(RotaryTable, whole_turns(body.rotary_emb), ahead)
+        self._table = partial(RotaryTable, whole_head_rotary(body.rotary_emb), ahead)
         # By KV slot: batched sequences differ in length.
         self._tables: dict[int, RotaryTable] = {}
         layers: list[Any] = own_layers(body)
@@ -171,7 +171,7 @@ class FusedDecoder:
         return DecodeSpan(span.rows, positions, cache.layers)
 
 
-def whole_turns(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def whole_head_rotary(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Wrap a rotary embedding to return cos and sin of whole heads."""
     if type(rotary_emb).__name__ not in HALF_TURNS:
         turns_whole: Callable[..., tuple[Tensor, Tensor]] = rotary_emb

@@ -138,7 +138,7 @@ def next_stage_layer(body: Any) -> NextStageLayer | None:
 
 
 @contextmanager
-def built(family: Family, part: LayerRange | None) -> Iterator[None]:
+def build_part(family: Family, part: LayerRange | None) -> Iterator[None]:
     """Build models inside the block without experts and with only the layers of `part`. The rest is
     never created, not even on the meta device.
     """

@@ -22,8 +22,8 @@ from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
-from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
-from speq.models.dequantised import from_checkpoint
+from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, plain_modules
+from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
 from speq.models.fused_decoder import AttentionWindows, FusedDecoder, install_fused_decoder
 from speq.models.hidden_state_capture import HiddenStateCapture
@@ -32,7 +32,7 @@ from speq.models.layer_range import (
     LayerRange,
     RemoteStages,
     StageInput,
-    built,
+    build_part,
     next_stage_layer,
     own_layers,
 )
@@ -121,7 +121,7 @@ class MoEModel:
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
-        return sum(tensor.nbytes for tensor in tensors) + held_bytes(self._hf_model)
+        return sum(tensor.nbytes for tensor in tensors) + matrix_bytes(self._hf_model)
 
     @property
     def dense(self) -> dict[str, DenseLinear]:
@@ -131,7 +131,7 @@ class MoEModel:
     @property
     def dense_sizes(self) -> list[int]:
         """Bytes of each matrix of `ModelShape.dense` in its present form."""
-        return [matrix.nbytes for matrix in held_matrices(self._hf_model)]
+        return [matrix.nbytes for matrix in matrices_in(self._hf_model)]
 
     @property
     def unrecordable(self) -> str | None:
@@ -239,7 +239,7 @@ class MoEModel:
             return self._run(backend, spans[0].cache, token_ids, positions, self._masks(mask))
         positions = torch.cat([positions for positions, _ in seen], 1)
         masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
-        with rotated_by_sequence(self._family, self._hf_model.model, spans):
+        with rotary_by_sequence(self._family, self._hf_model.model, spans):
             return self._run(backend, cache_of(spans), token_ids, positions, masks)
 
     def forward_rows(
@@ -418,7 +418,7 @@ def host_rope(family: Family, body: Any) -> str | None:
 
 
 @contextmanager
-def rotated_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) -> Iterator[None]:
+def rotary_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) -> Iterator[None]:
     """Compute rotary embeddings by sequence inside the block, if they depend on all positions of a
     pass.
     """
@@ -475,8 +475,8 @@ def load(
         return family.holds(name, count) and (part is None or part.holds(name))
 
     try:
-        with quiet_transformers(), built(family, part):
-            model, info = from_checkpoint(
+        with quiet_transformers(), build_part(family, part):
+            model, info = load_dequantized(
                 checkpoint,
                 is_held,
                 dtype=dtype,

@@ -42,7 +42,7 @@ class PartNames(NamedTuple):
         return parent, int(number)
 
 
-class Predictor(NamedTuple):
+class MtpLayerKind(NamedTuple):
     """The MTP layer of one family. transformers has no class for the whole.
 
     layer, norm, rotary  classes of the family's module for the decoder layer, the norms and the
@@ -66,13 +66,13 @@ class Predictor(NamedTuple):
 APART = ("mtp.", "model.mtp_")
 
 
-def behind_the_last(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> Predictor:
+def deepseek_layer(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> MtpLayerKind:
     """DeepSeek-V3's kind, computed as vLLM does (deepseek_mtp.py).
 
     classes  prefix of the family's class names
     """
     at = "model.layers.{last}"
-    return Predictor(
+    return MtpLayerKind(
         f"{classes}DecoderLayer",
         f"{classes}RMSNorm",
         f"{classes}RotaryEmbedding",
@@ -90,9 +90,9 @@ def behind_the_last(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> Pr
     )
 
 
-def apart(classes: str, rotary: str) -> Predictor:
+def qwen3_next_layer(classes: str, rotary: str) -> MtpLayerKind:
     """Qwen3-Next's kind, a layer with attention, computed as in vLLM (qwen3_next_mtp.py)."""
-    return Predictor(
+    return MtpLayerKind(
         f"{classes}DecoderLayer",
         f"{classes}RMSNorm",
         rotary,
@@ -110,7 +110,7 @@ def apart(classes: str, rotary: str) -> Predictor:
 
 # Computed as its authors' FastDeploy does (ernie4_5_mtp.py): the layer is dense, and its output
 # goes through the model's last norm. vLLM has no norm there and zeroes the first embedding.
-ERNIE = Predictor(
+ERNIE = MtpLayerKind(
     "Ernie4_5_MoeDecoderLayer",
     "Ernie4_5_MoeRMSNorm",
     "Ernie4_5_MoeRotaryEmbedding",

@@ -60,7 +60,7 @@ def spans_of(sequences: Sequence[SequenceTokens]) -> list[BatchSpan]:
     for sequence in sequences:
         last = first + len(sequence.token_ids)
         check_rows(sequence.tree, last - first)
-        spans.append(BatchSpan(sequence.cache, first, last, branching(sequence.tree)))
+        spans.append(BatchSpan(sequence.cache, first, last, branching_tree(sequence.tree)))
         first = last
     return spans
 
@@ -71,7 +71,7 @@ def check_rows(tree: Tree | None, count: int) -> None:
         raise Broken(f"{count} tokens are run as {tree.rows} nodes of a tree")
 
 
-def branching(tree: Tree | None) -> Tree | None:
+def branching_tree(tree: Tree | None) -> Tree | None:
     """Return the tree; None for a chain."""
     return None if tree is None or tree.is_chain else tree
 

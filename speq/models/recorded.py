@@ -33,7 +33,7 @@ Compute = Callable[[Tensor, Tensor, int, Cut], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class PassGraph:
     """A recorded pass.
 
     inputs   [2, T] int64, tokens and positions
@@ -57,7 +57,7 @@ class RecordedPasses:
         self._kind, self._cache, self._compute = kind, cache, compute
         self._device: Accelerator | None = device
         self._uploads = Uploads(device)
-        self._passes: dict[tuple[int, int], Recorded] = {}
+        self._passes: dict[tuple[int, int], PassGraph] = {}
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -82,7 +82,7 @@ class RecordedPasses:
         made.graph.replay()
         return made.results
 
-    def _record(self, count: int, seen: int) -> Recorded | None:
+    def _record(self, count: int, seen: int) -> PassGraph | None:
         if self._device is None:
             return None
         while len(self._passes) >= MAX_GRAPHS:
@@ -98,7 +98,7 @@ class RecordedPasses:
             results = self._compute(inputs[:1], inputs[1:], seen, cut)
 
         try:
-            return Recorded(self._device.capture(run, beside), inputs, results)
+            return PassGraph(self._device.capture(run, beside), inputs, results)
         except RuntimeError as error:  # torch raises it for every CUDA error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             logger.warning("%s run without graphs: recording one failed: %s", self._kind, reason)

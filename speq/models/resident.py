@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import Broken
-from speq.files.alignment import aligned_bytes, prefer_huge_pages
+from speq.files.alignment import allocate_aligned, prefer_huge_pages
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
@@ -106,7 +106,7 @@ class MappedWeights:
         made = torch.empty_like(tensor)
         prefer_huge_pages(made)
         words = made.view(-1).view(torch.uint8)
-        file.read_scattered(offset, words, aligned_bytes(1, ENDS_BYTES)[0])
+        file.read_scattered(offset, words, allocate_aligned(1, ENDS_BYTES)[0])
         self._check.compare(file, offset, bytes_of(words))
         return made
 

@@ -99,10 +99,10 @@ def check_transformers(family: Family, config: Any) -> None:
         logger.warning("transformers %s was not tested with speq; %s were", version, TESTED)
     layers = 1 + max((types.index(kind) for kind in {*types}), default=0)
     with quiet_transformers(), torch.inference_mode():
-        found = differing(family, config, layers)
+        found = compare_models(family, config, layers)
         # Find the fewest first layers that differ.
         for fewer in range(1, layers if found else 1):
-            less = differing(family, config, fewer)
+            less = compare_models(family, config, fewer)
             if less is not None:
                 found, layers = less, fewer
                 break
@@ -115,14 +115,14 @@ def check_transformers(family: Family, config: Any) -> None:
     _passed.add(key)
 
 
-def differing(family: Family, config: Any, layers: int) -> str | None:
+def compare_models(family: Family, config: Any, layers: int) -> str | None:
     """Describe how tiny models differ from transformers' own with every seed; None if they agree
     with one. They have `layers` layers, or as many more as it takes to have experts.
     """
     found = None
     for seed in SEEDS:
         try:
-            model, words, theirs = own_pass(family, config, layers, seed)
+            model, words, theirs = run_own_pass(family, config, layers, seed)
         except Exception as error:  # an unusual configuration, which cannot be tested
             logger.warning(
                 "speq cannot compare its layers with those of transformers %s: %s: %s",
@@ -140,7 +140,7 @@ def differing(family: Family, config: Any, layers: int) -> str | None:
     return found
 
 
-def own_pass(
+def run_own_pass(
     family: Family, config: Any, layers: int, seed: int
 ) -> tuple[Any, list[tuple[Tensor, Tensor]], Tensor]:
     """Build a tiny transformers model and run its own pass. Return it with our experts in place of
@@ -154,12 +154,12 @@ def own_pass(
     model = model.to_empty(device="cpu").eval()
     blocks = [block for layer in model.model.layers if (block := block_of(family, layer))]
     if not blocks and layers < config.num_hidden_layers:
-        return own_pass(family, config, min(2 * layers, config.num_hidden_layers), seed)
+        return run_own_pass(family, config, min(2 * layers, config.num_hidden_layers), seed)
     fill(model, seed)
     model.config._experts_implementation = "eager"
-    theirs = model.model(input_ids=text()[None], use_cache=False).last_hidden_state[0]
+    theirs = model.model(input_ids=token_ids()[None], use_cache=False).last_hidden_state[0]
     model.set_attn_implementation(family.attention_by)
-    words = [with_ours(family, block, model.config) for block in blocks]
+    words = [replace_experts(family, block, model.config) for block in blocks]
     return model, words, theirs
 
 
@@ -171,7 +171,7 @@ def block_of(family: Family, layer: nn.Module) -> nn.Module | None:
     return block if type(experts).__name__ == family.experts_class else None
 
 
-def with_ours(family: Family, block: Any, config: Any) -> tuple[Tensor, Tensor]:
+def replace_experts(family: Family, block: Any, config: Any) -> tuple[Tensor, Tensor]:
     """Replace a block's experts by ours. Return their weights, [E, 2F, H] and [E, H, F]."""
     experts = getattr(block, family.names.experts)
     ours = (BiasedExperts if family.biased else OffloadedExperts)(config)
@@ -213,7 +213,7 @@ def difference(
     for count in PASSES:
         first = cache.length
         rows = slice(first, first + count)
-        tokens = SequenceTokens(cache, text()[rows].tolist())
+        tokens = SequenceTokens(cache, token_ids()[rows].tolist())
         made = ours.forward(backend, [tokens])[0]
         largest = float((made - theirs[rows]).abs().max())
         if not largest <= allowed:  # also if it is NaN
@@ -224,7 +224,7 @@ def difference(
     return None
 
 
-def text() -> Tensor:
+def token_ids() -> Tensor:
     """Token ids [T] of all passes."""
     return (torch.arange(sum(PASSES)) * 29 + 7) % SIZES["vocab_size"]
 

@@ -22,7 +22,7 @@ from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
-from speq.models.layer_range import LayerRange, built
+from speq.models.layer_range import LayerRange, build_part
 from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
@@ -235,7 +235,7 @@ def skeleton(
 ) -> nn.Module:
     """Build the model, or a part of it, on the meta device, without experts, in bfloat16."""
     try:
-        with built(family, part), torch.device("meta"):
+        with build_part(family, part), torch.device("meta"):
             # From a copy, because it writes the dtype into it.
             return AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=SKELETON_DTYPE, attn_implementation=family.attention_by

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import SpeqError
-from speq.kernels.convolution import convolved
+from speq.kernels.convolution import convolve
 from speq.kernels.ops import MAX_LINEAR_ROWS
-from speq.layers.arguments import given_cache
+from speq.layers.arguments import find_cache
 from speq.models.conv_inputs import ConvInputs, windows_in
 from speq.models.length import Length
 from speq.models.states import StateShape, layers_of_kind
@@ -53,14 +53,14 @@ class ConvLayer:
         inputs.forget_other_text()
         inputs.settle()
         if self._length.reading and len(rows) > MAX_LINEAR_ROWS:
-            return convolved(inputs.read(rows), parts.weight, parts.bias)
+            return convolve(inputs.read(rows), parts.weight, parts.bias)
         places = inputs.write(rows)
         if tree is None:
             windows = inputs.windows(places)
         else:
             nodes = list(range(tree.first, tree.first + len(rows)))
             windows = inputs.node_windows(tree.parents, nodes, places.start - tree.first)
-        return convolved(windows, parts.weight, parts.bias)
+        return convolve(windows, parts.weight, parts.bias)
 
     def keep(self, start: int, nodes: Tensor) -> None:
         """Keep, of the tokens from `start` on, those at positions `nodes`."""
@@ -89,16 +89,16 @@ class ShortConv:
     def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """Map hidden_states [1, T, H] to [1, T, H].
 
-        given  arguments that `given_cache` reads
+        given  arguments that `find_cache` reads
         """
         module = self._module
-        cache = given_cache(self, given)
+        cache = find_cache(self, given)
         before, behind, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
         inputs = before * given
         if cache is None:
             taps = module.conv_kernel_size
             text = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
-            mixed = convolved(windows_in(text, taps), self.weight, self.bias)
+            mixed = convolve(windows_in(text, taps), self.weight, self.bias)
         else:
             mixed = cache.layers[module.layer_idx].run(inputs, self)
         out: Tensor = module.out_proj((behind * mixed)[None])

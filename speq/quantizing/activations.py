@@ -16,7 +16,7 @@ from speq.files.range_file import bytes_of
 BLOCK_ROWS = 1024
 
 
-class Rows(Protocol):
+class ActivationRows(Protocol):
     """Rows of activations [R, W] of one dtype."""
 
     def read(self, start: int, count: int) -> Tensor:
@@ -115,7 +115,7 @@ def runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
         yield begin, int(index[begin]), end - begin
 
 
-def save(rows: Rows, count: int, path: Path) -> int:
+def save(rows: ActivationRows, count: int, path: Path) -> int:
     """Write `count` float32 rows to a file and sync it. Return their CRC-32.
 
     Raises OSError.
@@ -130,7 +130,7 @@ def save(rows: Rows, count: int, path: Path) -> int:
     return summed.crc32
 
 
-def load(rows: Rows, count: int, width: int, path: Path) -> None:
+def load(rows: ActivationRows, count: int, width: int, path: Path) -> None:
     """Fill `count` float32 rows from a file. Raises SpeqError if it holds anything else."""
     try:
         with path.open("rb") as file:

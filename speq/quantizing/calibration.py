@@ -72,7 +72,7 @@ def _text_of(line: str, where: str) -> str:
     return found[0]
 
 
-def tokenised(texts: list[str], encode: Encode, vocab_size: int, end_id: int | None) -> Tensor:
+def tokenise(texts: list[str], encode: Encode, vocab_size: int, end_id: int | None) -> Tensor:
     """Tokenise texts into [N] int64, with an end-of-text token after each, if there is one."""
     ids: list[int] = []
     for text in texts:

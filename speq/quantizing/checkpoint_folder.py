@@ -22,8 +22,8 @@ from torch import Tensor
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
-from speq.experts.int4 import whole_groups
-from speq.experts.pack import COPY_BYTES, copy_whole, whole
+from speq.experts.int4 import group_columns
+from speq.experts.pack import COPY_BYTES, copy_whole, replace_synced
 from speq.files.atomic_file import remove_abandoned, replacing
 from speq.files.checkpoint import INDEX, QUANTIZE_JOURNAL, Checkpoint
 from speq.files.checksums import Sink, SummedFile, check_crc32
@@ -50,7 +50,7 @@ Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class LayerShards:
     """Names of the folder's files: one per quantised layer, then one for everything else.
 
     dense    quantised dense layers
@@ -108,7 +108,7 @@ class Shards:
         return found
 
     def _module(self, module: str, inputs: int, outputs: int) -> Entries:
-        groups = inputs // whole_groups(self.settings.group_size, inputs)
+        groups = inputs // group_columns(self.settings.group_size, inputs)
         module = self.on_disk(module)
         return {
             f"{module}.qweight": (torch.int32, (inputs // 8, outputs)),
@@ -134,11 +134,11 @@ def tensors_of(expert: QuantisedExpert) -> Iterator[Tensor]:
     """Yield an expert's tensors in the order of `LayerShards.entries`."""
     width = expert.gate_up.codes.shape[1] // 2
     for columns in (slice(0, width), slice(width, None)):
-        yield from packed(expert.gate_up, columns)
-    yield from packed(expert.down, slice(None))
+        yield from pack_matrix(expert.gate_up, columns)
+    yield from pack_matrix(expert.down, slice(None))
 
 
-def packed(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
+def pack_matrix(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
     """Pack some outputs: qweight [K / 8, N], qzeros [G, N / 8], scales [G, N] and g_idx [K]."""
     codes = matrix.codes[:, columns]
     yield pack_codes(codes)
@@ -163,7 +163,7 @@ class QuantizeFolder:
         out: Path,
         checkpoint: Checkpoint,
         calibration: str,
-        shards: Shards,
+        shards: LayerShards,
         progress: Progress | None = None,
     ) -> None:
         self.out = out
@@ -314,11 +314,11 @@ class QuantizeFolder:
         self._journal.path.unlink(missing_ok=True)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        with whole(self.out / name) as file:
+        with replace_synced(self.out / name) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
-def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
+def rest_of(checkpoint: Checkpoint, shards: LayerShards) -> Entries:
     """Unquantised tensors by the model's names, in the order of reading."""
     names, dense = shards.layout.names, {f"{shape.name}.weight" for shape in shards.dense}
     tensors = {

@@ -17,12 +17,12 @@ from speq.layers.dense_linear import DenseLinear
 from speq.layers.dense_matrix import RawMatrix
 from speq.quantizing.expert import quantise_matrix, round_matrix
 from speq.quantizing.gptq import QuantisedMatrix
-from speq.quantizing.lanes import CALIBRATION, DRAFT, ROUNDED, Overhearing
+from speq.quantizing.lanes import CALIBRATION, DRAFT, ROUNDED, RecordingBackend
 from speq.quantizing.settings import QuantizeSettings
 
 
 @dataclass(slots=True)
-class Inputs:
+class InputHessian:
     """Hessian X'X [K, K] float32 of the inputs of some layers; `tokens` rows."""
 
     hessian: Tensor
@@ -40,12 +40,12 @@ class DenseLayers:
 
     layers: Mapping[str, DenseLinear]
     settings: QuantizeSettings
-    _inputs: dict[str, Inputs] = field(default_factory=dict)
+    _inputs: dict[str, InputHessian] = field(default_factory=dict)
     _quantised: dict[str, QuantisedMatrix] | None = None
     _running: str = ""
 
     @contextmanager
-    def in_lane(self, lane: str, backend: Overhearing) -> Iterator[None]:
+    def in_lane(self, lane: str, backend: RecordingBackend) -> Iterator[None]:
         """Run a window of a lane inside the block: recorded, on codes, or on rounded codes."""
         if not self.layers or lane not in (CALIBRATION, DRAFT, ROUNDED):
             yield
@@ -62,7 +62,7 @@ class DenseLayers:
 
     @contextmanager
     def _overheard(self) -> Iterator[None]:
-        window: list[tuple[Tensor, Inputs]] = []
+        window: list[tuple[Tensor, InputHessian]] = []
         with ExitStack() as hooks:
             for name, layer in self.layers.items():
                 hook = layer.register_forward_pre_hook(partial(self._hear, name, window))
@@ -70,13 +70,13 @@ class DenseLayers:
             yield
 
     def _hear(
-        self, name: str, window: list[tuple[Tensor, Inputs]], layer: nn.Module, args: Any
+        self, name: str, window: list[tuple[Tensor, InputHessian]], layer: nn.Module, args: Any
     ) -> None:
         given = args[0]
         heard = next((inputs for tensor, inputs in window if tensor is given), None)
         if heard is None:
             size = given.shape[-1]
-            heard = self._inputs.get(name) or Inputs(torch.zeros(size, size))
+            heard = self._inputs.get(name) or InputHessian(torch.zeros(size, size))
             heard.add(given)
             window.append((given, heard))
         self._inputs[name] = heard

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.experts.int4 import whole_groups
+from speq.experts.int4 import group_columns
 from speq.kernels.ops import ACTIVATIONS
-from speq.quantizing.activations import Rows
-from speq.quantizing.gptq import QuantisedMatrix, factored, quantise, rounded
+from speq.quantizing.activations import ActivationRows
+from speq.quantizing.gptq import QuantisedMatrix, factor_inverse, quantise, round_to_nearest
 from speq.quantizing.settings import QuantizeSettings
 
 # Rows run through an expert at a time. Fixed, because results must not depend on a budget.
@@ -20,7 +20,7 @@ EXPERT_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
+class ExpertConstants:
     """Parts of an expert besides its matrices, which are not quantised.
 
     gate_up_bias, down_bias  [2F] and [H] float32, or 0.0 if it has none
@@ -37,7 +37,7 @@ class FloatExpert:
 
     gate_up_proj: Tensor
     down_proj: Tensor
-    between: Between
+    between: ExpertConstants
 
     def inner(self, inputs: Tensor) -> Tensor:
         """Compute the input of down_proj: [T, H] to [T, F]."""
@@ -66,7 +66,7 @@ class QuantisedExpert:
     method: str
     damp: float
 
-    def dequantised(self, between: Between) -> FloatExpert:
+    def dequantised(self, between: ExpertConstants) -> FloatExpert:
         return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), between)
 
 
@@ -95,10 +95,10 @@ class Hessians:
 
 def run(
     expert: FloatExpert,
-    inputs: Rows,
+    inputs: ActivationRows,
     rows: Tensor,
     weights: Tensor,
-    outputs: Rows,
+    outputs: ActivationRows,
     hessians: Hessians | None = None,
 ) -> None:
     """Add an expert's weighted outputs to those of its rows, and sum its Hessians.
@@ -145,15 +145,15 @@ def quantise_matrix(
     """
     inputs = matrix.shape[1]
     damp = settings.damp_for(tokens, inputs)
-    factor = factored(hessian, damp, settings.column_order != "given")
-    group_size = whole_groups(settings.group_size, inputs)
+    factor = factor_inverse(hessian, damp, settings.column_order != "given")
+    group_size = group_columns(settings.group_size, inputs)
     static, decodable = settings.column_order == "static", settings.codes == "decodable"
     return quantise(matrix, factor, group_size, static, decodable), factor.damp
 
 
 def round_matrix(matrix: Tensor, settings: QuantizeSettings) -> QuantisedMatrix:
     """Round a matrix [N, K] float32 to nearest."""
-    return rounded(matrix, whole_groups(settings.group_size, matrix.shape[1]))
+    return round_to_nearest(matrix, group_columns(settings.group_size, matrix.shape[1]))
 
 
 def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:

@@ -3,7 +3,7 @@
 import torch
 
 from speq.errors import SpeqError
-from speq.experts.int4 import whole_groups
+from speq.experts.int4 import group_columns
 from speq.models.dense_parts import DenseShape
 from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
 
@@ -25,7 +25,7 @@ def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
 
 def fits(settings: QuantizeSettings, shape: DenseShape) -> bool:
     """True if the format can hold a dense layer."""
-    group_size = whole_groups(settings.group_size, shape.columns)
+    group_size = group_columns(settings.group_size, shape.columns)
     return not (shape.columns % 8 or shape.outputs % 8 or shape.columns % group_size)
 
 
@@ -40,7 +40,7 @@ def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int)
     group = settings.group_size
 
     def holds(group: int) -> bool:
-        return not any(size % whole_groups(group, size) for size in (hidden_size, expert_width))
+        return not any(size % group_columns(group, size) for size in (hidden_size, expert_width))
 
     if not holds(group):
         fit = [size for size in GROUP_SIZES if holds(size)]

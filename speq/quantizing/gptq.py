@@ -64,7 +64,7 @@ class InverseFactor:
     damp: float
 
 
-def factored(hessian: Tensor, damp: float, by_activation: bool) -> InverseFactor:
+def factor_inverse(hessian: Tensor, damp: float, by_activation: bool) -> InverseFactor:
     """Factor the inverse of a Hessian [K, K] float32, which must be finite.
 
     damp           share of the mean of the diagonal to add to it; more is used if that is too
@@ -205,7 +205,7 @@ def scale_of(weights: Tensor) -> Tensor:
     return present(best, "no scale was tried")
 
 
-def rounded(matrix: Tensor, group_size: int) -> QuantisedMatrix:
+def round_to_nearest(matrix: Tensor, group_size: int) -> QuantisedMatrix:
     """Round a matrix [N, K] to nearest, exactly as in a draft made without calibration."""
     packed, scales = quantize_int4(matrix, group_size)
     codes = torch.stack([packed & 0xF, packed >> 4], dim=2).flatten(1).t().contiguous()

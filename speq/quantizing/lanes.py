@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speq.quantizing.activations import Rows
+from speq.quantizing.activations import ActivationRows
 from speq.quantizing.calibration import Calibration
 from speq.routing import Route
 
@@ -68,7 +68,7 @@ class Lanes:
         return torch.cat([calibration.calibration, *held_out])
 
 
-class Overhearing:
+class RecordingBackend:
     """Backend that records the inputs of a layer's experts and returns zeros.
 
     Every family adds its experts' sum to the rest of the layer's output, so it can be added later.
@@ -78,7 +78,7 @@ class Overhearing:
     drafts        whether dense layers run on the draft's matrices
     """
 
-    def __init__(self, inputs: Rows, rows: int, top_k: int) -> None:
+    def __init__(self, inputs: ActivationRows, rows: int, top_k: int) -> None:
         self.inputs = inputs
         self.topk_ids = torch.empty(rows, top_k, dtype=torch.int64)
         self.topk_weights = torch.empty(rows, top_k)

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Unpack
 
-from speq.drafts.draft_source import gptq_beside, open_draft
+from speq.drafts.draft_source import gptq_path, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of, own_codec
 from speq.experts.expert_store import SafetensorsExpertStore
@@ -19,7 +19,7 @@ from speq.machine import available_bytes
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build, split
 from speq.options.typed import PackOptions, QuantizeOptions
-from speq.quantizing.calibration import calibration_of, read_texts, tokenised
+from speq.quantizing.calibration import calibration_of, read_texts, tokenise
 from speq.quantizing.quantizer import quantize as write_gptq
 from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
@@ -54,10 +54,12 @@ def pack(
     If interrupted, it leaves a folder that no run opens, and the same call continues from there.
     Raises SpeqError if the model, the draft, the folder or the disk does not allow it.
     """
-    return packed(model, build(PackSettings, {"out": out, **options}), progress)
+    return pack_with(model, build(PackSettings, {"out": out, **options}), progress)
 
 
-def packed(model: str | Path, settings: PackSettings, progress: Progress = no_progress) -> Manifest:
+def pack_with(
+    model: str | Path, settings: PackSettings, progress: Progress = no_progress
+) -> Manifest:
     """Pack a model with parsed settings; otherwise as `pack`."""
     with closing(open_model(model)) as opened:
         store = opened.store
@@ -85,7 +87,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
         if draft != "auto":
             raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
         model, dense = opened.checkpoint.path, opened.shape.dense_names
-        beside = gptq_beside(model)
+        beside = gptq_path(model)
         return Packing(
             made,
             dense=dense if shape.published == WORDS and made.name != "raw" else (),
@@ -110,10 +112,10 @@ def quantize(
     the model, the text, the budget, the folder or the disk does not allow it.
     """
     settings, conversion = split(options, QuantizeSettings, ConversionSettings)
-    return quantized(model, settings, conversion, progress)
+    return quantize_with(model, settings, conversion, progress)
 
 
-def quantized(
+def quantize_with(
     model: str | Path,
     settings: QuantizeSettings,
     conversion: ConversionSettings,
@@ -139,7 +141,7 @@ def quantized(
             )
         tokenizer = load_tokenizer(opened.checkpoint.path)
         given = conversion.calibration
-        tokens = tokenised(
+        tokens = tokenise(
             [
                 text
                 for path in (own_texts() if given is None else [given])
@@ -149,7 +151,7 @@ def quantized(
             opened.shape.vocab_size,
             tokenizer.eos_token_id,
         )
-        out = conversion.out or gptq_beside(opened.checkpoint.path)
+        out = conversion.out or gptq_path(opened.checkpoint.path)
         budget = conversion.memory_budget or int(DEFAULT_SHARE * available_bytes())
         report = write_gptq(
             opened,

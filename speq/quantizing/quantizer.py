@@ -20,7 +20,7 @@ from speq.experts.expert_store import (
     expert_slot,
     read_matrices,
 )
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, writing
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.models import moe_model
@@ -29,19 +29,19 @@ from speq.models.layerwise import LayerwiseModel
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
 from speq.quantizing import activations, expert
-from speq.quantizing.activations import FileRows, MemoryRows, Rows
+from speq.quantizing.activations import ActivationRows, FileRows, MemoryRows
 from speq.quantizing.calibration import Calibration
 from speq.quantizing.checkpoint_folder import (
+    LayerShards,
     QuantizeFolder,
-    Shards,
-    packed,
+    pack_matrix,
     tensors_of,
     write_tensor,
 )
 from speq.quantizing.dense import DenseLayers
-from speq.quantizing.expert import Between, FloatExpert, Hessians, QuantisedExpert
+from speq.quantizing.expert import ExpertConstants, FloatExpert, Hessians, QuantisedExpert
 from speq.quantizing.fits import check_dtype, check_sizes, codes_for, fits
-from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
+from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, RecordingBackend
 from speq.quantizing.plan import SCORED_ROWS, plan_of
 from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, TextReport
 from speq.quantizing.residual import ResidualCount, residual_of
@@ -88,12 +88,12 @@ def quantize(
     make_folder(out)
     another = f"another process writes to {out}; wait for its end, or give another folder"
     remedy = "layers that are done are kept, the same command goes on from there"
-    with alone_in(out, another), writing(out, remedy):
+    with lock_folder(out, another), writing(out, remedy):
         folder = QuantizeFolder(
             out,
             source.checkpoint,
             calibration.digest(),
-            Shards(layout, settings, dense, source.checkpoint.on_disk),
+            LayerShards(layout, settings, dense, source.checkpoint.on_disk),
             progress,
         )
         # A layer's input and output rows are kept until its journal line is written.
@@ -145,15 +145,15 @@ class Quantizer:
         settings: QuantizeSettings,
         lanes: Lanes,
         model: moe_model.MoEModel,
-        hidden: Rows,
-        asked: Rows,
+        hidden: ActivationRows,
+        asked: ActivationRows,
         folder: QuantizeFolder,
     ) -> None:
         self._source, self._settings, self._lanes = source, settings, lanes
         self._layers = LayerwiseModel(model, lanes.length)
         self._linears, self._biases = model.dense, model.biases
         self._hidden = hidden
-        self._backend = Overhearing(asked, lanes.rows, source.shape.top_k)
+        self._backend = RecordingBackend(asked, lanes.rows, source.shape.top_k)
         self._folder = folder
         self._slot = expert_slot(source.store)
 
@@ -226,7 +226,7 @@ class Quantizer:
         reports = []
         with self._folder.shard(layer) as file:
             for matrix in dense.quantised().values():
-                for tensor in packed(matrix, slice(None)):
+                for tensor in pack_matrix(matrix, slice(None)):
                     write_tensor(tensor, file)
             if layer not in layout.layers:
                 return LayerReport(layer)
@@ -246,11 +246,11 @@ class Quantizer:
         exact = read_matrices(self._source.store, moe_layer, index, self._slot)
         # Copies: the slot is read into again.
         gate_up_proj, down_proj = (matrix.to(torch.float32, copy=True) for matrix in exact)
-        between = Between(self._source.shape.activation)
+        between = ExpertConstants(self._source.shape.activation)
         if self._biases:
             of_layer = self._biases[moe_layer]
             biases = (each[index].float() for each in (of_layer.gate_up, of_layer.down))
-            between = Between(between.activation, *biases)
+            between = ExpertConstants(between.activation, *biases)
         return FloatExpert(gate_up_proj, down_proj, between)
 
     def _quantise(

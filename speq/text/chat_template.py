@@ -93,7 +93,9 @@ class ChatTemplate:
     @cached_property
     def calls(self) -> CallForm | None:
         """Form of tool calls that it takes; None if it drops them."""
-        written = {form: self._tried([USER, form.message(called()), RESULT]) for form in CALL_FORMS}
+        written = {
+            form: self._tried([USER, form.message(call_example()), RESULT]) for form in CALL_FORMS
+        }
         for form, text in written.items():
             # A template may render values that are not strings as Python does.
             texts = text, written[CallForm(null=False, as_text=form.as_text)]
@@ -109,7 +111,7 @@ class ChatTemplate:
             message = {"role": role, "content": parts}
             before = {"user": [], "system": []}.get(role, [USER])
             if role == "tool":
-                before = [USER, (self.calls or USUAL).message(called())]
+                before = [USER, (self.calls or USUAL).message(call_example())]
                 message = RESULT | message
             behind = [] if role in ("user", "tool") else [USER]
             text = self._tried([*before, message, *behind])
@@ -145,7 +147,7 @@ class ChatTemplate:
         return RENDERER.render(self.text, messages, tools or None, self.variables)
 
 
-def called() -> dict[str, Any]:
+def call_example() -> dict[str, Any]:
     function = {"name": NAME, "arguments": json.dumps({KEY: VALUE})}
     return CALLED | {"tool_calls": [CALL | {"function": function}]}
 

@@ -75,10 +75,10 @@ class PromptEncoder:
         """Explain an unknown token id. given: ids were given, not a text."""
         if given or type(token_id) is not int:
             return (
-                f"the prompt holds {shown(token_id)}; token ids are whole numbers from 0 to "
+                f"the prompt holds {show(token_id)}; token ids are whole numbers from 0 to "
                 f"{self._vocab_size - 1}"
             )
-        name = shown(self.vocabulary.name(token_id))
+        name = show(self.vocabulary.name(token_id))
         return (
             f"the prompt holds the token {name} with the id {token_id}, and the model has "
             f"embeddings of {self._vocab_size} tokens: they were not enlarged when the tokenizer "
@@ -120,13 +120,13 @@ def check_message(message: Message) -> None:
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise SpeqError(f"a message has the role {shown(role)}; give a text such as 'user'")
+        raise SpeqError(f"a message has the role {show(role)}; give a text such as 'user'")
     parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not parts and not message.get("tool_calls"):
-        raise SpeqError(f"a message has the content {shown(content)}; give a text")
+        raise SpeqError(f"a message has the content {show(content)}; give a text")
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # of a number with thousands of digits

@@ -6,7 +6,7 @@ from speq.text.decoding import TokenDecoder
 from speq.text.vocabulary import Vocabulary
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of text. text: without special tokens; special: position in `text` and text of each
     of these.
     """
@@ -14,12 +14,12 @@ class Piece(NamedTuple):
     text: str = ""
     special: tuple[tuple[int, str], ...] = ()
 
-    def then(self, more: "Piece") -> "Piece":
+    def then(self, more: "TextPiece") -> "TextPiece":
         behind = ((len(self.text) + at, name) for at, name in more.special)
-        return Piece(self.text + more.text, (*self.special, *behind))
+        return TextPiece(self.text + more.text, (*self.special, *behind))
 
 
-class Part(NamedTuple):
+class TextUnit(NamedTuple):
     """A character, or a special token."""
 
     text: str
@@ -45,9 +45,9 @@ class TextStream:
         self._special = vocabulary.special
         self._decoder = TokenDecoder(vocabulary, context_ids or [])
         self._stops = [(text, vocabulary.holds_special(text)) for text in stop]
-        self._held: list[Part] = []
-        self._late: list[Part] = []  # special tokens within a character
-        self._pieces: list[Piece] = []
+        self._held: list[TextUnit] = []
+        self._late: list[TextUnit] = []  # special tokens within a character
+        self._pieces: list[TextPiece] = []
         self.stopped = False
 
     def write(self, token_id: int, last: bool) -> bool:
@@ -58,24 +58,24 @@ class TextStream:
         self._pieces.append(piece)
         return self.stopped
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[TextPiece]:
         """Return the pieces of the tokens written since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def feed(self, token_id: int) -> Piece:
+    def feed(self, token_id: int) -> TextPiece:
         """Add a token; return the text that is certain now."""
         name = self._special.get(token_id)
         if name is None:
             self._hold(self._decoder.feed(token_id))
         else:
-            self._hold_special(Part(name, special=True))
+            self._hold_special(TextUnit(name, special=True))
         return self._release(final=False)
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextPiece:
         """Return the text that was held back, after the last token."""
         if self.stopped:
-            return Piece()
+            return TextPiece()
         self._hold(self._decoder.finish())
         self._held += self._late
         self._late = []
@@ -87,7 +87,7 @@ class TextStream:
             self._held += [first, *self._late, *others]
             self._late = []
 
-    def _hold_special(self, token: Part) -> None:
+    def _hold_special(self, token: TextUnit) -> None:
         """Place a special token after the character that it interrupts, unless it ends the text
         there.
         """
@@ -99,7 +99,7 @@ class TextStream:
         if self._ends(ending):
             self._held, self._late = ending, []
 
-    def _release(self, final: bool) -> Piece:
+    def _release(self, final: bool) -> TextPiece:
         ends = self._ends(self._held)
         end = len(self._held)
         if ends:
@@ -109,7 +109,7 @@ class TextStream:
         told, self._held = self._held[:end], [] if self.stopped else self._held[end:]
         return piece_of(told)
 
-    def _ends(self, parts: list[Part]) -> list[int]:
+    def _ends(self, parts: list[TextUnit]) -> list[int]:
         """Positions of complete stop strings."""
         texts = [(stop, *text_of(parts, marked)) for stop, marked in self._stops]
         return [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
@@ -117,15 +117,15 @@ class TextStream:
     def _begun(self) -> list[int]:
         """Positions where a stop string may have begun."""
         texts = [(stop, *text_of(self._held, marked)) for stop, marked in self._stops]
-        begun = [(places, length_begun(stop, text)) for stop, text, places in texts]
+        begun = [(places, prefix_length(stop, text)) for stop, text, places in texts]
         return [places[-length] for places, length in begun if length]
 
 
-def characters(text: str) -> list[Part]:
-    return [Part(character, special=False) for character in text]
+def characters(text: str) -> list[TextUnit]:
+    return [TextUnit(character, special=False) for character in text]
 
 
-def text_of(parts: list[Part], marked: bool) -> tuple[str, list[int]]:
+def text_of(parts: list[TextUnit], marked: bool) -> tuple[str, list[int]]:
     """Join parts, with special tokens if `marked`. Return the text, and the part of each
     character.
     """
@@ -133,17 +133,17 @@ def text_of(parts: list[Part], marked: bool) -> tuple[str, list[int]]:
     return "".join(text for _, text in shown), [at for at, text in shown for _ in text]
 
 
-def length_begun(stop: str, text: str) -> int:
+def prefix_length(stop: str, text: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of a stop string."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
-def piece_of(parts: list[Part]) -> Piece:
+def piece_of(parts: list[TextUnit]) -> TextPiece:
     text, special = "", []
     for part in parts:
         if part.special:
             special.append((len(text), part.text))
         else:
             text += part.text
-    return Piece(text, tuple(special))
+    return TextPiece(text, tuple(special))

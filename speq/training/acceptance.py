@@ -16,7 +16,7 @@ DRAFT_LENGTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class ChainAcceptance:
     """Acceptance of chains of drafted tokens.
 
     tried, stood   tokens by depth, from 1 on, that follow accepted ones; how many of them were
@@ -30,7 +30,7 @@ class Acceptance:
     accept_length: float
 
     @classmethod
-    def of(cls, steps: Iterable[StepStats]) -> "Acceptance":
+    def of(cls, steps: Iterable[StepStats]) -> "ChainAcceptance":
         found = [step for step in steps if step.draft_length]
         depths = range(1, max((step.draft_length for step in found), default=0) + 1)
         reached = [
@@ -54,12 +54,12 @@ class Acceptance:
         return asdict(self) | {"by_depth": self.by_depth}
 
 
-def measured(
+def measure_acceptance(
     generator: Generator,
     prompts: Sequence[list[int]],
     temperature: float,
     progress: Progress = no_progress,
-) -> Acceptance:
+) -> ChainAcceptance:
     """Continue each prompt, with chains of `DRAFT_LENGTH`."""
     steps: list[StepStats] = []
     for done, prompt in enumerate(prompts):
@@ -74,4 +74,4 @@ def measured(
         # The last drafts of a sequence are truncated.
         steps += [s for s in run.decode if s.draft_length == DRAFT_LENGTH]
         progress("measuring acceptance", done + 1, len(prompts))
-    return Acceptance.of(steps)
+    return ChainAcceptance.of(steps)

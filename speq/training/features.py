@@ -51,7 +51,7 @@ class HeldOut(NamedTuple):
     guessed: list[Tensor]
 
 
-class Ear:
+class FeatureRecorder:
     """A drafter that drafts nothing and records the features it observes."""
 
     needs_int4: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class Ear:
     def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
         return 0
 
-    def begin(self, count: int, of: "Ear") -> None:
+    def begin(self, count: int, of: "FeatureRecorder") -> None:
         self._heard = []
 
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
@@ -82,7 +82,7 @@ class Ear:
         return torch.cat(self._heard)
 
 
-class RouteEar:
+class RouteRecorder:
     """Recorder of the routes of a prompt's passes; used as `LayerStream.on_route`.
 
     guesses  also record what the next layer's router would choose one layer early
@@ -112,18 +112,18 @@ class RouteEar:
 
 def window_of(runtime: Runtime, token_ids: Tensor) -> Window:
     """Run the exact model over a window [M]; the result is in host memory."""
-    return _heard(runtime, token_ids, guesses=False).window
+    return _run_window(runtime, token_ids, guesses=False).window
 
 
 def held_out_of(runtime: Runtime, token_ids: Tensor) -> HeldOut:
     """Run the exact model over a held-out window, with the routers' predictions."""
-    return _heard(runtime, token_ids, guesses=True)
+    return _run_window(runtime, token_ids, guesses=True)
 
 
-def _heard(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
-    engine, ear = runtime.reserve(len(token_ids) + 1), Ear()
+def _run_window(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
+    engine, ear = runtime.reserve(len(token_ids) + 1), FeatureRecorder()
     engine.recorder.begin_run(runtime.begin_stats(0.0))
-    routes = RouteEar(len(runtime.shape.experts.layers), guesses)
+    routes = RouteRecorder(len(runtime.shape.experts.layers), guesses)
     before, engine.drafters[0] = engine.drafters[0], ear
     engine.offload.stream.on_route = routes
     try:

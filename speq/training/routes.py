@@ -19,7 +19,7 @@ from speq.heads.head_shape import NamedLayers
 from speq.heads.moe_head import MoEHead, rotations
 from speq.routing import leading
 from speq.training.features import FeatureFile, HeldOut, Window
-from speq.training.trainer import TrainedAttention, Vocabulary
+from speq.training.trainer import TrainedAttention, TrainingVocabulary
 from speq.units import Progress, no_progress
 
 # Most steps, and no more than the head took; each over one window.
@@ -30,7 +30,7 @@ RATE, BETAS = 3e-3, (0.9, 0.95)
 HELD_OUT = 8
 
 
-class Rows(NamedTuple):
+class RouteRows(NamedTuple):
     """Training rows for the tokens of a window from `first` on: embeddings [R, H] and features [R,
     H], and their experts [R, L, K].
     """
@@ -73,7 +73,9 @@ class Recalls:
         return asdict(self)
 
 
-def rows_of(head: MoEHead, window: Window, vocabulary: Vocabulary) -> tuple[Rows, Rows]:
+def rows_of(
+    head: MoEHead, window: Window, vocabulary: TrainingVocabulary
+) -> tuple[RouteRows, RouteRows]:
     """Build the rows of a window: from the exact model's features, and from the head's own."""
     device, count = vocabulary.table.device, len(window.tokens) - 2
     embedded = functional.embedding(window.tokens.long().to(device), vocabulary.table)
@@ -84,15 +86,15 @@ def rows_of(head: MoEHead, window: Window, vocabulary: Vocabulary) -> tuple[Rows
     drafted = head(*given, rotation, attention.first).feature[0]
     ends = slice(1, count + 1), slice(2, count + 2)
     return (
-        Rows(1, embedded[ends[0]], features[:count], wanted[ends[0]]),
-        Rows(2, embedded[ends[1]], drafted, wanted[ends[1]]),
+        RouteRows(1, embedded[ends[0]], features[:count], wanted[ends[0]]),
+        RouteRows(2, embedded[ends[1]], drafted, wanted[ends[1]]),
     )
 
 
-def fitted(
+def fit(
     head: MoEHead,
     features: FeatureFile,
-    vocabulary: Vocabulary,
+    vocabulary: TrainingVocabulary,
     num_experts: int,
     steps: int,
     seed: int,
@@ -125,7 +127,7 @@ def fitted(
 
 @torch.no_grad()
 def recalls(
-    head: MoEHead, weight: Tensor, held_out: Sequence[HeldOut], vocabulary: Vocabulary
+    head: MoEHead, weight: Tensor, held_out: Sequence[HeldOut], vocabulary: TrainingVocabulary
 ) -> Recalls:
     """Evaluate weights [L, E, 2H] and their alternatives on held-out windows."""
     layers, num_experts = weight.shape[:2]
@@ -165,7 +167,7 @@ def hits(named: Tensor, wanted: Tensor) -> Tensor:
     return among.sum((0, 2)).double()
 
 
-def naming(head: MoEHead, weight: Tensor, layers: tuple[int, ...], top_k: int) -> MoEHead:
+def with_predictions(head: MoEHead, weight: Tensor, layers: tuple[int, ...], top_k: int) -> MoEHead:
     """Build the head that predicts experts in `layers`, possibly none, with weights [L, E, 2H] of
     all layers.
     """

@@ -17,19 +17,19 @@ from typing import Any, Unpack
 import torch
 
 from speq.errors import SpeqError
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, remove_abandoned, write_whole, writing
 from speq.files.checkpoint import locate
 from speq.files.journal import Journal
 from speq.generator import Generator
-from speq.heads.head_file import NAME, head_beside, model_digest, write_head
+from speq.heads.head_file import NAME, head_path, model_digest, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import MoEHead
 from speq.machine import available_bytes
 from speq.options.declared import split
 from speq.options.typed import TrainHeadOptions
 from speq.text.tokenizer import tokens_of
-from speq.training.acceptance import DRAFT_LENGTH, NUM_PROMPTS, PROMPT_TOKENS, measured
+from speq.training.acceptance import DRAFT_LENGTH, NUM_PROMPTS, PROMPT_TOKENS, measure_acceptance
 from speq.training.features import (
     FEATURES,
     ROUTES,
@@ -40,10 +40,10 @@ from speq.training.features import (
     held_out_of,
     window_of,
 )
-from speq.training.routes import HELD_OUT, STEPS, Recalls, fitted, naming, recalls
+from speq.training.routes import HELD_OUT, STEPS, Recalls, fit, recalls, with_predictions
 from speq.training.settings import HeadSettings, TrainingSettings
 from speq.training.texts import Texts
-from speq.training.trainer import STATE, WARMUP_STEPS, Trainer, Vocabulary
+from speq.training.trainer import STATE, WARMUP_STEPS, Trainer, TrainingVocabulary
 from speq.units import Progress, format_bytes, no_progress
 from speq.version import __version__
 
@@ -87,10 +87,10 @@ def train_head(
     """
     given = {"texts": texts, **options}
     settings, training = split(given, HeadSettings, TrainingSettings)
-    return trained(model, settings, training, progress)
+    return train(model, settings, training, progress)
 
 
-def trained(
+def train(
     model: str | Path,
     settings: HeadSettings,
     training: TrainingSettings,
@@ -106,7 +106,7 @@ def trained(
             f"another process trains a head in {folder / WORK}; wait for its end, or give another "
             "--out"
         )
-        with alone_in(folder / WORK, another):
+        with lock_folder(folder / WORK, another):
             return run.run(folder)
 
 
@@ -124,7 +124,7 @@ class HeadRun:
 
     def folder(self) -> Path:
         """Output folder."""
-        return self.training.out or head_beside(locate(self.model)).parent
+        return self.training.out or head_path(locate(self.model)).parent
 
     def run(self, folder: Path) -> TrainedHead:
         work = folder / WORK
@@ -156,7 +156,7 @@ class HeadRun:
         write_head(folder / NAME, head, digest, dtype)
         acceptance = self._acceptance(folder / NAME, prompts, budget)
         # Write it again, now with the measured acceptance rates.
-        head.stand = stand_of(acceptance)
+        head.stand = expected_acceptance(acceptance)
         write_head(folder / NAME, head, digest, dtype)
         report = {
             "format": FORMAT,
@@ -279,7 +279,7 @@ class HeadRun:
         self,
         trainer: Trainer,
         features: FeatureFile,
-        vocabulary: Vocabulary,
+        vocabulary: TrainingVocabulary,
         num_experts: int,
         held_out: list[HeldOut],
     ) -> tuple[MoEHead, Recalls | None]:
@@ -288,11 +288,13 @@ class HeadRun:
         if not held_out:
             return head, None
         seed = self.settings.seed
-        weight = fitted(head, features, vocabulary, num_experts, steps, seed, self.progress)
+        weight = fit(head, features, vocabulary, num_experts, steps, seed, self.progress)
         found = recalls(head, weight, held_out, vocabulary)
-        return naming(head, weight, found.won(), features.routed[1]), found
+        return with_predictions(head, weight, found.won(), features.routed[1]), found
 
-    def _trainer(self, features: FeatureFile, vocabulary: Vocabulary, num_experts: int) -> Trainer:
+    def _trainer(
+        self, features: FeatureFile, vocabulary: TrainingVocabulary, num_experts: int
+    ) -> Trainer:
         settings, hidden_size = self.settings, features.hidden_size
         shape = HeadShape(
             hidden_size,
@@ -348,12 +350,12 @@ class HeadRun:
         generator = self._generator(budget, "head", head=head, draft_length=DRAFT_LENGTH)
         with closing(generator):
             return {
-                name: measured(generator, prompts, temperature, self.progress).to_json()
+                name: measure_acceptance(generator, prompts, temperature, self.progress).to_json()
                 for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
             }
 
 
-def vocabulary_of(generator: Generator) -> Vocabulary:
+def vocabulary_of(generator: Generator) -> TrainingVocabulary:
     """Load the vocabulary in float32, where the head is trained."""
     model = generator.runtime.model
     words, bias = model.head_words()
@@ -361,14 +363,14 @@ def vocabulary_of(generator: Generator) -> Vocabulary:
     # Inference tensors cannot be used in training.
     held = words.float().clone()
     same = table.shape == words.shape and torch.equal(table.to(words.dtype), words)
-    return Vocabulary(
+    return TrainingVocabulary(
         held if same else table.float().clone(),
         held,
         None if bias is None else bias.float().clone(),
     )
 
 
-def stand_of(acceptance: dict[str, Any]) -> tuple[float, ...]:
+def expected_acceptance(acceptance: dict[str, Any]) -> tuple[float, ...]:
     """Acceptance rates to expect at any temperature: the lesser of each depth."""
     return (
         tuple(map(min, *(each["by_depth"] for each in acceptance.values()))) if acceptance else ()

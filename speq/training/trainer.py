@@ -16,14 +16,14 @@ from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import SafetensorsFile, header_of
 from speq.heads.head_file import sum_of
 from speq.heads.losses import (
-    Found,
     LossWeights,
-    Wanted,
+    Predictions,
+    Targets,
     cross_entropies,
     regressions,
     total,
 )
-from speq.heads.moe_head import HeadState, MoEHead, rotations
+from speq.heads.moe_head import BranchState, MoEHead, rotations
 from speq.training.features import FeatureFile
 from speq.training.settings import HeadSettings
 
@@ -40,7 +40,7 @@ STATE = "state.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class TrainingVocabulary:
     """Embedding table [V, H] of the model, and its head: weights [V, H] and bias [V]."""
 
     table: Tensor
@@ -70,7 +70,7 @@ class Trainer:
         self,
         head: MoEHead,
         features: FeatureFile,
-        vocabulary: Vocabulary,
+        vocabulary: TrainingVocabulary,
         settings: HeadSettings,
         weights: LossWeights | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Trainer:
         """
         at = self.taken
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate * rate_share(at, steps)
+            group["lr"] = self._settings.learning_rate * learning_rate_share(at, steps)
         self._optimizer.zero_grad(set_to_none=True)
         tokens, features = self._features.batch(self.windows_of(at))
         found = self._learn(tokens, features, unrolled=at % 2 == 1)
@@ -134,7 +134,7 @@ class Trainer:
         self._backward(again, wanted[:, 2:], keep=False)
         return found
 
-    def _backward(self, state: HeadState, wanted: Tensor, keep: bool) -> dict[str, float]:
+    def _backward(self, state: BranchState, wanted: Tensor, keep: bool) -> dict[str, float]:
         """Add the gradients of rows [B, T, ...]: feature terms of all rows, and token terms of some
         rows, in blocks to limit the memory of logits.
 
@@ -172,16 +172,16 @@ class Trainer:
 
     def _found(
         self, feature: Tensor, mixing: Tensor, branches: Tensor, after: Tensor | None = None
-    ) -> Found:
+    ) -> Predictions:
         say = self._vocabulary.logits
         after_logits = None if after is None else say(after)
-        return Found(feature, mixing, say(feature), say(branches), after, after_logits)
+        return Predictions(feature, mixing, say(feature), say(branches), after, after_logits)
 
-    def _wanted(self, features: Tensor) -> Wanted:
+    def _wanted(self, features: Tensor) -> Targets:
         """Build the targets from features [R, 2, H] of the next token and of the one after."""
         with torch.no_grad():
             probs = self._vocabulary.logits(features).softmax(-1)
-        return Wanted(*features.unbind(1), *probs.unbind(1))
+        return Targets(*features.unbind(1), *probs.unbind(1))
 
     def save(self, folder: Path) -> None:
         """Save everything that the next step depends on."""
@@ -243,7 +243,7 @@ class TrainedAttention:
         return functional.scaled_dot_product_attention(queries, keys, values, self._second_mask)
 
 
-def rate_share(step: int, steps: int | None) -> float:
+def learning_rate_share(step: int, steps: int | None) -> float:
     """Share of the peak learning rate at a step of `steps`; None: more than the first ones."""
     if step < WARMUP_STEPS or steps is None:
         return min((step + 1) / WARMUP_STEPS, 1.0)

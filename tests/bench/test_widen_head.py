@@ -10,7 +10,7 @@ import torch
 from speq import Generator, SpeqError, pack
 from speq.bench.widen import Settings, run
 from speq.bench.widen_head import widened
-from speq.heads.head_file import head_beside
+from speq.heads.head_file import head_path
 from speq.heads.head_shape import HeadShape
 from tests.helpers.heads import head_in_numpy, random_head, write_random_head
 from tests.helpers.tiny_models import write_model
@@ -88,7 +88,7 @@ def test_the_widened_model_is_drafted_for_by_the_widened_head(tmp_path: Path, ti
 def test_a_source_without_a_head_has_none(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "qwen2_moe")
     assert run(str(source), tmp_path / "wide", Settings(128, 96, 0.0))["head"] is False
-    assert not head_beside(tmp_path / "wide").exists()
+    assert not head_path(tmp_path / "wide").exists()
 
 
 def test_heads_that_would_attend_otherwise_are_refused() -> None:
@@ -100,5 +100,5 @@ def test_a_packed_model_keeps_its_head(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "olmoe")
     path = write_random_head(source)
     pack(source, tmp_path / "packed", codec="raw")
-    assert head_beside(tmp_path / "packed").read_bytes() == path.read_bytes()
+    assert head_path(tmp_path / "packed").read_bytes() == path.read_bytes()
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["model_type"] == "olmoe"

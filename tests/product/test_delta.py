@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import Broken
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_inputs
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, mix_inputs
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING
 from speq.models.delta_cache import DeltaLayer, DeltaRows
@@ -35,7 +35,7 @@ class Parts:
         self.prompts += 1
         state, out = state.clone(), []
         for window, decay, beta in zip(windows, rows.decays, rows.betas, strict=True):
-            mixed = mixed_inputs(window[None], self.weight)
+            mixed = mix_inputs(window[None], self.weight)
             out.append(delta_steps(state, mixed, decay[None], beta[None]))
         return torch.cat(out), state
 

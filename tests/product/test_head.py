@@ -22,10 +22,10 @@ from speq.engine.drafter import DraftLimits
 from speq.engine.request import Request
 from speq.files.safetensors_file import SafetensorsFile
 from speq.heads import losses
-from speq.heads.head_file import head_beside, model_digest, read_head, write_head
+from speq.heads.head_file import head_path, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape, NamedLayers
-from speq.heads.losses import Found, LossWeights, Wanted
-from speq.heads.moe_head import MoEHead, mixed, rotations
+from speq.heads.losses import LossWeights, Predictions, Targets
+from speq.heads.moe_head import MoEHead, mix_logits, rotations
 from speq.heads.predicted_experts import head_worth_weighing
 from speq.measure.plan import head_beside_model
 from speq.measure.probe import attempt
@@ -145,11 +145,11 @@ def test_the_mixture_is_of_distributions() -> None:
     mixing = torch.tensor([[0.25, 0.75]])
     # Of (1/4, 3/4) and (4/5, 1/5).
     wanted = [0.25 * 0.25 + 0.75 * 0.8, 0.25 * 0.75 + 0.75 * 0.2]
-    assert mixed(mixing, logits)[0].exp().tolist() == pytest.approx(wanted)
+    assert mix_logits(mixing, logits)[0].exp().tolist() == pytest.approx(wanted)
 
 
 def test_losses_by_hand() -> None:
-    found = Found(
+    found = Predictions(
         feature=torch.tensor([[0.5, 3.0]]),
         mixing=torch.tensor([[0.5, 0.5]]),
         logits=torch.tensor([[0.0, math.log(3.0)]]),
@@ -157,7 +157,7 @@ def test_losses_by_hand() -> None:
         after=torch.tensor([[1.0, -1.0]]),
         after_logits=torch.tensor([[math.log(9.0), 0.0]]),
     )
-    wanted = Wanted(
+    wanted = Targets(
         feature=torch.tensor([[0.0, 1.0]]),
         after=torch.tensor([[1.0, 1.0]]),
         probs=torch.tensor([[0.5, 0.5]]),
@@ -252,15 +252,15 @@ def test_a_head_of_another_model_is_refused(model: Path, tmp_path: Path) -> None
     other = write_model(tmp_path / "other", "olmoe", seed=1)
     assert digest_of(other) != digest_of(model)
     with pytest.raises(SpeqError, match=r"was trained on another model.*train-head"):
-        read_head(head_beside(model), digest_of(other), 64)
+        read_head(head_path(model), digest_of(other), 64)
     with pytest.raises(SpeqError, match="was trained on another model"):
         Generator.from_pretrained(
-            other, "64MiB", drafter="head", head=head_beside(model), dtype="float32"
+            other, "64MiB", drafter="head", head=head_path(model), dtype="float32"
         )
 
 
 def test_a_model_without_a_head(model: Path) -> None:
-    head_beside(model).unlink()
+    head_path(model).unlink()
     with pytest.raises(SpeqError, match=r"no head at .*train one with `speq train-head`"):
         Generator.from_pretrained(model, "64MiB", drafter="head")
     with pytest.raises(SpeqError, match="head is x and drafter is auto"):
@@ -268,7 +268,7 @@ def test_a_model_without_a_head(model: Path) -> None:
 
 
 def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
-    path, digest = head_beside(model), digest_of(model)
+    path, digest = head_path(model), digest_of(model)
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
@@ -422,7 +422,7 @@ def test_a_plan_says_what_the_head_takes(model: Path) -> None:
     assert made.to_dict()["with_head"]["slots"] == made.with_head.slots
     plain = next(m for h, m in zip(made.candidates, made.memory, strict=True) if not h.drafts)
     assert made.with_head.slots < plain.slots
-    head_beside(model).unlink()
+    head_path(model).unlink()
     without = plan(model, "1280KiB", **options)  # type: ignore[arg-type]
     assert without.with_head is None
     assert without.to_dict()["with_head"] is None

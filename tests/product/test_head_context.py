@@ -18,7 +18,7 @@ from speq.governor.confidence import Confidence
 from speq.heads import head_context
 from speq.heads.head_context import HeadContext, path_slices
 from speq.heads.head_shape import HeadShape
-from speq.heads.moe_head import HeadState, MoEHead
+from speq.heads.moe_head import BranchState, MoEHead
 from speq.models.kv_cache import KVCache
 from speq.models.tree import Tree
 from tests.helpers.heads import head_in_numpy, random_head
@@ -64,7 +64,7 @@ class Whole:
             features = torch.cat([features, torch.from_numpy(found["feature"][-1:])])
 
 
-def same(state: HeadState, wanted: dict[str, Any]) -> None:
+def same(state: BranchState, wanted: dict[str, Any]) -> None:
     found = {name: getattr(state, name) for name in wanted}
     for name, rows in found.items():
         assert rows.shape[0] == 1
@@ -141,7 +141,7 @@ def test_a_text_begins_as_another_did(heard: int, elsewhere: bool) -> None:
 
 
 def draft_chain(
-    text: HeadContext, whole: Whole, tokens: list[int], state: HeadState, rng: random.Random
+    text: HeadContext, whole: Whole, tokens: list[int], state: BranchState, rng: random.Random
 ) -> None:
     drafted: list[int] = []
     for _ in range(2):
@@ -151,7 +151,7 @@ def draft_chain(
 
 
 def draft_tree(
-    text: HeadContext, whole: Whole, tokens: list[int], state: HeadState, rng: random.Random
+    text: HeadContext, whole: Whole, tokens: list[int], state: BranchState, rng: random.Random
 ) -> None:
     draft, states = Draft(), {0: state}
     for node in range(1, 6):
