@@ -73,7 +73,7 @@ def widened(head: MoEHead, hidden: int, noise: float, seed: int, tied: bool) -> 
         weight = weight * scales.get(kind, 1 / scale if kind == "down" else 1)
         drawn = drawn_for(name, seed)
         weights[name] = _widened(kind, weight, hidden, shape.head_width, noise, drawn)
-    return MoEHead(wide, weights, head.stand).requires_grad_(False)
+    return MoEHead(wide, weights, head.acceptance_rates).requires_grad_(False)
 
 
 def _widened(

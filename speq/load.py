@@ -173,7 +173,7 @@ def load(
             model_spec = replace(model_spec, copying_bytes=copied.writing_bytes)
         source = head_of(opened, config)
         if source is not None:
-            model_spec = replace(model_spec, head=source.shape, head_stand=source.stand)
+            model_spec = replace(model_spec, head=source.shape, head_stand=source.acceptance_rates)
         budget = budget_of(config, context, device)
         room = MemoryContext(budget, partial(open_candidates, config=config, on_cpu=budget.on_cpu))
         model_spec = settle_dense(
@@ -223,7 +223,7 @@ def load(
     head = None
     if source is not None:
         model.capture_hidden_states(source.shape.captured_layers)
-        head = source.held(model_spec.dtype, device.torch)
+        head = source.load(model_spec.dtype, device.torch)
     heap.give_back()
     loaded = Loaded(
         config,

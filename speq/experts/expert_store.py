@@ -64,13 +64,13 @@ class TensorPart:
 class Turned:
     """A matrix [N, K] stored as [K, N].
 
-    in_turns  whether rows of gate and of up are interleaved there
+    interleaved  whether rows of gate and of up are interleaved there
     """
 
     rows: int
     columns: int
     dtype: torch.dtype
-    in_turns: bool
+    interleaved: bool
 
     def put(self, stored: Tensor, room: Tensor) -> None:
         """Write the bytes of the matrix into `room`; both [rows * columns * itemsize] uint8.
@@ -80,7 +80,7 @@ class Turned:
         given, made = stored.view(self.dtype), room.view(self.dtype).view(self.rows, self.columns)
         # torch is fast at transposing whole matrices and at copying rows.
         made.copy_(given.view(self.columns, self.rows).t())
-        if self.in_turns:
+        if self.interleaved:
             ordered = given.view(self.rows, self.columns)
             for first, half in enumerate(ordered.chunk(2)):
                 half.copy_(made[first::2])
@@ -363,8 +363,8 @@ def parts_of(
         if transposed and len(matrices) == len(FUSED):
             dtype = shape.dtype
             turned = [
-                Turned(*shape.gate_up_shape, dtype, in_turns=True),
-                Turned(*shape.down_shape, dtype, in_turns=False),
+                Turned(*shape.gate_up_shape, dtype, interleaved=True),
+                Turned(*shape.down_shape, dtype, interleaved=False),
             ]
         places = zip(matrices, ends, turned, strict=False)
         return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]

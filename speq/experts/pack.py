@@ -77,15 +77,17 @@ def pack(
             )
         source, before = checkpoint.fingerprint(), stamp(checkpoint)
         ours = written_names(checkpoint)
-        if packing.beside is not None:
-            ours.add(packing.beside.parts[0])
+        if packing.draft_folder is not None:
+            ours.add(packing.draft_folder.parts[0])
         journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)
         dense_bytes = sum(align(checkpoint.tensors[name][1].nbytes) for name in dense)
-        beside = None if packing.beside is None else checkpoint.path / packing.beside
-        copied = copied_files(checkpoint.path) + ([] if beside is None else files_in(beside))
+        folder = packing.draft_folder
+        draft_path = None if folder is None else checkpoint.path / folder
+        draft_files = [] if draft_path is None else files_in(draft_path)
+        copied = copied_files(checkpoint.path) + draft_files
         copied_bytes = sum(each.stat().st_size for each in copied)
         records_bytes = packing.most_bytes(left)
         check_room(checkpoint, store.names, records_bytes + dense_bytes + copied_bytes, out)
@@ -113,8 +115,8 @@ def pack(
         check_unchanged(checkpoint, before)
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
-        if packing.beside is not None and beside is not None:
-            copy_draft(beside, out / packing.beside, progress)
+        if folder is not None and draft_path is not None:
+            copy_draft(draft_path, out / folder, progress)
         copy_rest(checkpoint.path, out)
     return manifest
 

@@ -55,9 +55,9 @@ def map_in_order(
 ) -> Generator[Made, None, None]:
     """Yield the results of `work` for each item, in order, while later items are computed.
 
-    At most `results_in_flight(threads)` results exist at a time, the last one yielded included. Raises
-    the first error in that order. All threads have ended when the iterator ends or is closed. One
-    of the threads is the caller's.
+    At most `results_in_flight(threads)` results exist at a time, including the last one yielded.
+    Raises the first error in that order. All threads have ended when the iterator ends or is
+    closed. One of the threads is the caller's.
     """
     if threads == 1:
         yield from map(work, items)

@@ -47,15 +47,15 @@ HASHED_BYTES = 16 << 20
 class Packing:
     """Settings of packing experts and dense matrices.
 
-    draft   source of the codes that experts are decoded with, for a codec that needs one
-    dense   names of dense tensors to pack as well
-    beside  a draft's checkpoint beside the model that is copied along, by its folder in the model's
+    draft         source of the codes that experts are decoded with, for a codec that needs one
+    dense         names of dense tensors to pack as well
+    draft_folder  folder, in the model's, of a draft's checkpoint that is copied along
     """
 
     codec: ExpertCodec
     draft: DraftSource | None = None
     dense: tuple[str, ...] = ()
-    beside: Path | None = None
+    draft_folder: Path | None = None
 
     def named(self, source: str) -> dict[str, str | None]:
         """Header of a journal: only the same packing of the same model may continue it."""

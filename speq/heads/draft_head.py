@@ -114,29 +114,29 @@ class VisibleKV:
 class DraftHead(Protocol):
     """A draft head: predicts tokens from the exact model's hidden states.
 
-    shape   its sizes
-    beyond  whether a state also predicts the token after the next
+    shape         its sizes
+    predicts_two  whether a state also predicts the token after the next
     """
 
     @property
     def shape(self) -> HeadSizes: ...
 
     @property
-    def beyond(self) -> bool: ...
+    def predicts_two(self) -> bool: ...
 
     @property
     def nbytes(self) -> int: ...
 
-    def kept(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         """Reduce the exact model's features [T, F] to what the head keeps [T, H]."""
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         """Embed tokens: [T, H]."""
 
     def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV) -> Any:
         """Run rows of one pass; return their `HeadState`.
 
-        embedded  [T, H] of tokens; features: [T, H] of those before them, as `kept` gives them
+        embedded  [T, H] of tokens; features: [T, H] of those before them, as `reduce` gives them
         places    [T] int64, positions in the sequence
         """
 
@@ -173,10 +173,10 @@ class HeadSource(Protocol):
     def shape(self) -> HeadSizes: ...
 
     @property
-    def stand(self) -> tuple[float, ...]:
+    def acceptance_rates(self) -> tuple[float, ...]:
         """Acceptance rate by depth, given that the tokens before were accepted, as measured in
         training; empty: unknown.
         """
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> DraftHead:
+    def load(self, dtype: torch.dtype, device: torch.device) -> DraftHead:
         """Load the head for drafting."""

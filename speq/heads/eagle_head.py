@@ -38,12 +38,12 @@ class EagleHead:
     said: Tensor | None
 
     @property
-    def stand(self) -> tuple[float, ...]:
+    def acceptance_rates(self) -> tuple[float, ...]:
         """Unknown."""
         return ()
 
     @property
-    def beyond(self) -> bool:
+    def predicts_two(self) -> bool:
         return False
 
     @property
@@ -51,14 +51,14 @@ class EagleHead:
         said = 0 if self.said is None else self.said.nbytes
         return said + sum(weight.nbytes for weight in self.weights.values())
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> "EagleHead":
+    def load(self, dtype: torch.dtype, device: torch.device) -> "EagleHead":
         weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
         return EagleHead(self.shape, weights, None if self.said is None else self.said.to(device))
 
-    def kept(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         return multiply(features.to(self.weights["fc"].dtype), self.weights["fc"])
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         if self.shape.own_embedding:
             return functional.embedding(model.tokens(token_ids), self.weights["embedding"])
         return model.embed(token_ids)

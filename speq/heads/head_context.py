@@ -82,7 +82,7 @@ class HeadContext:
         for start in range(0, len(token_ids), WAITING):
             tokens = token_ids[start : start + WAITING]
             self._tokens += tokens
-            kept = self._head.kept(features[start : start + WAITING])
+            kept = self._head.reduce(features[start : start + WAITING])
             # A copy: the model's next pass may overwrite its features.
             self._features.append(kept.clone())
             if len(self._tokens) > WAITING:
@@ -145,7 +145,7 @@ class HeadContext:
         naming = present(self._naming, "a head that predicts no experts was asked for them")
         if feature is None:
             feature = present(self._last, UNHEARD)[1]
-        routes = naming.routes(self._head.embedded([token_id], self._model), feature)
+        routes = naming.routes(self._head.embed([token_id], self._model), feature)
         return [*zip(naming.predicted_layers, routes, strict=True)]
 
     def _pass(
@@ -165,7 +165,7 @@ class HeadContext:
             seen = VisibleKV(layer, slices=path_slices(tree, start, window))
         else:
             seen = VisibleKV(layer, slices=[slice(max(position + 1 - window, 0), start + 1)])
-        state: HeadState = head.run(head.embedded(token_ids, self._model), features, places, seen)
+        state: HeadState = head.run(head.embed(token_ids, self._model), features, places, seen)
         return state
 
 
@@ -177,8 +177,8 @@ def path_slices(tree: Tree, end: int, window: int) -> list[slice]:
     """
     path = [node for node, seen in enumerate(tree.visible()[-1].tolist()) if seen]
     root = end - (tree.nodes - 1)
-    text = max(root - max(window - len(path), 0), 0)
-    seen = [slice(text, root)] if window > len(path) and text < root else []
+    first = max(root - max(window - len(path), 0), 0)
+    seen = [slice(first, root)] if window > len(path) and first < root else []
     for node in path[-window:]:
         at = root + node
         if seen and seen[-1].stop == at:

@@ -70,7 +70,7 @@ def write_head(path: Path, head: MoEHead, model: str, dtype: torch.dtype) -> Non
         "format": FORMAT,
         "model": model,
         "shape": json.dumps(head.shape.as_json()),
-        "stand": json.dumps(head.stand),
+        "stand": json.dumps(head.acceptance_rates),
         "sha256": sum_of(weights),
     }
     entries = {name: (dtype, tuple(weight.shape)) for name, weight in weights.items()}
@@ -84,11 +84,11 @@ def write_head(path: Path, head: MoEHead, model: str, dtype: torch.dtype) -> Non
 class HeadLabel:
     """Metadata of a head's file.
 
-    stand  see `HeadSource`
+    acceptance_rates  see `HeadSource`
     """
 
     shape: HeadShape
-    stand: tuple[float, ...]
+    acceptance_rates: tuple[float, ...]
 
 
 def read_label(path: Path, model: str, hidden_size: int) -> HeadLabel:
@@ -99,12 +99,12 @@ def read_label(path: Path, model: str, hidden_size: int) -> HeadLabel:
         return _label_in(file, model, hidden_size)
 
 
-def read_stand(path: Path) -> tuple[float, ...]:
+def read_acceptance_rates(path: Path) -> tuple[float, ...]:
     """Read a head's acceptance rates, for any model; empty if the file has none. Reads only the
     header. Raises SpeqError if the file is not a head.
     """
     with _open(path) as file:
-        return _stand_in(path, file.metadata)
+        return _acceptance_rates_in(path, file.metadata)
 
 
 def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
@@ -122,7 +122,7 @@ def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
         raise SpeqError(
             f"{path} is damaged: its weights are not those of its checksum; {TRAIN_AGAIN}"
         )
-    return MoEHead(label.shape, weights, label.stand).requires_grad_(False)
+    return MoEHead(label.shape, weights, label.acceptance_rates).requires_grad_(False)
 
 
 def copy_head(source: Path, target: Path) -> bool:
@@ -169,7 +169,7 @@ def _label_in(file: SafetensorsFile, model: str, hidden_size: int) -> HeadLabel:
         raise SpeqError(
             f"{path} is damaged: its tensors are not those of a head of its sizes; {TRAIN_AGAIN}"
         )
-    return HeadLabel(shape, _stand_in(path, metadata))
+    return HeadLabel(shape, _acceptance_rates_in(path, metadata))
 
 
 def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:
@@ -180,7 +180,7 @@ def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:
         raise SpeqError(f"{path} is damaged: {reason}; {TRAIN_AGAIN}") from error
 
 
-def _stand_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
+def _acceptance_rates_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
     """Acceptance rates by depth; empty in files of earlier versions."""
     try:
         shares = parse_json(metadata.get("stand", "[]"))
@@ -189,7 +189,6 @@ def _stand_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
     numbers = isinstance(shares, list) and all(type(each) in (int, float) for each in shares)
     if not numbers or not all(0 <= share <= 1 for share in shares):
         raise SpeqError(
-            f"{path} is damaged: it says that drafts stand in shares of {metadata['stand']:.80}; "
-            f"{TRAIN_AGAIN}"
+            f"{path} is damaged: its acceptance rates are {metadata['stand']:.80}; {TRAIN_AGAIN}"
         )
     return tuple(map(float, shares))

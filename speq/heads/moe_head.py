@@ -69,13 +69,16 @@ class MoEHead(nn.Module):
     """
 
     def __init__(
-        self, shape: HeadShape, weights: Mapping[str, Tensor], stand: tuple[float, ...] = ()
+        self,
+        shape: HeadShape,
+        weights: Mapping[str, Tensor],
+        acceptance_rates: tuple[float, ...] = (),
     ) -> None:
         """weights  weights by the names of `HeadShape.tensors`, of any float dtype
-        stand    acceptance rates by depth, measured in training; empty: unknown
+        acceptance_rates  by depth, measured in training; empty: unknown
         """
         super().__init__()
-        self.shape, self.stand = shape, stand
+        self.shape, self.acceptance_rates = shape, acceptance_rates
         # Names in files have dots, which parameters must not have.
         self._weights = nn.ParameterDict(
             {name.replace(".", "-"): nn.Parameter(weights[name]) for name, _ in shape.tensors()}
@@ -103,13 +106,13 @@ class MoEHead(nn.Module):
         """Weights by the names of `HeadShape.tensors`, in their order."""
         return {name: self.weight(name).detach() for name, _ in self.shape.tensors()}
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
+    def load(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
         """Copy the head for drafting, without gradients."""
         weights = {name: w.to(device, dtype) for name, w in self.weights().items()}
-        return MoEHead(self.shape, weights, self.stand).requires_grad_(False)
+        return MoEHead(self.shape, weights, self.acceptance_rates).requires_grad_(False)
 
     @property
-    def beyond(self) -> bool:
+    def predicts_two(self) -> bool:
         return self.shape.contrast
 
     @property
@@ -162,10 +165,10 @@ class MoEHead(nn.Module):
         x = self.enter(embedded, features)
         return self.leave(x, attend(*self.queries_keys_values(x, rotation)))
 
-    def kept(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         return features
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         return model.embed(token_ids)
 
     def run(

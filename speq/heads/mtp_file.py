@@ -52,11 +52,11 @@ class MtpSource:
     store: SafetensorsExpertStore | None
 
     @property
-    def stand(self) -> tuple[float, ...]:
+    def acceptance_rates(self) -> tuple[float, ...]:
         """Unknown."""
         return ()
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
+    def load(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
         """Read the layer from the checkpoint, with its experts in the published form."""
         layer, held = self.layer, loaded_tensors(self.layer)
         stored = {name: self.names.tensor(name) for name in held}
@@ -88,7 +88,7 @@ def mtp_of(opened: Opened) -> MtpSource:
     """
     checkpoint, shape = opened.checkpoint, opened.shape
     predictor = predictor_of(opened)
-    names = predictor.names.behind(shape.num_layers)
+    names = predictor.names.for_layers(shape.num_layers)
     layer = layer_of(opened, predictor)
     first = names.tensor("eh_proj.weight")
     if first not in checkpoint.tensors:

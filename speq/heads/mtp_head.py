@@ -66,7 +66,7 @@ class MtpLayer(nn.Module):
         )
         return self._normed(hidden[0]) if self.predictor.passes_normed else hidden[0]
 
-    def said(self, features: Tensor) -> Tensor:
+    def scored(self, features: Tensor) -> Tensor:
         """Input of the output head, from the output of `forward`."""
         return features if self.predictor.passes_normed else self._normed(features)
 
@@ -85,17 +85,17 @@ class MtpHead:
     head: Tensor | None
 
     @property
-    def beyond(self) -> bool:
+    def predicts_two(self) -> bool:
         return False
 
     @property
     def nbytes(self) -> int:
         return self.shape.nbytes(self.layer.eh_proj.weight.dtype)
 
-    def kept(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         return features
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         if self.embedding is None:
             return model.embed(token_ids)
         return functional.embedding(model.tokens(token_ids), self.embedding)
@@ -106,7 +106,7 @@ class MtpHead:
         return FeatureState(self.layer(embedded, features, places, seen))
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        said = self.layer.said(state.feature)
+        said = self.layer.scored(state.feature)
         return model.logits(said) if self.head is None else ops.linear(said, self.head)
 
     def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:

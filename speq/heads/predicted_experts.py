@@ -8,7 +8,7 @@ from pathlib import Path
 from speq.errors import SpeqError
 from speq.heads.draft_head import HeadSource
 from speq.heads.eagle_file import CONFIG, read_eagle
-from speq.heads.head_file import NAME, head_path, model_digest, read_head, read_stand
+from speq.heads.head_file import NAME, head_path, model_digest, read_acceptance_rates, read_head
 from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
 
@@ -60,7 +60,7 @@ def head_worth_weighing(opened: Opened) -> HeadSource | None:
         return None
     try:
         # Its weights are as large as a layer of experts, so they are read only if it may be chosen.
-        return open_head(AUTO, opened) if read_stand(path) else None
+        return open_head(AUTO, opened) if read_acceptance_rates(path) else None
     except SpeqError as error:
         logger.warning("the head beside the model is not used: %s", error)
         return None

@@ -109,7 +109,7 @@ def moe_grouped_residual(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """Run `reference_compact.moe_grouped_residual_out` over a bank, otherwise as
+    """Run `reference_compact.moe_grouped_residual_out` over INT4 experts, otherwise as
     `ops.moe_grouped`.
     """
     width = backend.down[0].shape[2] * 2
@@ -117,7 +117,7 @@ def moe_grouped_residual(
     check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != backend.hidden_size:
         raise ValueError(
-            f"hidden_states has {hidden_states.shape[1]} columns; the bank's experts take "
+            f"hidden_states has {hidden_states.shape[1]} columns; the INT4 experts take "
             f"{backend.hidden_size}"
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)

@@ -263,7 +263,7 @@ def moe_int4(
     _check_route(topk_ids, topk_weights, hidden_states)
     check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
     if backend.device != device:
-        raise ValueError(f"the INT4 bank is on {backend.device} and hidden_states on {device}")
+        raise ValueError(f"the INT4 experts are on {backend.device} and hidden_states on {device}")
     code = activation_code(activation)
     width = backend.down[0].shape[2] * 2
     added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)

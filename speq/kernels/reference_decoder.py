@@ -103,8 +103,8 @@ def attend_with_sinks(
     """
     scores = torch.matmul(queries, keys.mT) * scale
     scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
-    beside = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-    scores = torch.cat([scores, beside], dim=-1)
+    sink_scores = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, sink_scores], dim=-1)
     # Subtract the largest, as in transformers: 16 bits round the difference.
     scores -= scores.amax(dim=-1, keepdim=True)
     weights = torch.softmax(scores, dim=-1)[..., :-1]

@@ -77,5 +77,5 @@ def escapes(words: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Bool mask of words that need their high byte besides code and low byte, or class."""
     offsets = words - window_starts(codes, scales)
     inside = (offsets >= 0) & (offsets < WINDOW)
-    told = torch.where(codes == 0, zero_classes(words, scales) != ESCAPE_CLASS, inside)
-    return ~told
+    decodable = torch.where(codes == 0, zero_classes(words, scales) != ESCAPE_CLASS, inside)
+    return ~decodable

@@ -98,21 +98,21 @@ class SparseMixer:
 GateOf = Callable[[Any, tuple[Tensor | None, ...]], RouterGate]
 
 
-def softmax_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def softmax_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """Softmax, divided by the sum if the configuration says so."""
     return ScoreGate(divided=bool(router.norm_topk_prob))
 
 
-def normalized_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def normalized_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     return ScoreGate(divided=True)
 
 
-def deepseek_v2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def deepseek_v2_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """DeepSeek-V2: softmax, never divided."""
     return ScoreGate(scale=float(router.routed_scaling_factor))
 
 
-def deepseek_v3_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def deepseek_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """DeepSeek-V3: sigmoids, with a bias for choosing."""
     return ScoreGate(
         sigmoid=True,
@@ -122,19 +122,19 @@ def deepseek_v3_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGa
     )
 
 
-def gemma4_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def gemma4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """Gemma 4: divided by the sum, then scaled by expert."""
     return ScoreGate(divided=True, factors=router.per_expert_scale)
 
 
-def minimax_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> RouterGate:
-    (bias,) = beside
+def minimax_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    (bias,) = router_inputs
     return ScoreGate(sigmoid=True, divided=True, bias=bias)
 
 
-def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def lfm2_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """LFM2: sigmoids, with an optional bias for choosing."""
-    (bias,) = beside
+    (bias,) = router_inputs
     return ScoreGate(
         sigmoid=True,
         divided=bool(router.norm_topk_prob),
@@ -144,9 +144,9 @@ def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
     )
 
 
-def ernie_gate(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def ernie_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     return ScoreGate(divided=True, bias=router.moe_statics.e_score_correction_bias.squeeze())
 
 
-def sparse_mixer(router: Any, beside: tuple[Tensor | None, ...]) -> RouterGate:
+def sparse_mixer(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     return SparseMixer(float(router.router_jitter_noise))

@@ -34,7 +34,7 @@ class ConvInputs:
     def nbytes(taps: int, channels: int, dtype: torch.dtype) -> int:
         return (taps - 1 + PENDING) * channels * dtype.itemsize
 
-    def forget_other_text(self) -> bool:
+    def reset_if_new_sequence(self) -> bool:
         """Begin anew if the sequence has changed; return True if so."""
         if self._sequence == self.length.sequence:
             return False

@@ -112,7 +112,7 @@ class DeltaLayer:
     def _begin(self, parts: DeltaParts) -> None:
         """Forget another sequence, and move `base` past all settled tokens."""
         inputs = self._inputs
-        if inputs.forget_other_text():
+        if inputs.reset_if_new_sequence():
             for tensor in self.tensors:
                 tensor.zero_()
             self._tip_at = -1

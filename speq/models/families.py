@@ -58,21 +58,21 @@ _PATCHING = threading.Lock()
 class MoEBlock(NamedTuple):
     """A block of a loaded model with routed experts.
 
-    beside  arguments of the router besides hidden states
-    gate    how it chooses
-    logits_of  finds the logits in what the router returns
+    router_inputs  arguments of the router besides hidden states
+    gate           rule of its choices
+    logits_of      finds the logits in what the router returns
     """
 
     experts: OffloadedExperts
     router: nn.Module
     gate: RouterGate
-    beside: tuple[Tensor | None, ...] = ()
+    router_inputs: tuple[Tensor | None, ...] = ()
     logits_of: LogitsOf = first_of
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Router logits of rows [T, H]: [T, E]."""
-        said: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.beside)
-        return self.logits_of(said)
+        output: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.router_inputs)
+        return self.logits_of(output)
 
 
 def check_nothing(config: Any, num_experts: int, where: object) -> None:
@@ -271,10 +271,10 @@ class Family:
             block = getattr(layer, name, None) if name else layer
             experts = getattr(block, self.names.experts, None)
             if isinstance(experts, OffloadedExperts):
-                beside = tuple(getattr(block, name, None) for name in self.router_inputs)
+                inputs = tuple(getattr(block, name, None) for name in self.router_inputs)
                 router = getattr(block, self.names.routers[0])
-                gate = self.gate(router, beside)
-                blocks[index] = MoEBlock(experts, router, gate, beside, self.logits_of)
+                gate = self.gate(router, inputs)
+                blocks[index] = MoEBlock(experts, router, gate, inputs, self.logits_of)
         return blocks
 
     def routers(self, model: nn.Module) -> list[nn.Module]:

@@ -44,8 +44,8 @@ class KVLayer(CacheLayerMixin):
 
     def keep(self, start: int, nodes: Tensor) -> None:
         """Keep, of the KV from `start` on, that at positions `nodes`, in that order."""
-        for entries in self.row:
-            entries[:, start : start + len(nodes)] = entries[:, nodes]
+        for storage in self.row:
+            storage[:, start : start + len(nodes)] = storage[:, nodes]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -237,8 +237,8 @@ class KVCache(Cache):
         self._note("take", (other.number, count))
         self._cut(0)
         for layer, theirs in zip(self.layers, other.layers, strict=True):
-            for entries, found in zip(layer.row, theirs.row, strict=True):
-                entries[:, :count] = found[:, :count]
+            for storage, found in zip(layer.row, theirs.row, strict=True):
+                storage[:, :count] = found[:, :count]
         self._cut(count)
         self.written = count
         self.known = other.known[:count]
@@ -277,11 +277,11 @@ def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:
     window     tokens a query may look back, itself included; None: all
     returns    [B, 1, T, end] bool, true where seen
     """
-    entry = torch.arange(end, device=positions.device)
+    key = torch.arange(end, device=positions.device)
     query = positions[:, :, None]
-    visible = entry <= query
+    visible = key <= query
     if window is not None:
-        visible &= entry > query - window
+        visible &= key > query - window
     return visible[:, None]
 
 
@@ -299,15 +299,15 @@ def attention_mask(
     returns    [B, 1, T, end] bool, true where seen
     """
     nodes = len(depths)
-    entry = torch.arange(end, device=roots.device)
-    node = entry - roots[:, None]  # [B, end]; negative: past; beyond the tree: another sequence's
+    key = torch.arange(end, device=roots.device)
+    node = key - roots[:, None]  # [B, end]; negative: past; beyond the tree: another sequence's
     inside = (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)
-    visible = (entry < roots[:, None])[:, None] | (
+    visible = (key < roots[:, None])[:, None] | (
         inside[:, None] & ancestors[:, node].permute(1, 0, 2)
     )
     if window is not None:
-        position = torch.where(inside, roots[:, None] + depths[node], entry)
+        position = torch.where(inside, roots[:, None] + depths[node], key)
         query = roots[:, None] + depths[nodes - len(ancestors) :]
         visible &= position[:, None] > query[:, :, None] - window
     return visible[:, None]

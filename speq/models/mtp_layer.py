@@ -26,7 +26,7 @@ class PartNames(NamedTuple):
     embedding: str = ""
     head: str = ""
 
-    def behind(self, num_layers: int) -> "PartNames":
+    def for_layers(self, num_layers: int) -> "PartNames":
         """Names in a checkpoint of `num_layers` layers."""
         return PartNames(*(name.format(last=num_layers) for name in self))
 

@@ -50,7 +50,7 @@ class ConvLayer:
         of `Length.tree` if there is one. Return [T, channels] of the same dtype.
         """
         inputs, tree = self._inputs, self._length.tree
-        inputs.forget_other_text()
+        inputs.reset_if_new_sequence()
         inputs.settle()
         if self._length.reading and len(rows) > MAX_LINEAR_ROWS:
             return convolve(inputs.read(rows), parts.weight, parts.bias)
@@ -93,15 +93,15 @@ class ShortConv:
         """
         module = self._module
         cache = find_cache(self, given)
-        before, behind, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        inputs = before * given
+        input_gate, output_gate, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        inputs = input_gate * given
         if cache is None:
             taps = module.conv_kernel_size
-            text = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
-            mixed = convolve(windows_in(text, taps), self.weight, self.bias)
+            padded = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
+            mixed = convolve(windows_in(padded, taps), self.weight, self.bias)
         else:
             mixed = cache.layers[module.layer_idx].run(inputs, self)
-        out: Tensor = module.out_proj((behind * mixed)[None])
+        out: Tensor = module.out_proj((output_gate * mixed)[None])
         return out
 
 

@@ -91,7 +91,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
         return Packing(
             made,
             dense=dense if shape.published == WORDS and made.name != "raw" else (),
-            beside=beside.relative_to(model) if (beside / "config.json").exists() else None,
+            draft_folder=beside.relative_to(model) if (beside / "config.json").exists() else None,
         )
     if draft == "none":
         raise SpeqError(f"codec {codec} codes what a draft does not say; give a draft, or auto")

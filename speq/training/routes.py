@@ -175,4 +175,6 @@ def with_predictions(head: MoEHead, weight: Tensor, layers: tuple[int, ...], top
         return head
     named = NamedLayers(layers, weight.shape[1], top_k)
     weights = head.weights() | {"routes": weight[list(layers)]}
-    return MoEHead(replace(head.shape, named=named), weights, head.stand).requires_grad_(False)
+    return MoEHead(replace(head.shape, named=named), weights, head.acceptance_rates).requires_grad_(
+        False
+    )

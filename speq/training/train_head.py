@@ -156,7 +156,7 @@ class HeadRun:
         write_head(folder / NAME, head, digest, dtype)
         acceptance = self._acceptance(folder / NAME, prompts, budget)
         # Write it again, now with the measured acceptance rates.
-        head.stand = expected_acceptance(acceptance)
+        head.acceptance_rates = expected_acceptance(acceptance)
         write_head(folder / NAME, head, digest, dtype)
         report = {
             "format": FORMAT,

@@ -39,7 +39,7 @@ def write_random_head(
     given = {"width": 32, "window": 48, "named": named} | sizes
     shape = HeadShape(hidden_size, **given)
     path, head = head_path(model), random_head(shape, seed)
-    head.stand = stand
+    head.acceptance_rates = stand
     path.parent.mkdir(parents=True, exist_ok=True)
     write_head(path, head, digest, torch.float32)
     return path

@@ -85,7 +85,7 @@ def sizes(**others: int) -> ModelShape:
 
 
 def read(path: Path) -> EagleHead:
-    return read_eagle(path, sizes()).held(torch.float32, torch.device("cpu"))
+    return read_eagle(path, sizes()).load(torch.float32, torch.device("cpu"))
 
 
 class Whole:

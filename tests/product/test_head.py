@@ -77,7 +77,7 @@ def test_names_are_those_of_the_formula(drafting: bool) -> None:
     head = random_head(HeadShape(16, 8, named=named))
     embedded, features = torch.randn(2, 5, 16)
     if drafting:
-        head = head.held(torch.float32, torch.device("cpu"))
+        head = head.load(torch.float32, torch.device("cpu"))
     with torch.no_grad():
         routes = head.routes(embedded, features)
     assert head.predicted_layers == (1, 4) and len(routes) == 2
@@ -115,7 +115,7 @@ def test_heads_to_draft_with_compute_the_same() -> None:
     shape = SHAPES[0]
     head = random_head(shape)
     rows = torch.randn(2, 4, shape.hidden_size)
-    held = head.held(torch.float32, torch.device("cpu"))
+    held = head.load(torch.float32, torch.device("cpu"))
     wanted, found = forward(head, *rows), forward(held, *rows)
     for name, values in found.items():
         torch.testing.assert_close(values, wanted[name], rtol=1e-4, atol=1e-5)
@@ -233,11 +233,11 @@ def test_what_is_written_is_read(shape: HeadShape, dtype: torch.dtype, tmp_path:
     path = tmp_path / "h.safetensors"
     write_head(path, head, "of that model", dtype)
     again = read_head(path, "of that model", shape.hidden_size)
-    assert again.shape == head.shape and again.stand == ()
-    head.stand = 0.75, 1.0
+    assert again.shape == head.shape and again.acceptance_rates == ()
+    head.acceptance_rates = 0.75, 1.0
     write_head(path, head, "of that model", dtype)
-    held = read_head(path, "of that model", shape.hidden_size).held(dtype, torch.device("cpu"))
-    assert held.stand == (0.75, 1) and held.shape == shape
+    held = read_head(path, "of that model", shape.hidden_size).load(dtype, torch.device("cpu"))
+    assert held.acceptance_rates == (0.75, 1) and held.shape == shape
     # As files were before any head named experts.
     sizes = json.loads(safe_open(path, "pt").metadata()["shape"])
     assert ("named" in sizes) == (shape.named is not None)
@@ -299,7 +299,7 @@ def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
     for named in (1, {}, {"layers": 0, "num_experts": 4, "top_k": 2}):
         assert "is damaged" in refused(with_header(shape=json.dumps(sizes | {"named": named})))
     for shares in ("{", "{}", '["x"]', "[1.5]", "[true]", "[NaN]"):
-        assert f"stand in shares of {shares}" in refused(with_header(stand=shares))
+        assert f"acceptance rates are {shares}" in refused(with_header(stand=shares))
     assert "are not those of a head" in refused(with_header(shape=json.dumps(sizes | {"width": 8})))
     path.write_bytes(whole)
     assert read_head(path, digest, 64).shape.width == 32
@@ -322,9 +322,9 @@ def test_weights_are_read_of_heads_that_are_weighed(
         opened = open_model(model)
         label = head_beside_model(opened)
         assert label is not None
-        assert (label.shape.width, label.stand, read) == (32, stand, [])
+        assert (label.shape.width, label.acceptance_rates, read) == (32, stand, [])
         found = head_worth_weighing(opened)
-        assert (found is not None and found.stand == stand) == bool(read) == bool(stand)
+        assert (found is not None and found.acceptance_rates == stand) == bool(read) == bool(stand)
         opened.close()
     # Of damaged weights nobody hears who does not read them; sizes are checked all the same.
     whole = path.read_bytes()

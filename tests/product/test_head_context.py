@@ -79,7 +79,7 @@ def test_pieces_make_the_whole(window: int, waiting: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(head_context, "WAITING", waiting)
     rng, model = random.Random(window + waiting), Model()
     head = random_head(HeadShape(HIDDEN, 12, window=window)).double()
-    text = HeadContext(model, head.held(model.dtype, model.device), 200)  # type: ignore[arg-type]
+    text = HeadContext(model, head.load(model.dtype, model.device), 200)  # type: ignore[arg-type]
     for length in (1, 17):
         tokens = [rng.randrange(VOCAB) for _ in range(length)]
         features = torch.randn(100, HIDDEN, dtype=model.dtype)
@@ -118,7 +118,7 @@ def test_a_text_begins_as_another_did(heard: int, elsewhere: bool) -> None:
     """
     rng, model = random.Random(heard), Model()
     head = random_head(HeadShape(HIDDEN, 12)).double()
-    held = head.held(model.dtype, model.device)
+    held = head.load(model.dtype, model.device)
     before = HeadContext(model, held, 200)  # type: ignore[arg-type]
     features = torch.randn(heard, HIDDEN, dtype=model.dtype)
     tokens = [rng.randrange(VOCAB) for _ in range(heard)]
@@ -178,7 +178,7 @@ def test_entries_that_a_node_sees() -> None:
 def drafter(head: MoEHead, model: Model) -> HeadDrafter:
     shape = ((1, 2), (1, 2))
     cache = KVCache(1, shape, 200, model.dtype, model.device)
-    held = head.held(model.dtype, model.device)
+    held = head.load(model.dtype, model.device)
     return HeadDrafter(DraftContext(model, cache, None, HostSampler(), head=held))  # type: ignore[arg-type]
 
 

@@ -500,7 +500,7 @@ def test_the_command_trains_a_head_that_drafts(model: Path, texts: Path) -> None
         assert found["tried"][0] == found["steps"] > 4
     # What runs go by is the lesser of both.
     greedy, drawn = (report["acceptance"][name]["by_depth"] for name in ("greedy", "drawn"))
-    stand = read_head(folder / "head.safetensors", report["model"], 64).stand
+    stand = read_head(folder / "head.safetensors", report["model"], 64).acceptance_rates
     assert stand == tuple(min(pair) for pair in zip(greedy, drawn, strict=True))
     prompt = [*range(40, 60)]
     expected = greedy_tokens(load_plain(model), prompt, 40)
