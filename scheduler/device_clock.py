@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from speq.devices.device import Accelerator, Event
+from speq.devices.device import Accelerator, StreamEvent
 from speq.stats import Event as TimeSpan
 from speq.stats import Recorder
 
@@ -21,8 +21,8 @@ class Pending:
     layer: int | None
     expert: int | None
     ahead: bool
-    start: Event
-    end: Event
+    start: StreamEvent
+    end: StreamEvent
 
 
 class DeviceClock:
@@ -45,7 +45,7 @@ class DeviceClock:
         """Whether it is time to read both clocks again."""
         return self.recorder.clock() - self._at_s > ANCHOR_S
 
-    def seconds(self, event: Event) -> float:
+    def seconds(self, event: StreamEvent) -> float:
         """When the device was at an event that is done."""
         return self._at_s + self._device.elapsed_s(self._event, event)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from speq.devices.device import Accelerator, Event, Stream
+from speq.devices.device import Accelerator, Stream, StreamEvent
 from speq.errors import Broken, present
 from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
@@ -40,8 +40,8 @@ class StreamTicket(TransferTicket):
         super().__init__(key, slot, priority)
         self.at: int | None = None
         self.read: TransferTicket | None = None
-        self.began: Event | None = None
-        self.copied: Event | None = None
+        self.began: StreamEvent | None = None
+        self.copied: StreamEvent | None = None
 
 
 def own(ticket: TransferTicket) -> StreamTicket:
@@ -92,7 +92,7 @@ class StreamTransfer:
         self._stream.after(device.compute.record())
         self._records = HostRecords(tier)
         # By slot: behind the kernels that were last to read it.
-        self._readers: dict[int, Event] = {}
+        self._readers: dict[int, StreamEvent] = {}
         self._to_copy, self._to_read = Queue(), Queue()
         self._copies: deque[StreamTicket] = deque()
         self._reads: dict[TransferTicket, StreamTicket] = {}

@@ -12,7 +12,7 @@ from speq.kernels.ops import ExpertBiases
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
@@ -139,7 +139,7 @@ def offload_over(
 def residents_of(
     loader: ExpertLoader,
     experts: SlotExperts,
-    gates: Sequence[Gate],
+    gates: Sequence[RouterGate],
     sizes: MoeSizes,
     device: Processor | Accelerator,
 ) -> CachedExperts:

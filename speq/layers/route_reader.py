@@ -1,4 +1,4 @@
-"""Brings exact routes to the host, which serves their experts."""
+"""Readers that bring exact routes to the host, which loads their experts."""
 
 from typing import Protocol
 
@@ -9,21 +9,21 @@ from speq.routing import Route, RoutePrediction, leading
 
 class RouteReader(Protocol):
     def read(self, route: Route, predict_next_layer: bool) -> None:
-        """See that the host knows a route's experts.
+        """Bring a route's experts to the host.
 
-        foresee  whether it will ask for those of the next layer as well
+        predict_next_layer  also bring the predicted experts of the next layer
         """
 
 
 class HostRoutes:
-    """Routes that are in host memory."""
+    """Routes in host memory."""
 
     def read(self, route: Route, predict_next_layer: bool) -> None:
         pass
 
 
 class DeviceRoutes:
-    """Routes of an accelerator: ids, weights and the guess for all rows, in one read."""
+    """Routes of an accelerator: ids, weights and the prediction for all rows, in one read."""
 
     def __init__(self, device: Accelerator) -> None:
         self._readback = Readback(device)

@@ -27,7 +27,7 @@ from speq.measure import pack_check
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes
 from speq.models.bounds import LAYER
-from speq.models.dequantised import from_checkpoint
+from speq.models.dequantised import load_dequantized
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build
@@ -143,7 +143,7 @@ def run(
     progress(PLAIN, 0, 1)
     with quiet_transformers(), closing(Checkpoint(path, part)) as checkpoint:
         published = checkpoint.format
-        plain = from_checkpoint(
+        plain = load_dequantized(
             checkpoint, lambda name: True, dtype=dtype, experts_implementation="eager"
         )
     plain = plain.eval().to(device)

@@ -14,7 +14,7 @@ from speq.experts.codec import ExpertCodec, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.experts.slots import SlotExperts
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
 from speq.units import Clock
@@ -33,7 +33,7 @@ def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:
     base = None
     if codec.needs_draft:
         base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
-    rooms = list(aligned_bytes(readers, codec.slot_bytes))
+    rooms = list(allocate_aligned(readers, codec.slot_bytes))
 
     def encode(room: Tensor) -> None:
         for _ in range(ENCODED):
@@ -86,10 +86,10 @@ def in_slots(
 
     arena  all experts' codes, where the codec needs a draft
     """
-    room = aligned_bytes(1, codec.slot_bytes)[0]
+    room = allocate_aligned(1, codec.slot_bytes)[0]
     records = [room[: codec.encode(words, base, room)].clone() for words, base in pairs]
     codec = codec.residency_plan(max(map(len, records)))
-    slots = aligned_bytes(len(records), codec.slot_bytes, device)
+    slots = allocate_aligned(len(records), codec.slot_bytes, device)
     for slot, record in zip(slots, records, strict=True):
         slot[: len(record)] = record.to(device)
     return codec.experts(slots, arena)

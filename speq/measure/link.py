@@ -19,7 +19,7 @@ from torch import Tensor
 from speq.engine.offload import fetch_from, moved_from
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.range_file import RangeFile
 from speq.governor.roofline import Points
 from speq.scheduler.expert_key import ExpertKey
@@ -50,7 +50,7 @@ class Sample:
 
 def arena_for(rows: int, *sizes: int) -> Tensor:
     """Rows as long as the longest read. Memory nobody has written to yet would be slower."""
-    return aligned_bytes(rows, max(sizes)).zero_()
+    return allocate_aligned(rows, max(sizes)).zero_()
 
 
 def plain_reads(

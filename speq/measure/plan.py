@@ -11,15 +11,15 @@ import torch
 
 from speq.config import DEFAULT_READER_THREADS, NO_PART, SamplingParams
 from speq.devices.allocator import overhead_bytes
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError
 from speq.files.checkpoint import has_weights, locate_config
 from speq.governor import presets
 from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
-from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
-from speq.heads.predicted_experts import AUTO, head_named
+from speq.heads.head_file import HeadLabel, head_path, model_digest, read_label
+from speq.heads.predicted_experts import AUTO, open_head
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -137,9 +137,9 @@ def subject_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opene
     opened = open_model(path)
     try:
         model_spec = ModelSpec.of_model(model, opened, dtype)
-        head = head_beside_model(opened) if head_name == AUTO else head_named(head_name, opened)
+        head = head_beside_model(opened) if head_name == AUTO else open_head(head_name, opened)
         if head is not None:
-            model_spec = replace(model_spec, head=head.shape, head_stand=head.stand)
+            model_spec = replace(model_spec, head=head.shape, head_stand=head.acceptance_rates)
         return model_spec, opened
     except BaseException:
         opened.close()
@@ -151,7 +151,7 @@ def head_beside_model(opened: Opened) -> HeadLabel | None:
     checkpoint = opened.checkpoint
     with contextlib.suppress(SpeqError):
         digest = model_digest(checkpoint, opened.family.names)
-        path = head_beside(checkpoint.path)
+        path = head_path(checkpoint.path)
         return read_label(path, digest, opened.shape.hidden_size)
     return None
 
@@ -169,7 +169,7 @@ def machine_of(
     if settings.preset is not None:
         return presets.preset(settings.preset).but(link, memory)
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
-    here = "cpu" if device_named(device).torch.type == "cpu" else "cuda"
+    here = "cpu" if find_device(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
         kept = profiles.kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Unpack
 
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_int
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.expert_store import mean_moved_bytes
@@ -94,7 +94,7 @@ def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
         check_target(settings.out, force)
         return settings.out
     with closing(open_model(model)) as opened:
-        device = device_named(settings.run.get("device", "auto")).torch.type
+        device = find_device(settings.run.get("device", "auto")).torch.type
         path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
         raise SpeqError("this user has no home to keep the profile in; name a file with --out")

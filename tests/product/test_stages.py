@@ -24,10 +24,10 @@ from speq.engine.request import Request
 from speq.errors import EngineLost, SpeqError
 from speq.experts.passes import by_layer
 from speq.files import contents
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
-from speq.heads.predicted_experts import head_named
+from speq.heads.predicted_experts import open_head
 from speq.measure.probe import verify
 from speq.models import moe_model
 from speq.models.kv_cache import KVCache
@@ -150,7 +150,7 @@ def test_a_stage_reads_its_own_of_a_pack(
     stores: list[Any] = [whole.store, *(opened.store for opened in parts)]
 
     def record(store: Any, layer: int, expert: int) -> bytes:
-        slot = aligned_bytes(1, store.codec.slot_bytes)[0]
+        slot = allocate_aligned(1, store.codec.slot_bytes)[0]
         store.read(layer, expert, slot)
         return bytes(slot[: store.record_bytes(layer, expert)].numpy())
 
@@ -233,7 +233,7 @@ def test_a_head_drafts_over_stages(tiny: Callable[[str], Path], tmp_path: Path) 
     opened = open_stage(str(model), "2", 1)[0]
     for head in ("auto", "mtp"):
         with pytest.raises(SpeqError, match=f"head {head} goes by layers of the whole model"):
-            head_named(head, opened)
+            open_head(head, opened)
     opened.close()
 
 
@@ -287,7 +287,7 @@ def test_a_part_has_no_others_tensors(tiny: Callable[[str], Path]) -> None:
 
 
 def test_a_stage_without_experts_is_refused(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts; give that stage"):
+    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts: give that stage"):
         open_stage(str(tiny("qwen2_moe")), "3", 2)
 
 

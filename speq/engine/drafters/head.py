@@ -41,7 +41,7 @@ class HeadDrafter:
     def __init__(self, context: DraftContext) -> None:
         head = present(context.head, "drafter head begins without a head")
         self._context = HeadContext(context.model, head, context.cache.capacity)
-        self.shape, self.says_after = head.shape, head.beyond
+        self.shape, self.says_after = head.shape, head.predicts_two
         self._confidence = context.confidence
         self._confidence.assume(LEAD_SCALE)
         self.next_tokens = next_tokens_on(context.sampler, OTHERS)
