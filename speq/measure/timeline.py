@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from speq.files.atomic_file import write_whole
-from speq.stats import Event, RunStats, StepStats
+from speq.stats import RunStats, StepStats, TimeSpan
 
 # What experts come over.
 Link = Literal["disk", "PCIe"]
@@ -74,7 +74,7 @@ def transfer_lanes(run: RunStats, link: Link) -> dict[int, Lane]:
     return placed
 
 
-def _carrier(event: Event, link: Link) -> str:
+def _carrier(event: TimeSpan, link: Link) -> str:
     reader = event.reader or 0
     if link == "disk":
         return f"reader {reader}"
@@ -176,7 +176,7 @@ def _counters(step: StepStats, at_s: float, zero: Zero) -> Iterator[Row]:
         yield {"ph": "C", "pid": PID, "name": name, **zero.point(at_s), "args": values}
 
 
-def _name(event: Event) -> str:
+def _name(event: TimeSpan) -> str:
     if event.layer is None:
         return event.kind
     if event.expert is None:
@@ -184,7 +184,7 @@ def _name(event: Event) -> str:
     return f"{event.layer}.{event.expert}"
 
 
-def _arguments(event: Event) -> dict[str, Any]:
+def _arguments(event: TimeSpan) -> dict[str, Any]:
     if event.kind not in ("transfer", "stall"):
         return {}
     cause = "ahead" if event.ahead else "on demand"
