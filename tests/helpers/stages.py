@@ -84,7 +84,7 @@ def in_threads(model: Path, stages: str, budgets: list[str], **options: Any) -> 
             threads.append(threading.Thread(target=serve, args=[stage], daemon=True))
             threads[-1].start()
         ring = RingStages(QueueRing(queues, 1), PATIENCE_S)
-        generator = Generator.of_opened(first, configs[0], others=ring)
+        generator = Generator.of_opened(first, configs[0], remote=ring)
         try:
             yield generator
         finally:

@@ -10,7 +10,7 @@ from speq.dashboard.figures import layout
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.dashboard.run_panels.link import act_of
 from speq.dashboard.run_record import RunRecord
-from speq.stats import TimeSpan, merged, overlap
+from speq.stats import Interval, merge, overlap
 
 BINS = 240
 Shares = NDArray[np.float64]
@@ -40,9 +40,9 @@ class Overlap:
 def overlap_of(run: RunRecord, bins: int = BINS) -> Overlap:
     """Of the steps that are kept, in bins of equal length."""
     edges_ms = np.linspace(run.steps[0].start_ms, run.steps[-1].end_ms, bins + 1)
-    transfers = merged((span[0], span[1]) for step in run.steps for span in step.transfers)
-    stalls = merged((start_ms, end_ms) for step in run.steps for start_ms, end_ms in step.stalls)
-    steps = merged((step.start_ms, step.end_ms) for step in run.steps)
+    transfers = merge((span[0], span[1]) for step in run.steps for span in step.transfers)
+    stalls = merge((start_ms, end_ms) for step in run.steps for start_ms, end_ms in step.stalls)
+    steps = merge((step.start_ms, step.end_ms) for step in run.steps)
     waited = busy(stalls, edges_ms)
     return Overlap(
         edges_ms,
@@ -53,7 +53,7 @@ def overlap_of(run: RunRecord, bins: int = BINS) -> Overlap:
     )
 
 
-def busy(spans: Sequence[TimeSpan], edges_ms: Shares) -> Shares:
+def busy(spans: Sequence[Interval], edges_ms: Shares) -> Shares:
     """The share of each bin that lies within separate intervals."""
     if not spans:
         return np.zeros(len(edges_ms) - 1)
