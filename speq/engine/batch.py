@@ -27,9 +27,9 @@ PrefillProgress = Callable[[Request, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step has brought for a request: tokens, or the error that ended it.
+    """The tokens that a step emitted for a request, or the error that ended it.
 
-    origins  of each token, where it is from
+    origins  source of each token
     """
 
     request: Request
@@ -76,7 +76,7 @@ class Batch:
         return used / sum(cache.capacity for cache in caches)
 
     def has_room(self, context: int) -> bool:
-        """Whether a request of so many tokens, added now, would have a KV slot in the next step."""
+        """Tell whether a request of `context` tokens, added now, would start in the next step."""
         if self.prefilling or self.waiting or len(self.running) == self.runtime.config.max_batch:
             return False
         return not self.running or self.runtime.has_room(context)

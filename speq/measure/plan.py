@@ -80,9 +80,9 @@ def plan_of(
         # default.
         overhead = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
         budget = replace(budget, beside=overhead, graphs=True)
-    context = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-    form = settle_dense(model_spec, settings.dense, context, trial=None).dense.name
-    model_spec = context.with_dense(model_spec, form, usual=True)
+    memory = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
+    form = settle_dense(model_spec, settings.dense, memory, trial=None).dense.name
+    model_spec = memory.with_dense(model_spec, form, usual=True)
     return make_plan(model_spec, budget, assumptions(model_spec, machine, settings))
 
 

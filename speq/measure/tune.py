@@ -137,10 +137,10 @@ def measure_profile(
             )
             for name in tracked("timing kernels of each codec", names, len(names), tell)
         }
-        names = encodable(runtime)
+        encodings = encodable(runtime)
         encoders = {
             name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
-            for name in tracked("timing encoders", names, len(names), tell)
+            for name in tracked("timing encoders", encodings, len(encodings), tell)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
