@@ -1,6 +1,5 @@
 """Writes the table of docs/models.md of what fits which memory: `python -m tools.memory_table`."""
 
-from functools import partial
 from pathlib import Path
 
 from speq.files.published_format import WORDS
@@ -21,8 +20,8 @@ GIB = 1 << 30
 ACCEPTANCE = 0.9
 
 
-def subjects() -> list[ModelSpec]:
-    """Of every config.json, the smallest experts first."""
+def model_specs() -> list[ModelSpec]:
+    """Make a spec of every config.json, the smallest experts first."""
     configs = [path for folder in FOLDERS for path in folder.glob("*/config.json")]
     found = [ModelSpec.of_config(each.parent.name, each.parent, "auto") for each in sorted(configs)]
     return sorted(found, key=experts_bytes)
@@ -33,7 +32,7 @@ def experts_bytes(of: ModelSpec) -> int:
 
 
 def slots(of: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
-    """By codec, and whether an INT4 draft lies beside, what fits."""
+    """Return the slots that fit, by codec and whether there is an INT4 draft."""
     experts = of.shape.experts
     locality = Locality(experts.num_experts, of.shape.top_k)
     given = Assumptions(preset("rtx-4090"), locality, acceptance=ACCEPTANCE)
@@ -44,8 +43,8 @@ def slots(of: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
     return {(each.codec, each.drafts): each.slots for each in made.candidates}
 
 
-def share(of: ModelSpec, found: dict[tuple[str, bool], int], way: tuple[str, bool]) -> str:
-    count = found.get(way)
+def share(of: ModelSpec, found: dict[tuple[str, bool], int], candidate: tuple[str, bool]) -> str:
+    count = found.get(candidate)
     if count is None:
         return "-"
     # Nearly all is not 100%.
@@ -53,17 +52,16 @@ def share(of: ModelSpec, found: dict[tuple[str, bool], int], way: tuple[str, boo
 
 
 def cells(of: ModelSpec, budget_gib: int) -> str:
-    """Without a draft and beside one, in the codecs that take least."""
+    """Format the shares without and with a draft, in the codecs that take least."""
     found, published = slots(of, budget_gib), of.codec.shape.published
-    plain, beside = ("lossless", "residual") if published == WORDS else (published, published)
-    shown = partial(share, of, found)
-    return f"{shown((plain, False))}, {shown((beside, True))}"
+    plain, drafting = ("lossless", "residual") if published == WORDS else (published, published)
+    return f"{share(of, found, (plain, False))}, {share(of, found, (drafting, True))}"
 
 
 def main() -> None:
     heads = ["model", "experts", "experts, GiB", "rest, GiB", *(f"{g} GiB" for g in BUDGETS_GIB)]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for of in subjects():
+    for of in model_specs():
         published = of.codec.shape.published
         line = [
             of.name,
