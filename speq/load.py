@@ -31,7 +31,7 @@ from speq.files import heap
 from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.batches import Governors
-from speq.governor.draft_length import LONGEST, LONGEST_SIDE, Governor
+from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY, Governor
 from speq.governor.planner import acceptance_of_part
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
@@ -323,7 +323,7 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
         beside,
         graphs=not on_cpu and config.graphs == "auto",
         batch_size=config.max_batch,
-        longest_side=LONGEST_SIDE if side_of(config) else 0,
+        longest_side=LONGEST_SECONDARY if side_of(config) else 0,
     )
 
 

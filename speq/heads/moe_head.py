@@ -32,7 +32,7 @@ from speq.heads.draft_head import VisibleKV
 from speq.heads.head_shape import ROPE_BASE, HeadShape
 from speq.kernels import ops
 from speq.models.moe_model import MoEModel
-from speq.routing import Route, leading
+from speq.routing import Route, top_experts
 
 EPSILON = 1e-6
 # Shares of the two branches in the contrast before training, and their scale: 1.2 and 0.3.
@@ -201,8 +201,8 @@ class MoEHead(nn.Module):
             self.shape.named, "a head that predicts no experts was asked for them"
         ).top_k
         logits = self.route_logits(embedded, features, self.weight("routes"))
-        ids, margins = leading(logits.flatten(0, 1), top_k)
-        # Expert ids are exact in float32, and one tensor is read from a device at once.
+        ids, margins = top_experts(logits.flatten(0, 1), top_k)
+        # Numbers of experts are exact in float32, and one piece is read from a device in one go.
         read = torch.stack((ids.float(), margins)).cpu().unflatten(1, logits.shape[:2])
         even = torch.full(read.shape[2:], 1 / top_k)
         return [

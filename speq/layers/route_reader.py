@@ -4,7 +4,7 @@ from typing import Protocol
 
 from speq.devices.device import Accelerator
 from speq.devices.staged import Readback
-from speq.routing import Route, RoutePrediction, leading
+from speq.routing import Route, RoutePrediction, top_experts
 
 
 class RouteReader(Protocol):
@@ -29,12 +29,12 @@ class DeviceRoutes:
         self._readback = Readback(device)
 
     def read(self, route: Route, predict_next_layer: bool) -> None:
-        if not predict_next_layer or route.following is None:
+        if not predict_next_layer or route.next_router is None:
             host_ids, host_weights = self._readback.read(route.topk_ids, route.topk_weights)
             route.was_read(host_ids, host_weights, None)
             return
         rows, top_k = route.topk_ids.shape
-        prediction = leading(route.following([*range(rows)]), top_k)
+        prediction = top_experts(route.next_router([*range(rows)]), top_k)
         host_ids, host_weights, ids, margins = self._readback.read(
             route.topk_ids, route.topk_weights, *prediction
         )

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from speq.heads.head_shape import NamedLayers
 from speq.heads.moe_head import MoEHead, rotations
-from speq.routing import leading
+from speq.routing import top_experts
 from speq.training.features import FeatureFile, HeldOut, Window
 from speq.training.trainer import TrainedAttention, TrainingVocabulary
 from speq.units import Progress, no_progress
@@ -141,7 +141,7 @@ def recalls(
         pending, drafted = rows_of(head, window, vocabulary)
         for kind, rows in (("pending", pending), ("drafted", drafted)):
             logits = head.route_logits(rows.embedded, rows.features, weight)
-            named = leading(logits.flatten(0, 1), top_k)[0].unflatten(0, logits.shape[:2])
+            named = top_experts(logits.flatten(0, 1), top_k)[0].unflatten(0, logits.shape[:2])
             found[kind] += hits(named.transpose(0, 1), rows.wanted).cpu()
         wanted, ends = drafted.wanted.cpu(), slice(drafted.first, drafted.first + len(drafted[1]))
         for layer, ids in enumerate(guesses, start=1):

@@ -119,7 +119,7 @@ class Heard:
         self.logits: list[Tensor | None] = []
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        self.said.append(None if route.following is None else route.following([0, 2]))
+        self.said.append(None if route.next_router is None else route.next_router([0, 2]))
         self.logits.append(route.router_logits)
         return torch.zeros_like(hidden_states)
 
