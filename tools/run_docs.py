@@ -35,7 +35,7 @@ STAND_INS = {
 TEXTS = ("humaneval.jsonl", "text.jsonl")
 REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
-QUICK_BENCHES = ("widen", "paper-systems", "step")
+QUICK_BENCHES = ("widen",)
 SLOW = ("bench", "quantize", "tune", "check")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")

@@ -16,7 +16,7 @@ from speq.stats import RunStats
 from speq.units import Progress
 
 FORMAT = "speq-routes-2"
-RECORD_AGAIN = "record it again with `speq bench hit-rate --routes`"
+RECORD_AGAIN = "record it again with `python -m bench.lab.hit_rate --routes`"
 # Layers, experts and drafted tokens that any model or draft could have.
 MOST = 1 << 20
 # Ids and weights of one token in one layer.

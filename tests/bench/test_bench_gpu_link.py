@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.lab import gpu_link
+from bench.lab.gpu_link import Figure, figures
 from speq import SpeqError
-from speq.bench.machine import gpu_link
-from speq.bench.machine.gpu_link import Figure, figures
 from speq.bench.runs import soak
 from speq.bench.settings import GpuLinkSettings, SoakSettings
 from speq.machine import process_bytes
