@@ -7,7 +7,7 @@ import json
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.errors import SpeqError
@@ -49,9 +49,9 @@ DEFAULTS = {
     "batch": _default("texts", "draft_length", "tokens_per_s", "tokens a second"),
     "breakdown": _default("budget", "system"),
     "drafters": _default("budget", "drafter temperature"),
-    "equal-memory": _default("fraction", "system"),
+    "equal-memory": _default("f", "system part"),
     "formats": _default("budget", "format"),
-    "governor": _default("budget", "prompts draft_length"),
+    "governor": _default("budget", "kind draft_length"),
     "hit-rate": _default("slots", "policy", "coverage_in_time", "share that was there in time"),
     "kernels": _default("T", "shape kernel", "bandwidth_share", "share of a plain read's speed"),
     "prefill": _default("budget", "", "ttft_s", "time to first token, s"),
@@ -88,7 +88,8 @@ def _picture(place: str, declared: Any) -> Picture:
         names += [picture.without, picture.each, picture.rows]
         names += [text for axis in _axes(picture) for text in (axis.key, axis.title)]
         numbers = [axis.scale for axis in _axes(picture)]
-        if all(isinstance(name, str) for name in names) and all(map(is_number, numbers)):
+        known = picture.mark in get_args(Mark) and picture.x and picture.y
+        if known and all(isinstance(name, str) for name in names) and all(map(is_number, numbers)):
             return picture
     except (TypeError, AttributeError, ValueError):
         pass
@@ -173,6 +174,8 @@ def _series(picture: Picture, rows: Sequence[Row]) -> list[Series]:
 def _named(axis: Axis, value: Any) -> str:
     if is_number(value):
         return f"{axis.title} {value:g}"
+    if isinstance(value, str) and value.isdecimal():
+        return f"{axis.title} {value}"  # of an option that takes names as well
     return str(value or f"no {axis.title}")
 
 
@@ -194,6 +197,7 @@ def category(place: Any) -> str:
 def _panel(picture: Picture, rows: Sequence[Row], value: str = "") -> Panel:
     """A panel of series. Those without a figure are left out."""
     name = "-".join(filter(None, (slug(picture.name), slug(value) if value else "")))
+    aid = picture.aid or "The table below has every figure."
     title = f"{picture.title}, {value}" if value else picture.title
     y_title = picture.y[0].title
     if len(picture.y) > 1:
@@ -203,7 +207,7 @@ def _panel(picture: Picture, rows: Sequence[Row], value: str = "") -> Panel:
     values = [figure for each in series for figure in each.y if figure is not None]
     if not values:
         said = f"The file has no figures of this kind: {y_title}."
-        return Panel(name, title, picture.aid, [], {}, table, absent=said)
+        return Panel(name, title, aid, [], {}, table, absent=said)
     vertical = axis(y_title)
     if picture.mark in ("points", "lines"):
         apart = min(values) > 0 and max(values) >= LOG_FROM * min(values)
@@ -224,7 +228,7 @@ def _panel(picture: Picture, rows: Sequence[Row], value: str = "") -> Panel:
         layout["scattermode"] = "group"
     elif picture.mark != "lines":
         layout["barmode"] = "stack" if picture.mark == "stack" else "group"
-    return Panel(name, title, picture.aid, drawn, layout, table)
+    return Panel(name, title, aid, drawn, layout, table)
 
 
 def _table(picture: Picture, rows: Sequence[Row]) -> Table:
