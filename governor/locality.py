@@ -3,7 +3,7 @@
 Both follow from one curve, D(t): the distinct experts of a layer that t consecutive tokens choose.
 Let D(T) slots hold the experts of the last T tokens. The next t tokens together then miss
 D(T + t) - D(T) experts. This is Denning's working-set theorem (Denning and Schwartz, 1972) for
-windows. It is about LRU; `speq bench locality` replays the real policies beside it.
+windows. It is about LRU.
 """
 
 import math
@@ -67,9 +67,8 @@ class RouteCurve:
 
 
 # Recorded with the bundled model: its eight layers over code, maths and prose.
-#   speq bench hit-rate models/tiny-moe --memory-budget 60MiB --num-prompts 8 --max-new-tokens 128 \
-#       --trace routes.json
-#   speq bench locality routes.json
+#   python -m bench.lab.hit_rate models/tiny-moe --memory-budget 60MiB --num-prompts 8 \
+#       --max-new-tokens 128 --routes routes.json
 BUNDLED = RouteCurve(
     "the bundled model",
     32,

@@ -24,8 +24,8 @@ from speq.governor.roofline import Link, StepEstimate, accepted_tokens
 from speq.governor.survey import Survey
 
 # The share of transfers that computation might hide and does not: on demand, and with three-phase
-# prefetching along a draft. Both are from `speq bench schedule` on the widened model, f = 0.5 and
-# 0.7, as (TPOT - floor) / the shorter of link and computation.
+# prefetching along a draft. Both are of the widened model (bench/results/schedule-*.json), f = 0.5
+# and 0.7, as (TPOT - floor) / the shorter of link and computation.
 EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
 # What was planned weighs as much as so many cycles of the run, and an assumed acceptance as much as
 # so many tokens.

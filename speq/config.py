@@ -111,8 +111,8 @@ DraftExperts = Annotated[
 DraftCounts = Annotated[
     Path | None,
     Option(
-        "With draft_experts: counts of how often each expert is used, which `speq bench coverage "
-        "--counts` writes. Default: what `speq tune` kept of the model.",
+        "With draft_experts: counts of how often each expert is used, which `python -m "
+        "bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.",
         File("a file of counts", readable=True),
     ),
 ]
@@ -193,7 +193,7 @@ ExpertRanking = Annotated[
 ExpertCountsFile = Annotated[
     Path | None,
     Option(
-        "Counts for the static ranking, which `speq bench coverage --counts` writes.",
+        "Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes.",
         File("a file of counts", readable=True),
     ),
 ]

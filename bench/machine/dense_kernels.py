@@ -13,7 +13,6 @@ import re
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -26,7 +25,6 @@ from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
 from speq.files.alignment import align
-from speq.files.atomic_file import check_target
 from speq.kernels import dense_ops
 from speq.kernels.ops import Int4Weight, quantize_int4
 from speq.layers.dense_matrix import DenseMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
@@ -137,14 +135,9 @@ def asked(settings: Settings) -> bool:
 
 
 def run(
-    settings: Settings,
-    json_file: Path | None,
-    force: bool,
-    progress: Progress | None = None,
-    clock: Clock = time.perf_counter,
+    settings: Settings, progress: Progress | None = None, clock: Clock = time.perf_counter
 ) -> Report:
     """Measure every shape, rows and kernel. Raises SpeqError."""
-    check_target(json_file, force)
     kernels = KERNELS if settings.kernels == ("all",) else settings.kernels
     for name in kernels:
         checked_choice("kernels", name, KERNELS)
@@ -173,10 +166,7 @@ def run(
                 ]
     threads = torch.get_num_threads()
     given = {"device": device.type, "isa": isa, "threads": threads, "read_bytes": read.nbytes}
-    report = Report(BENCH, "synthetic matrices", settings.as_json() | given, rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report
+    return Report(BENCH, "synthetic matrices", settings.as_json() | given, rows)
 
 
 def shapes_of(settings: Settings) -> list[DenseShape]:

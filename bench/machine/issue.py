@@ -12,7 +12,6 @@ that presets go by. A call takes the longer of both at the least.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from speq.bench.machine.expert_layer import SHAPES, Layer, LayerShape
 from speq.bench.machine.sass import Kernel, Loop, kernels
 from speq.bench.settings import KernelSettings as Settings
 from speq.errors import SpeqError, checked_choice
-from speq.files.atomic_file import check_target
 from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
+from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.units import Progress, tracked
 
@@ -82,17 +81,26 @@ COLUMNS: dict[str, Column] = {
     "bytes us": ("bytes_s", lambda time_s: f"{time_s * 1e6:.1f}"),
     "bound by": ("bound_by", "{}"),
 }
+TIMES = (
+    Axis("issue_s", "issuing instructions, us", 1e6),
+    Axis("bytes_s", "reading bytes, us", 1e6),
+)
+PICTURES = (
+    Picture(
+        *("issue", "What kernels take on cards", (Axis("kernel", "kernel"), Axis("card", "card"))),
+        TIMES,
+        each="shape",
+        aid="A call takes the longer of both times at the least; they are computed.",
+    ),
+)
 NOTES = (
     "Computed, not measured: instructions are counted in machine code, cards are data sheets.",
     "A layer's top_k experts, one row; a call takes the longer of both times at the least.",
 )
 
 
-def run(
-    settings: Settings, json_file: Path | None, force: bool, progress: Progress | None = None
-) -> Report:
+def run(settings: Settings, progress: Progress | None = None) -> Report:
     """Count every kernel and compute its times on every card. Raises SpeqError."""
-    check_target(json_file, force)
     check_nothing_is_timed(settings)
     path = library.FOLDER / "libspeq_cuda.so"
     if not path.exists():
@@ -118,10 +126,9 @@ def run(
             for card, processors in MULTIPROCESSORS.items():
                 kernel = one.kernel(code[processors.arch])
                 rows.append(row(name, kernel, shape, expert_bytes, card))
-    report = Report("kernels", "machine code", settings.as_json() | {"computed": True}, rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report
+    return Report(
+        "kernels", "machine code", settings.as_json() | {"computed": True}, rows, pictures=PICTURES
+    )
 
 
 def check_nothing_is_timed(settings: Settings) -> None:

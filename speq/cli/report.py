@@ -31,8 +31,8 @@ def report(settings: ReportSettings, output: Annotated[opt.Output, But(without=(
     The page needs nothing beside it, no network either. Each picture has a table of its numbers.
     In folders, files that are neither of a bench nor of a run are left out, and the page says so.
     """
-    from speq.dashboard.bench_panels.report import page_of
     from speq.dashboard.page import write_page
+    from speq.dashboard.report_page import page_of
     from speq.files.atomic_file import check_target
 
     check_target(settings.out, output.force)

@@ -90,7 +90,7 @@ class PlanSettings(Options):
     routes: Annotated[
         Path | None,
         Option(
-            "Recorded routes (`speq bench hit-rate --routes`) to count experts by.",
+            "Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by.",
             File("a file of routes"),
         ),
     ] = None

@@ -37,8 +37,8 @@ class RunOptions(TypedDict, total=False):
     expected. Default: all.
     """
     draft_counts: str | Path | None
-    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
-    --counts` writes. Default: what `speq tune` kept of the model.
+    """With draft_experts: counts of how often each expert is used, which `python -m
+    bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
     """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
@@ -68,7 +68,7 @@ class RunOptions(TypedDict, total=False):
     (expert_counts).
     """
     expert_counts: str | Path | None
-    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    """Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes."""
     expert_rows: str
     """Under an expert budget, how drafted tokens count: reach (by the chance that they stand) or
     equal.
@@ -275,8 +275,8 @@ class PlanOptions(TypedDict, total=False):
     expected. Default: all.
     """
     draft_counts: str | Path | None
-    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
-    --counts` writes. Default: what `speq tune` kept of the model.
+    """With draft_experts: counts of how often each expert is used, which `python -m
+    bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
     """
     head: str | Path
     """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the
@@ -294,7 +294,7 @@ class PlanOptions(TypedDict, total=False):
     none, or a file.
     """
     routes: str | Path | None
-    """Recorded routes (`speq bench hit-rate --routes`) to count experts by."""
+    """Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by."""
     locality: str | None
     """Whose routes to count experts by; default: those of --routes or of the profile, or else
     published.
@@ -360,7 +360,7 @@ class TuneOptions(TypedDict, total=False):
     (expert_counts).
     """
     expert_counts: str | Path | None
-    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    """Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes."""
     expert_rows: str
     """Under an expert budget, how drafted tokens count: reach (by the chance that they stand) or
     equal.

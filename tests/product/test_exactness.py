@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.lab.step import DRAFT_KERNELS
 from speq import Generator
-from speq.bench.machine.step import DRAFT_KERNELS
 from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.engine.offload import fetch_from

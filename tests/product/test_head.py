@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from bench.lab.fidelity_counts import Fidelity
 from speq import Generator, SpeqError, plan
-from speq.bench.runs.fidelity_counts import Fidelity
 from speq.config import SamplingParams
 from speq.engine.drafter import DraftLimits
 from speq.engine.request import Request

@@ -13,8 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from speq import SpeqError
-from speq.bench.paper import paper_systems
-from speq.bench.replay import locality as bench_locality
 from speq.cli import app
 from speq.config import RunConfig
 from speq.drafts.draft_source import RoundedDraft
@@ -305,19 +303,6 @@ def test_published_routes_hit_as_in_table_3(slots: int, hits: float) -> None:
     assert 1 - Locality(64, 6, PUBLISHED).misses(slots, 1) / 6 == pytest.approx(hits, abs=0.05)
 
 
-@pytest.mark.parametrize("window", [1, 5, 9])
-@pytest.mark.parametrize("slots", [4, 8, 16])
-def test_a_curve_misses_as_the_real_cache_does(window: int, slots: int) -> None:
-    trace = RouteTrace.read(ROUTES)
-    of = Locality(32, 4, bench_locality.curve_of(trace))
-    real = [
-        bench_locality.replayed(trace, window, slots, *policy)
-        for policy in bench_locality.POLICIES.values()
-    ]
-    slack = 0.1 * of.distinct(window)
-    assert min(real) - slack <= of.misses(slots, window) <= max(real) + slack
-
-
 @pytest.mark.parametrize("curve", [BUNDLED, PUBLISHED, None])
 def test_misses_grow_with_tokens_and_shrink_with_slots(curve: RouteCurve | None) -> None:
     of = Locality(60, 4, curve)
@@ -335,15 +320,6 @@ def test_misses_grow_with_tokens_and_shrink_with_slots(curve: RouteCurve | None)
 def test_a_curve_that_no_routes_have_is_refused(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(SpeqError, match="somewhere"):
         RouteCurve("somewhere", 32, 4, points)
-
-
-def test_windows_are_decoded_token_by_token() -> None:
-    trace = RouteTrace.read(ROUTES)
-    routes = bench_locality.in_windows(trace, 5)
-    plain = trace.plain().steps
-    assert len(routes.steps) == len(plain) // 5
-    assert routes.steps[1].used[3] == [step.used[3][0] for step in plain[5:10]]
-    assert [layers[3][0] for layers in routes.steps[1].drafted] == routes.steps[1].used[3][:4]
 
 
 # Times.
@@ -631,29 +607,6 @@ def test_a_faster_link_and_a_larger_budget_are_never_slower() -> None:
         for gib in (8, 12, 16, 24, 32, 48)
     ]
     assert times == sorted(times, reverse=True)
-
-
-# The paper's systems.
-
-
-def test_at_the_same_cache_the_order_is_the_papers_and_at_the_same_memory_not() -> None:
-    settings = paper_systems.Settings(["16GB", "40GB"])
-    report = paper_systems.run([QWEN, DEEPSEEK, PHI], settings, None, False)
-    for model, budget in ((QWEN, "16GB"), (DEEPSEEK, "16GB"), (PHI, "40GB")):
-        tpot = {
-            row["system"]: row["tpot_ms"]
-            for row in report.rows
-            if (row["model"], row["budget"]) == (model.name, budget)
-        }
-        assert tpot["moe-speq"] < min(tpot["sc"], tpot["transformers"])
-        # Not so in Figure 13: the draft's memory holds more experts than it hides transfers of.
-        assert tpot["speq"] < tpot["sm"] < tpot["moe-speq"]
-    notes = paper_systems.notes(report)
-    assert "Phi-3.5-MoE-instruct, 16GB: no room for the draft; nothing to compare" in notes
-    assert (
-        "Qwen1.5-MoE-A2.7B, 16GB: sm < moe-speq < sc < transformers, not moe-speq < sm < sc < "
-        "transformers" in notes
-    )
 
 
 # The command.

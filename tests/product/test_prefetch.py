@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.bench.replay.single_shot import SingleLater, SingleShot, SingleSooner, offered
+from bench.lab.single_shot import SingleLater, SingleShot, SingleSooner, offered
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.registries import CACHE_POLICIES, PREFETCHERS
