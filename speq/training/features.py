@@ -62,7 +62,7 @@ class FeatureRecorder:
     def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
         return 0
 
-    def begin(self, count: int, of: "FeatureRecorder") -> None:
+    def reset(self, count: int, of: "FeatureRecorder") -> None:
         self._heard = []
 
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
