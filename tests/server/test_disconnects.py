@@ -77,7 +77,7 @@ def wait_until_idle(rig: Rig) -> None:
 
 def wait_until_cancelled(rig: Rig) -> None:
     for _ in range(10_000):
-        if any(taken.stream.cancelled for taken in rig.worker._taken):
+        if any(stream.cancelled for stream in rig.worker._taken):
             return
         rig.get("/health")
     raise AssertionError("the server does not notice that its client has left")

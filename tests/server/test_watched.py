@@ -65,12 +65,12 @@ def test_a_request_is_shown(watched: Watched, generator: Generator) -> None:
     assert pictures[-1]["panels"][0]["table"]["rows"] == [[TOKENS]]
 
 
-def test_one_text_at_a_time(watched: Watched) -> None:
+def test_one_text_at_a_time(watched: Watched, generator: Generator) -> None:
     """The next to begin is shown once the one before has ended; and ends of all kinds."""
 
     async def see() -> None:
         streams = [
-            TokenStream(Request(prompt, [5, 6, 7], SamplingParams(max_new_tokens=4)), 0.0)
+            TokenStream(Request(generator.encode(prompt), SamplingParams(max_new_tokens=4)), 0.0)
             for prompt in ("first", "beside it", "next")
         ]
         first, beside, following = streams
