@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from speq.cli import options as opt
 from speq.cli.from_dataclass import But
 from speq.cli.machines import check_machines, loaded
-from speq.cli.serve import name_of, terminated_as_interrupted
+from speq.cli.serve import model_name, terminated_as_interrupted
 from speq.config import Model, RunConfig, SamplingParams
 from speq.offline.settings import BatchSettings
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 
 if TYPE_CHECKING:
     from speq.offline.batch_run import Answerer, BatchSummary
@@ -41,7 +41,7 @@ def batch(
     from speq.errors import SpeqError
     from speq.offline.answer_folder import JOURNAL
     from speq.offline.request_file import RequestFile
-    from speq.server.ray_cluster import check_ray
+    from speq.ray.cluster import check_ray
 
     check_machines(machines, replicas)
     output.check()
@@ -76,7 +76,7 @@ class Job:
     @property
     def name(self) -> str:
         """What requests in OpenAI's form call the model."""
-        return self.settings.served_model_name or name_of(self.model)
+        return self.settings.served_model_name or model_name(self.model)
 
 
 def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
@@ -113,7 +113,7 @@ def on_ray(job: Job, left: int) -> "Iterator[Answerer]":
     """Several, on the machines of a Ray cluster. left: requests that have no answer."""
     from speq.offline.in_blocks import InBlocks, block_requests
     from speq.offline.ray_workers import RayWorkers, WorkerSpec
-    from speq.server.ray_cluster import cluster
+    from speq.ray.cluster import cluster
 
     spec = WorkerSpec(job.model, job.name, job.run, job.sampling)
     with cluster(job.replicas):

@@ -19,7 +19,7 @@ from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 from speq.units import format_bytes
 
 if TYPE_CHECKING:

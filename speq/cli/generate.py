@@ -22,7 +22,7 @@ from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 
 if TYPE_CHECKING:
     from speq.generator import Generator

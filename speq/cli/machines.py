@@ -9,7 +9,7 @@ from speq.cli.from_dataclass import But
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.pipeline.settings import StagesSettings, stage_count
-from speq.server.ray_settings import RayServeSettings, RaySettings
+from speq.ray.settings import RayServeSettings, RaySettings
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -76,9 +76,9 @@ def placed(
     model: str, run: RunConfig, machines: StagesSettings, cluster: RaySettings
 ) -> Iterator["Rendezvous"]:
     """Stages on a Ray cluster, and where they come to."""
-    from speq.pipeline.placement import ray_stages
-    from speq.server.ray_cluster import check_ray
-    from speq.server.ray_cluster import cluster as connected
+    from speq.ray.cluster import check_ray
+    from speq.ray.cluster import cluster as connected
+    from speq.ray.stages import ray_stages
 
     check_ray()
     stages = str(machines.stages)

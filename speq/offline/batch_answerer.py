@@ -80,7 +80,7 @@ class BatchAnswerer:
         if not OPENAI_FIELDS & given.keys():
             return self._plain
         if self._openai is None:
-            from speq.dashboard.live.needed import check_serve
+            from speq.server.needed import check_serve
 
             check_serve(("pydantic",))
             from speq.offline.openai_form import OpenAIForm

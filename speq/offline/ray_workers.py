@@ -12,7 +12,7 @@ from speq.offline.answer import Answer
 from speq.offline.batch_answerer import BatchAnswerer
 from speq.offline.in_blocks import News
 from speq.offline.request_file import RequestLine
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 
 
 @dataclass(frozen=True, slots=True)

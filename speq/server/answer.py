@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from speq.dashboard.live.event_stream import left
+from speq.dashboard.live.event_stream import run_while_connected
 from speq.engine.engine_thread import EngineThread
 from speq.engine.token_stream import End, TokenStream
 from speq.errors import SpeqError, present
@@ -29,21 +29,15 @@ def frames(chunks: Iterable[Chunk]) -> bytes:
 class Answer(Response):
     """Sends an answer and ends; where the client leaves before, cancels its stream."""
 
-    def __init__(self, worker: EngineThread, stream: TokenStream, form: Form) -> None:
+    def __init__(self, thread: EngineThread, stream: TokenStream, form: Form) -> None:
         super().__init__()
-        self._worker, self._stream, self._form = worker, stream, form
+        self._thread, self._stream, self._form = thread, stream, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(self._tell(send)), asyncio.ensure_future(left(receive))]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # raises what went wrong, which would be lost
+            await run_while_connected(self._tell(send), receive)
         finally:
-            self._worker.cancel(self._stream)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._thread.cancel(self._stream)
 
     async def _tell(self, send: Send) -> None:
         raise NotImplementedError
@@ -82,9 +76,9 @@ class StreamedAnswer(Answer):
     """
 
     def __init__(
-        self, worker: EngineThread, stream: TokenStream, form: Form, includes_usage: bool
+        self, thread: EngineThread, stream: TokenStream, form: Form, includes_usage: bool
     ) -> None:
-        super().__init__(worker, stream, form)
+        super().__init__(thread, stream, form)
         self._includes_usage = includes_usage
 
     async def _tell(self, send: Send) -> None:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from speq import Generation, Generator
-from speq.server.keys import Keys, digest
+from speq.server.access import Keys, digest
 from speq.stats import StepStats
 from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.tiny_models import greedy_tokens, load_plain

@@ -55,10 +55,10 @@ def rig(steps: Steps) -> Iterator[Rig]:
 
 def asked(rig: Rig, stream: bool) -> socket.socket:
     """A connection that has asked for a chat."""
-    made = socket.create_connection((rig.server.host, rig.server.port), PATIENCE_S)
+    made = socket.create_connection((rig.server.access.host, rig.port), PATIENCE_S)
     body = json.dumps({"model": NAME, "messages": QUESTION, "stream": stream}).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {rig.server.host}:{rig.server.port}\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {rig.server.access.host}:{rig.port}\r\n"
         f"Content-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     made.sendall(head.encode() + body)

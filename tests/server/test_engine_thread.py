@@ -12,18 +12,19 @@ import pytest
 from speq import SpeqError
 from speq.config import SamplingParams
 from speq.engine import engine_thread
-from speq.engine.engine_thread import EngineThread
-from speq.engine.request import Request
-from speq.engine.token_stream import EngineFailed, QueueFull, TokenStream, Unavailable
+from speq.engine.engine_thread import EngineThread, Observer
+from speq.engine.request import Request, Token
+from speq.engine.token_stream import End, EngineFailed, QueueFull, TokenStream, Unavailable
 from speq.errors import EngineLost
 from speq.server.answer import with_heartbeats
+from speq.stats import Origin
 from tests.helpers.command import PATIENCE_S
 from tests.helpers.scripted_engine import ScriptedEngine, pieces
 
 TEXTS = ("a", "b", "c", "d")
 
 
-class Counted:
+class Counted(Observer):
     """An observer that writes down what it hears."""
 
     def __init__(self) -> None:
@@ -33,20 +34,21 @@ class Counted:
         self.queued: list[float] = []
         self.shares: list[float] = []
 
-    def waiting(self, requests: int) -> None:
-        self.queue.append(requests)
+    def on_queue(self, waiting: int) -> None:
+        self.queue.append(waiting)
 
-    def begun(self, queued_s: float) -> None:
-        self.queued.append(queued_s)
+    def on_start(self, stream: TokenStream) -> None:
+        self.queued.append(stream.queued_s)
 
-    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
-        self.prompts.append(prompt_tokens)
+    def on_tokens(self, stream: TokenStream, tokens: list[Token], origins: list[Origin]) -> None:
+        if origins == ["prompt"]:
+            self.prompts.append(len(stream.request.prompt_token_ids))
 
-    def cached(self, share: float) -> None:
+    def on_cache(self, share: float) -> None:
         self.shares.append(share)
 
-    def ended(self, reason: str) -> None:
-        self.reasons.append(reason)
+    def on_end(self, stream: TokenStream, end: End | SpeqError) -> None:
+        self.reasons.append(end.finish_reason if isinstance(end, End) else "failed")
 
 
 def request_of(prompt: int = 1, max_new_tokens: int = 9) -> Request:
@@ -62,7 +64,7 @@ def run(
     counted = Counted()
 
     async def asked() -> None:
-        worker = EngineThread(engine, counted, max_waiting)
+        worker = EngineThread(engine, [counted], max_waiting)
         try:
             await asyncio.wait_for(asker(worker), PATIENCE_S)
         finally:
@@ -227,8 +229,10 @@ def test_faults_of_a_request_and_of_the_engine() -> None:
         with pytest.raises(EngineFailed, match="a damaged expert"):
             await anext(stream)
         assert worker.failure is None
-        engine.fault = ZeroDivisionError()
+        go = threading.Event()
+        engine.fault, engine.before = ZeroDivisionError(), lambda at: hold(go)
         streams = [worker.submit(request_of()) for _ in range(3)]
+        go.set()
         for stream in streams:
             with pytest.raises(Unavailable, match="the engine died"):
                 await texts_of(stream)
@@ -501,7 +505,7 @@ def test_when_to_ask_again() -> None:
     async def ask() -> None:
         go = threading.Event()
         engine = ScriptedEngine(pieces("a"), before=lambda at: hold(go), max_batch=2)
-        worker = EngineThread(engine, Counted(), 1, clock=lambda: now_s[0])
+        worker = EngineThread(engine, [Counted()], 1, clock=lambda: now_s[0])
         try:
             stream = worker.submit(request_of())
             while worker.queue_lengths.running == 0:

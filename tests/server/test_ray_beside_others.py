@@ -14,9 +14,9 @@ import pytest
 
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.server.ray_app import replicas_on_ray
-from speq.server.ray_cluster import check_ray, cluster
-from speq.server.ray_settings import RayServeSettings
+from speq.ray.cluster import check_ray, cluster
+from speq.ray.replicas import replicas_on_ray
+from speq.ray.settings import RayServeSettings
 from speq.server.settings import ServeSettings
 from tests.helpers.ray_needed import need_ray
 
@@ -88,9 +88,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     ray.serve = serve  # type: ignore[attr-defined]
     for name, module in (("ray", ray), ("ray.serve", serve), ("ray.serve.context", context)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(
-        "speq.server.ray_app.Replica.__init__", lambda *_: None
-    )  # no model is loaded
+    monkeypatch.setattr("speq.ray.replicas.Replica.__init__", lambda *_: None)  # no model is loaded
     return made
 
 

@@ -11,9 +11,9 @@ import pytest
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.options.declared import build
-from speq.server.ray_app import Replica, ReplicaSpec, deployment_options
-from speq.server.ray_cluster import check_ray
-from speq.server.ray_settings import RayServeSettings, RaySettings
+from speq.ray.cluster import check_ray
+from speq.ray.replicas import Replica, ReplicaSpec, deployment_options
+from speq.ray.settings import RayServeSettings, RaySettings
 from speq.server.settings import ServeSettings
 from tests.helpers.command import Command
 
@@ -56,7 +56,7 @@ def test_where_ray_is_absent_a_sentence_says_what_to_install(
 
 
 def test_cores_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speq.server.ray_settings.processors", lambda: 8)
+    monkeypatch.setattr("speq.ray.settings.processors", lambda: 8)
     here, there = RaySettings(True), RaySettings(True, ray_address="auto")
     assert (here.of_stages(3).cpus, here.of_stages(3).most) == (2, 3)
     assert there.of_stages(3).cpus == 8
@@ -85,7 +85,7 @@ def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
     run = RunConfig.of("64MiB", dtype="float32", context_length=128, reader_threads=2)
     settings = ServeSettings()
     address = "127.0.0.1:8000"
-    spec = ReplicaSpec(str(bundled), "tiny", run, settings, None, frozenset({address}))
+    spec = ReplicaSpec(str(bundled), "tiny", run, settings, None, "127.0.0.1", 8000)
     replica = Replica(spec)
 
     async def asked() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
@@ -103,7 +103,7 @@ def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
         assert made.json()["usage"]["completion_tokens"] == 5
         assert other.status_code == 421
         replica.check_health()
-        replica._worker.failure = "the engine died"
+        replica._thread.failure = "the engine died"
         with pytest.raises(SpeqError, match="the engine died"):
             replica.check_health()
     finally:

@@ -13,11 +13,11 @@ from speq.config import RunConfig
 from speq.errors import EngineLost, SpeqError
 from speq.generator import Generator
 from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, versions
-from speq.pipeline.placement import PlacementGroup, ray_stages
 from speq.pipeline.rendezvous import open_ring
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_cluster import cluster
-from speq.server.ray_settings import RaySettings
+from speq.ray.cluster import cluster
+from speq.ray.settings import RaySettings
+from speq.ray.stages import PlacementGroup, ray_stages
 from tests.helpers.command import Command
 from tests.helpers.ray_needed import need_ray
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S

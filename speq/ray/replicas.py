@@ -9,20 +9,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from speq.config import RunConfig
-from speq.dashboard.live.guard import App, authorities_of, authority
-from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.server import port_of
-from speq.engine.engine_thread import EngineThread
 from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.server.application import application
-from speq.server.defaults import sampling_defaults
-from speq.server.gate import Access, Gate
-from speq.server.keys import Keys
-from speq.server.ray_settings import RayServeSettings
-from speq.server.server import BESIDE
-from speq.server.service import Service
+from speq.ray.settings import RayServeSettings
+from speq.server.access import Access, Keys
+from speq.server.server import EXTRA_REQUESTS, listen, serve_model
 from speq.server.settings import ServeSettings
 
 APP_NAME, ROUTE = "speq", "/"
@@ -36,14 +30,19 @@ CONSTRUCTOR_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica is made of. authorities: what may stand in `Host` where there are no keys."""
+    """What a replica is made of. host, port: of Ray's proxy"""
 
     model: str
     name: str
     run: RunConfig
     settings: ServeSettings
     keys: Keys | None
-    authorities: frozenset[str]
+    host: str
+    port: int
+
+    @property
+    def access(self) -> Access:
+        return Access(self.host, self.port, self.keys, self.settings.max_body)
 
 
 class Replica:
@@ -51,31 +50,19 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Load the model. Raises SpeqError as `Generator.load`."""
-        settings = spec.settings
-        metrics = Metrics(spec.name)
         with ExitStack() as stack:
             generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
-            stack.enter_context(metrics.listening(generator.runtime.recorder))
-            self._worker = stack.enter_context(
-                closing(EngineThread(generator, metrics, settings.max_waiting))
-            )
-            folder = generator.runtime.opened.checkpoint.path
-            service = Service(
-                generator, spec.name, settings.default_max_tokens, sampling_defaults(folder)
-            )
-            access = Access(
-                spec.authorities, spec.keys, settings.max_body, self._worker.capacity + BESIDE
-            )
-            self._app: App = Gate(application(service, self._worker, metrics), access)
+            served = stack.enter_context(serve_model(generator, spec.name, spec.settings))
+            self._thread, self._app = served.thread, served.gated_app(spec.access)
             self._stack = stack.pop_all()
 
-    def __serve_build_asgi_app__(self) -> App:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
     def check_health(self) -> None:
         """Raise SpeqError where the engine has died: `GET /health` would say 503."""
-        if self._worker.failure is not None:
-            raise SpeqError(self._worker.failure)
+        if self._thread.failure is not None:
+            raise SpeqError(self._thread.failure)
 
     def __del__(self) -> None:
         # Not there where the model could not be loaded.
@@ -90,7 +77,7 @@ def deployment_options(
     """How Ray Serve holds replicas, by the names of its options."""
     options: dict[str, Any] = {
         # A replica refuses what is too much itself, with 429.
-        "max_ongoing_requests": settings.max_waiting + run.max_batch + BESIDE,
+        "max_ongoing_requests": settings.max_waiting + run.max_batch + EXTRA_REQUESTS,
         "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.replica_gpus},
         "health_check_period_s": HEALTH_CHECK_S,
         "graceful_shutdown_timeout_s": settings.shutdown_seconds + PATIENCE_S,
@@ -128,13 +115,13 @@ def replicas_on_ray(
 
     runs = running_serve()
     if runs is None:
-        with closing(port_of(settings.host, settings.port)) as listening:
+        with closing(listen(settings.host, settings.port)) as listening:
             host, port = listening.getsockname()[:2]
         serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     else:
         host, port = settings.host, settings.port
         runs.check(host, port)
-    spec = ReplicaSpec(model, name, run, settings, keys, authorities_of(host, port))
+    spec = ReplicaSpec(model, name, run, settings, keys, host, port)
     try:
         made = serve.deployment(serve.ingress()(Replica))
         options = deployment_options(run, settings, replicas)
@@ -145,7 +132,7 @@ def replicas_on_ray(
                 "no replica could be made; `speq serve` without --ray says why, and so do Ray's "
                 "logs in /tmp/ray/session_latest/logs/serve"
             ) from error
-        yield f"http://{authority(host, port)}/v1"
+        yield f"http://{spec.access.authority}/v1"
     finally:
         # It would end all applications, and Serve may have got others meanwhile.
         if runs is None and not set(serve.status().applications) - {APP_NAME}:
