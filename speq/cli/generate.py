@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from speq.cli import options as opt
-from speq.cli.live import Live, check_live, live_view
+from speq.cli.live import Live, check_live, text_writer, write_text
 from speq.cli.machines import ONE_MODEL, check_machines, loaded
 from speq.cli.run_report import (
     print_approximation,
@@ -152,7 +152,7 @@ def _answer(
     pieces, ids = [], []
     with (
         opt.progress_bar(output.quiet) as progress,
-        live_view(generator, live) as wrote,
+        text_writer(generator, live) as write,
         contextlib.closing(
             generator.stream(
                 prompt,
@@ -168,11 +168,8 @@ def _answer(
             pieces.append(token.text)
             ids.append(token.id)
             if shown:
-                sys.stdout.write(text + token.text)
-                sys.stdout.flush()
-                wrote(text + token.text)
+                write(text + token.text)
             text = ""
     if shown:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_text("\n")
     return {"text": "".join(pieces), "token_ids": ids, **finished}

@@ -87,12 +87,13 @@ class ApiServer:
         most = model.settings.max_body
         self._sockets, gates = [], {}
         if listening is not None:
-            self.access = Access(*listening.getsockname()[:2], keys, most)
+            host, port = listening.getsockname()[:2]
+            self.access = Access(host, port, keys, most)
             gates[self.access.port] = model.gated_app(self.access)
             self._sockets.append(listening)
         if page_listening is not None:
-            page_keys = Keys((digest(self.token),))
-            self.page = Access(*page_listening.getsockname()[:2], page_keys, most, page=True)
+            host, port = page_listening.getsockname()[:2]
+            self.page = Access(host, port, Keys((digest(self.token),)), most, page=True)
             gates[self.page.port] = model.gated_app(self.page, self.token)
             self._sockets.append(page_listening)
         self._server = DrainingServer(by_port(gates), model)
