@@ -77,7 +77,7 @@ class StatusLine:
         cleared = CLEAR_BELOW if self._drawn else ""
         # Behind the last column the cursor stands on it until the next character comes, and some
         # terminals forget this when it is restored.
-        self._drawn = 0 < columns and self._column < columns
+        self._drawn = columns > 0 and self._column < columns
         line = f"{MAKE_ROOM}{SAVE}{BELOW}{self._figures[: columns - 1]}{RESTORE}"
         self._stream.write(cleared + text + (line if self._drawn else ""))
         self._stream.flush()

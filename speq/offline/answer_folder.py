@@ -20,7 +20,7 @@ from speq.files.alone import alone_in
 from speq.files.atomic_file import make_folder, replacing, writing
 from speq.files.journal import Journal
 from speq.files.json_file import parse_json
-from speq.offline.answer import Answer
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestFile
 
 logger = logging.getLogger("speq")
@@ -30,7 +30,7 @@ REMEDY = "free some space: answers so far are kept, and the same command goes on
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredAnswer:
     """An answer in the folder. offset, nbytes: where its line lies in the file of answers."""
 
     offset: int
@@ -46,7 +46,7 @@ class AnswerFolder:
 
     folder: Path
     journal: Journal
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, StoredAnswer] = field(default_factory=dict)
     _end: int = 0
 
     @classmethod
@@ -84,10 +84,10 @@ class AnswerFolder:
 
     def _note(self, entry: list[Any]) -> None:
         number, nbytes, _, prompt_tokens, new_tokens, error = entry
-        self.kept[number] = Kept(self._end, nbytes, prompt_tokens, new_tokens, error)
+        self.kept[number] = StoredAnswer(self._end, nbytes, prompt_tokens, new_tokens, error)
         self._end += nbytes
 
-    def add(self, answers: list[Answer]) -> None:
+    def add(self, answers: list[AnswerLine]) -> None:
         """Keep answers: they are on the disk when this returns. Raises SpeqError where it is
         full.
         """

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from speq.config import RunConfig, SamplingParams
-from speq.offline.answer import Answer
 from speq.offline.answer_folder import AnswerFolder
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestFile, RequestLine
-from speq.offline.settings import BatchSettings
+from speq.offline.settings import BatchFileSettings
 from speq.units import Clock, Progress, no_progress
 from speq.version import __version__
 
@@ -23,7 +23,7 @@ MAY_DIFFER = ("memory_budget", "host_budget", "max_batch", "reader_threads")
 class Answerer(Protocol):
     """Answers requests: with one generator, or with those of several machines."""
 
-    def answers(self, lines: Iterable[RequestLine]) -> Generator[list[Answer], None, None]:
+    def answers(self, lines: Iterable[RequestLine]) -> Generator[list[AnswerLine], None, None]:
         """Answers as they come, in any order, one for each request. Raises SpeqError where no more
         can be had.
         """
@@ -59,7 +59,7 @@ def header_of(
     model: str,
     run: RunConfig,
     sampling: SamplingParams,
-    settings: BatchSettings,
+    settings: BatchFileSettings,
 ) -> dict[str, Any]:
     """What answers depend on. model: a digest of all that the checkpoint holds."""
     options = run.as_json() | sampling.as_json()
@@ -80,7 +80,7 @@ def answer_all(
     progress: Progress = no_progress,
     clock: Clock = time.perf_counter,
 ) -> BatchSummary:
-    """Answer the requests that have no answer yet, into the folder.
+    """AnswerLine the requests that have no answer yet, into the folder.
 
     progress  told (what, done, total)
 

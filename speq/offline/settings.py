@@ -10,7 +10,7 @@ from speq.options.kinds import File, Text
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSettings(Options):
+class BatchFileSettings(Options):
     """Which requests, and where their answers go."""
 
     requests: Annotated[

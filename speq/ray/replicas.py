@@ -1,9 +1,10 @@
-"""Replicas of the server's application under Ray Serve: each has a generator of its own.
+"""Replicas under Ray Serve: each has a generator of its own, and those of a server its routes.
 
 Ray's proxy listens and hands requests on. A replica that dies, or whose engine does, is made anew;
 what it was answering fails with a 5xx, which clients retry.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.ray.settings import RayServeSettings
+from speq.ray.settings import RayServeSettings, RaySettings
 from speq.server.access import Access, Keys
 from speq.server.server import EXTRA_REQUESTS, listen, serve_model
 from speq.server.settings import ServeSettings
@@ -30,39 +31,29 @@ CONSTRUCTOR_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica is made of. host, port: of Ray's proxy"""
+    """What a replica is made of. name: clients call the model so"""
 
     model: str
     name: str
     run: RunConfig
     settings: ServeSettings
-    keys: Keys | None
-    host: str
-    port: int
-
-    @property
-    def access(self) -> Access:
-        return Access(self.host, self.port, self.keys, self.settings.max_body)
 
 
 class Replica:
-    """One generator behind the routes of `speq serve`, as Ray Serve wants it."""
+    """One generator with an engine thread, in a process of Ray's."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Load the model. Raises SpeqError as `Generator.load`."""
         with ExitStack() as stack:
-            generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
-            served = stack.enter_context(serve_model(generator, spec.name, spec.settings))
-            self._thread, self._app = served.thread, served.gated_app(spec.access)
+            self._generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
+            served = serve_model(self._generator, spec.name, spec.settings)
+            self._served = stack.enter_context(served)
             self._stack = stack.pop_all()
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._app
 
     def check_health(self) -> None:
         """Raise SpeqError where the engine has died: `GET /health` would say 503."""
-        if self._thread.failure is not None:
-            raise SpeqError(self._thread.failure)
+        if self._served.thread.failure is not None:
+            raise SpeqError(self._served.thread.failure)
 
     def __del__(self) -> None:
         # Not there where the model could not be loaded.
@@ -71,17 +62,34 @@ class Replica:
             stack.close()
 
 
+class ServerReplica(Replica):
+    """A replica behind the routes of `speq serve`. access: the rules of Ray's proxy"""
+
+    def __init__(self, spec: ReplicaSpec, access: Access) -> None:
+        super().__init__(spec)
+        self._app = self._served.gated_app(access)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+
+def replica_options(settings: RaySettings) -> dict[str, Any]:
+    """What any replica takes of a cluster, by the names of Ray Serve's options."""
+    return {
+        "ray_actor_options": {"num_cpus": settings.cpus, "num_gpus": settings.replica_gpus},
+        "health_check_period_s": HEALTH_CHECK_S,
+        "max_constructor_retry_count": CONSTRUCTOR_TRIES,
+    }
+
+
 def deployment_options(
     run: RunConfig, settings: ServeSettings, replicas: RayServeSettings
 ) -> dict[str, Any]:
-    """How Ray Serve holds replicas, by the names of its options."""
-    options: dict[str, Any] = {
+    """How Ray Serve holds replicas of a server."""
+    options = replica_options(replicas) | {
         # A replica refuses what is too much itself, with 429.
         "max_ongoing_requests": settings.max_waiting + run.max_batch + EXTRA_REQUESTS,
-        "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.replica_gpus},
-        "health_check_period_s": HEALTH_CHECK_S,
         "graceful_shutdown_timeout_s": settings.shutdown_seconds + PATIENCE_S,
-        "max_constructor_retry_count": CONSTRUCTOR_TRIES,
         "request_router_config": {"request_router_class": STICKY_ROUTER},
     }
     if replicas.max_replicas is None:
@@ -121,24 +129,47 @@ def replicas_on_ray(
     else:
         host, port = settings.host, settings.port
         runs.check(host, port)
-    spec = ReplicaSpec(model, name, run, settings, keys, host, port)
+    access = Access(host, port, keys, settings.max_body)
+    made = serve.deployment(serve.ingress()(ServerReplica))
+    options = deployment_options(run, settings, replicas)
+    bound = made.options(**options).bind(ReplicaSpec(model, name, run, settings), access)
+    with run_application(bound, APP_NAME, ROUTE, ends_serve=runs is None):
+        yield f"http://{access.authority}/v1"
+
+
+@contextmanager
+def run_application(bound: Any, name: str, route: str | None, ends_serve: bool) -> Iterator[Any]:
+    """Run an application of Ray Serve as long as the block lasts; its handle.
+
+    ends_serve  end Serve too, which was started for it
+
+    Raises SpeqError where no replica can be made.
+    """
+    from ray import serve
+
     try:
-        made = serve.deployment(serve.ingress()(Replica))
-        options = deployment_options(run, settings, replicas)
         try:
-            serve.run(made.options(**options).bind(spec), name=APP_NAME, route_prefix=ROUTE)
+            handle = serve.run(bound, name=name, route_prefix=route)
         except RuntimeError as error:
-            raise SpeqError(
-                "no replica could be made; `speq serve` without --ray says why, and so do Ray's "
-                "logs in /tmp/ray/session_latest/logs/serve"
-            ) from error
-        yield f"http://{spec.access.authority}/v1"
+            raise SpeqError(f"no replica could be made: {startup_error(name)}") from error
+        yield handle
     finally:
         # It would end all applications, and Serve may have got others meanwhile.
-        if runs is None and not set(serve.status().applications) - {APP_NAME}:
+        if ends_serve and not set(serve.status().applications) - {name}:
             serve.shutdown()
         else:
-            serve.delete(APP_NAME)
+            serve.delete(name)
+
+
+def startup_error(name: str) -> str:
+    """Why an application's replicas did not start: a sentence of ours, if Ray has one."""
+    from ray import serve
+
+    application = serve.status().applications.get(name)
+    deployments = [] if application is None else application.deployments.values()
+    told = "\n".join(each.message for each in deployments)
+    found = re.search(r"^speq\.[\w.]+: (.+)", told, re.MULTILINE)
+    return "Ray's logs in /tmp/ray/session_latest/logs/serve say why" if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True)

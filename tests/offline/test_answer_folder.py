@@ -13,7 +13,7 @@ from speq.errors import SpeqError
 from speq.offline.answer_folder import ANSWERS, JOURNAL, AnswerFolder, taken_up
 from speq.offline.batch_run import BatchSummary, answer_all
 from speq.offline.request_file import RequestFile
-from speq.offline.settings import BatchSettings
+from speq.offline.settings import BatchFileSettings
 from tests.helpers.killed import killed_at
 from tests.helpers.scripted_answerer import ScriptedAnswerer
 
@@ -21,13 +21,13 @@ REQUESTS = [b"one", b"bad two", b"three", b'{"custom_id": "four"}', b"bad five",
 HEADER: dict[str, Any] = {"format": 1, "requests": "a digest", "options": {"seed": 1, "top_k": 0}}
 
 
-def settings_in(folder: Path) -> BatchSettings:
+def settings_in(folder: Path) -> BatchFileSettings:
     path = folder / "requests.jsonl"
     path.write_bytes(b"\n".join(REQUESTS[:3]) + b"\n\n  \n" + b"\r\n".join(REQUESTS[3:]))
-    return BatchSettings(path, folder / "answers.jsonl")
+    return BatchFileSettings(path, folder / "answers.jsonl")
 
 
-def run(settings: BatchSettings, answerer: ScriptedAnswerer) -> BatchSummary:
+def run(settings: BatchFileSettings, answerer: ScriptedAnswerer) -> BatchSummary:
     requests = RequestFile.of(settings.requests)
     with taken_up(settings.unfinished, HEADER) as folder:
         summary = answer_all(requests, folder, answerer, clock=iter(range(9)).__next__)
@@ -43,7 +43,7 @@ def lines_of(path: Path) -> list[Any]:
 LINES = [1, 2, 3, 6, 7, 8, 9]
 
 
-def check_files(settings: BatchSettings) -> None:
+def check_files(settings: BatchFileSettings) -> None:
     wanted = [
         {"line": line, "error": "it is bad"}
         if content.startswith(b"bad")

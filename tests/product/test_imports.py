@@ -126,8 +126,17 @@ TABLE = {
         ("leaves", "devices", "files", "text", "decode", "generator", "dashboard", "server"),
     ),
     "offline": Layer(
-        ("speq.offline",),
-        ("leaves", "files", "text", "decode", "generator", "dashboard", "server", "offline"),
+        ("speq.offline",), ("leaves", "files", "text", "decode", "generator", "server", "offline")
+    ),
+    "ray options": Layer(
+        ("speq.ray.settings",), ("leaves", "ray options"), never=("torch", "transformers")
+    ),
+    "ray": Layer(
+        ("speq.ray",),
+        (
+            *("leaves", "decode", "generator", "stage options", "stages"),
+            *("server", "offline", "ray options", "ray"),
+        ),
     ),
     "bench": Layer(
         ("speq.bench",),
@@ -142,7 +151,7 @@ TABLE = {
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "training"),
             *("measure", "dashboard", "server", "offline", "cli", "bench commands"),
-            *("stage options", "stages"),
+            *("stage options", "stages", "ray options", "ray"),
         ),
     ),
     "bench commands": Layer(

@@ -88,7 +88,9 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     ray.serve = serve  # type: ignore[attr-defined]
     for name, module in (("ray", ray), ("ray.serve", serve), ("ray.serve.context", context)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("speq.ray.replicas.Replica.__init__", lambda *_: None)  # no model is loaded
+    monkeypatch.setattr(
+        "speq.ray.replicas.ServerReplica.__init__", lambda *_: None
+    )  # no model is loaded
     return made
 
 

@@ -12,8 +12,9 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.options.declared import build
 from speq.ray.cluster import check_ray
-from speq.ray.replicas import Replica, ReplicaSpec, deployment_options
+from speq.ray.replicas import ReplicaSpec, ServerReplica, deployment_options
 from speq.ray.settings import RayServeSettings, RaySettings
+from speq.server.access import Access
 from speq.server.settings import ServeSettings
 from tests.helpers.command import Command
 
@@ -85,8 +86,8 @@ def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
     run = RunConfig.of("64MiB", dtype="float32", context_length=128, reader_threads=2)
     settings = ServeSettings()
     address = "127.0.0.1:8000"
-    spec = ReplicaSpec(str(bundled), "tiny", run, settings, None, "127.0.0.1", 8000)
-    replica = Replica(spec)
+    spec = ReplicaSpec(str(bundled), "tiny", run, settings)
+    replica = ServerReplica(spec, Access("127.0.0.1", 8000, None, settings.max_body))
 
     async def asked() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
         transport = httpx.ASGITransport(replica.__serve_build_asgi_app__())  # type: ignore[arg-type]
@@ -103,7 +104,7 @@ def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
         assert made.json()["usage"]["completion_tokens"] == 5
         assert other.status_code == 421
         replica.check_health()
-        replica._thread.failure = "the engine died"
+        replica._served.thread.failure = "the engine died"
         with pytest.raises(SpeqError, match="the engine died"):
             replica.check_health()
     finally:

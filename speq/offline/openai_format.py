@@ -14,7 +14,7 @@ from speq.engine.request import Request
 from speq.engine.token_stream import End
 from speq.errors import Broken, SpeqError, checked_choice, checked_text
 from speq.generator import Generator, Token
-from speq.offline.answer import Answer
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 from speq.options.declared import refuse_unknown
 from speq.server.api_error import ApiError, error_of, error_of_fields
@@ -49,7 +49,7 @@ class OpenAIRequest:
             for _ in self.form.chunks(token):
                 continue
 
-    def answer(self, figures: dict[str, Any]) -> Answer:
+    def answer(self, figures: dict[str, Any]) -> AnswerLine:
         prompt_tokens = len(self.request.prompt_token_ids)
         new_tokens = len(self.request.output_token_ids)
         usage = {
@@ -62,11 +62,11 @@ class OpenAIRequest:
         for _ in self.form.closing(end):
             continue
         content = responded(self.heading, 200, self.form.whole(end, usage))
-        return Answer(self.number, content, None, prompt_tokens, new_tokens)
+        return AnswerLine(self.number, content, None, prompt_tokens, new_tokens)
 
 
 @dataclass(slots=True)
-class OpenAIForm:
+class OpenAIFormat:
     """name: what bodies call the model; sampling: gives the tokens of a chat that does not say."""
 
     generator: Generator
@@ -109,10 +109,10 @@ class OpenAIForm:
             raise Broken(f"a {type(body).__name__} is neither a chat nor a completion")
         return asyncio.run(self._service.completion(body))
 
-    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> AnswerLine:
         told = error.told if isinstance(error, Refused) else error_of(error)
         content = responded(heading(request, given), told.status, told.content)
-        return Answer(request.number, content, told.message)
+        return AnswerLine(request.number, content, told.message)
 
 
 def heading(request: RequestLine, given: dict[str, Any]) -> dict[str, Any]:
