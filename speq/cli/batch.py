@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
 from speq.cli.from_dataclass import But
-from speq.cli.machines import check_machines, loaded
-from speq.cli.serve import model_name, terminated_as_interrupted
+from speq.cli.machines import check_machines, open_generator
+from speq.cli.serve import model_name, sigterm_as_interrupt
 from speq.config import Model, RunConfig, SamplingParams
 from speq.offline.settings import BatchFileSettings
 from speq.pipeline.settings import StagesSettings
@@ -49,7 +49,7 @@ def batch(
         output.check(settings.answers, settings.failed)
     if replicas.ray:
         check_ray()
-    with opt.log_of(output.quiet), terminated_as_interrupted():
+    with opt.log_of(output.quiet), sigterm_as_interrupt():
         job = BatchJob(model, settings, run, sampling, replicas, machines, output)
         summary = answer_file(job, RequestFile.of(settings.requests))
     output.write(as_json(summary))
@@ -81,12 +81,12 @@ class BatchJob:
 
 def answer_file(job: BatchJob, requests: "RequestFile") -> "BatchSummary":
     """AnswerLine what has no answer yet, and write the files."""
-    from speq.offline.answer_folder import taken_up
+    from speq.offline.answer_folder import open_answers
     from speq.offline.batch_run import BatchSummary, answer_all, header_of
 
     settings = job.settings
     header = header_of(requests, digest_of(job), job.run, job.sampling, settings)
-    with taken_up(settings.unfinished, header) as folder:
+    with open_answers(settings.unfinished, header) as folder:
         summary = BatchSummary.of(requests, folder)
         if len(folder.kept) < len(requests):
             replicas = job.replicas.ray and not job.machines.wanted
@@ -104,7 +104,7 @@ def answer_here(job: BatchJob) -> "Iterator[Answerer]":
     from speq.offline.line_reader import LineReader
 
     quiet = job.output.quiet
-    with loaded(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
+    with open_generator(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
         yield BatchAnswerer(LineReader(generator, job.sampling, job.name))
 
 
@@ -115,10 +115,10 @@ def answer_on_ray(job: BatchJob) -> "Iterator[Answerer]":
     from speq.ray.cluster import cluster
     from speq.ray.replicas import ReplicaSpec
     from speq.server.needed import check_serve
-    from speq.server.settings import ServeSettings
+    from speq.server.settings import ServerSettings
 
     check_serve()
-    settings = ServeSettings(max_waiting=QUEUE_DEPTH * job.run.max_batch)
+    settings = ServerSettings(max_waiting=QUEUE_DEPTH * job.run.max_batch)
     spec = ReplicaSpec(job.model, job.name, job.run, settings)
     with cluster(job.replicas), answerer_on_ray(spec, job.sampling, job.replicas) as answerer:
         yield answerer

@@ -17,7 +17,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings(Options):
-    """Where the page is served."""
+    """The address of the page."""
 
     host: Annotated[
         str,
@@ -44,7 +44,7 @@ def dashboard(
 
     check_serve()
     from speq.server.server import ApiServer, listen, serve_model
-    from speq.server.settings import ServeSettings
+    from speq.server.settings import ServerSettings
 
     with (
         opt.log_of(output.quiet),
@@ -52,7 +52,7 @@ def dashboard(
         contextlib.closing(listen(settings.host, settings.port)) as listening,
         contextlib.closing(opt.load_generator(model, run, quiet=output.quiet)) as generator,
         serve_model(
-            generator, model_name(model), ServeSettings(shutdown_seconds=0), watched=True
+            generator, model_name(model), ServerSettings(shutdown_seconds=0), watched=True
         ) as served,
         contextlib.suppress(KeyboardInterrupt),
     ):

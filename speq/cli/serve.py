@@ -10,11 +10,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from speq.cli import options as opt
-from speq.cli.machines import check_machines, loaded
+from speq.cli.machines import check_machines, open_generator
 from speq.config import Model, RunConfig
 from speq.pipeline.settings import StagesSettings
 from speq.ray.settings import RayServeSettings
-from speq.server.settings import LOOPBACK, ServeSettings
+from speq.server.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
     from speq.server.access import Keys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def serve(
     model: Model,
-    settings: ServeSettings,
+    settings: ServerSettings,
     run: RunConfig,
     replicas: RayServeSettings,
     machines: StagesSettings,
@@ -48,13 +48,14 @@ def serve(
         return
     with ExitStack() as stack:
         stack.enter_context(opt.log_of(output.quiet))
-        stack.enter_context(terminated_as_interrupted())
+        stack.enter_context(sigterm_as_interrupt())
         # First: a port that is not to be had is refused before a model is loaded.
         listening = stack.enter_context(closing(listen(settings.host, settings.port)))
         page = None
         if settings.dashboard:
             page = stack.enter_context(closing(listen(LOOPBACK, settings.dashboard_port)))
-        generator = stack.enter_context(loaded(model, run, machines, replicas, quiet=output.quiet))
+        opened = open_generator(model, run, machines, replicas, quiet=output.quiet)
+        generator = stack.enter_context(opened)
         served = stack.enter_context(
             serve_model(generator, name, settings, watched=settings.dashboard)
         )
@@ -68,7 +69,7 @@ def serve(
 def serve_on_ray(
     model: str,
     name: str,
-    settings: ServeSettings,
+    settings: ServerSettings,
     run: RunConfig,
     replicas: RayServeSettings,
     keys: "Keys | None",
@@ -86,7 +87,7 @@ def serve_on_ray(
     with (
         contextlib.suppress(KeyboardInterrupt),
         opt.log_of(output.quiet),
-        terminated_as_interrupted(),
+        sigterm_as_interrupt(),
         cluster(replicas),
         replicas_on_ray(model, name, run, settings, replicas, keys) as url,
     ):
@@ -100,7 +101,7 @@ def model_name(model: str) -> str:
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """What ends services (SIGTERM) ends the block as Ctrl-C does: with all that it closes."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

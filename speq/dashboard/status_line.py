@@ -27,7 +27,7 @@ CLEAR_BELOW = f"{SAVE}{BELOW}\x1b[J{RESTORE}"
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal that a line can be redrawn on."""
+    """Return whether a line can be redrawn on standard output."""
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 

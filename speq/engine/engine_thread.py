@@ -31,7 +31,7 @@ RETRY_AFTER_S = (1.0, 60.0)
 CLOSING = "the server is ending; ask again when it is back"
 
 
-class Engine(Protocol):
+class BatchEngine(Protocol):
     """Generates: `speq.Generator`, or what does as it does."""
 
     @property
@@ -90,7 +90,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BatchEngine,
         observers: Sequence[Observer] = (),
         max_waiting: int | None = None,
         closing: str = CLOSING,
@@ -151,7 +151,7 @@ class EngineThread:
             self._refuse_waiting(self._closing)
 
     def abort(self) -> None:
-        """As `drain`, and end those that run as well: their streams raise Unavailable."""
+        """Drain, and end those that run as well: their streams raise Unavailable."""
         self._aborting = True
         self.drain()
 
@@ -167,7 +167,7 @@ class EngineThread:
             raise Unavailable(self._closing)
 
     def _retry_after_s(self, ahead: int) -> int:
-        """As long as those ahead may take, if they take as long as the last one."""
+        """The time that those ahead may take, if they take as long as the last one."""
         least, most = RETRY_AFTER_S
         expected_s = ahead * self._took_s / self._engine.max_batch
         return math.ceil(min(max(expected_s, least), most))
@@ -209,7 +209,7 @@ class EngineThread:
             self._die(str(error))
 
     def _awaited(self) -> bool:
-        """Whether a request waits, or comes before the engine has been idle for long."""
+        """Wait for a request for a while; return whether one waits."""
         with self._changed:
             if not self._waiting and not self._draining and self.failure is None:
                 self._changed.wait(CHECK_S)
@@ -338,6 +338,6 @@ def failure_of(error: Exception) -> EngineFailed:
 
 
 def is_fatal(cause: BaseException | None) -> bool:
-    """Whether any request after a failure of this cause fails as well."""
+    """Return whether any request after a failure of this cause fails as well."""
     lost_device = isinstance(cause, RuntimeError) and is_device_error(cause)
     return lost_device or isinstance(cause, EngineLost)

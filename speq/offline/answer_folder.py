@@ -51,7 +51,7 @@ class AnswerFolder:
 
     @classmethod
     def of(cls, folder: Path, header: dict[str, Any]) -> "AnswerFolder":
-        """Of a folder that is empty, or that an earlier run left.
+        """Open a folder that is empty, or that an earlier run left.
 
         header  what answers depend on: "requests", "model" and "options", by name
 
@@ -144,7 +144,7 @@ class AnswerFolder:
                     told = {
                         "line": request.line,
                         "error": self.kept[request.number].error,
-                        "request": as_read(request.content),
+                        "request": parse_or_text(request.content),
                     }
                     out.write(json.dumps(told).encode() + b"\n")
 
@@ -157,7 +157,7 @@ def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def taken_up(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
+def open_answers(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
     """The folder at a path, new or left by an earlier run, for this process alone.
 
     Raises SpeqError as `AnswerFolder.of`, and where another process has it.
@@ -171,7 +171,7 @@ def taken_up(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
         yield AnswerFolder.of(path, header)
 
 
-def as_read(content: bytes) -> Any:
+def parse_or_text(content: bytes) -> Any:
     """A request as it was given: a JSON value, or a text where it is none."""
     try:
         return parse_json(content)

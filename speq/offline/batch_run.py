@@ -45,7 +45,7 @@ class BatchSummary:
 
     @classmethod
     def of(cls, requests: RequestFile, folder: AnswerFolder) -> "BatchSummary":
-        """Of a run that has nothing left to do."""
+        """The summary of a run that has nothing left to do."""
         return cls(len(requests), len(folder.failed), len(folder.kept), 0, 0, 0.0)
 
     @property

@@ -58,8 +58,8 @@ class LineReader:
 
 
 def is_machine_failure(error: SpeqError) -> bool:
-    """Whether another request would fail as well: a disk, a device, memory or a stage of the model
-    is what failed.
+    """Return whether another request would fail as well: a disk, a device, memory or a stage of
+    the model is what failed.
     """
     causes = EngineLost | OSError | MemoryError | RuntimeError
     return isinstance(error, EngineLost) or isinstance(error.__cause__, causes)

@@ -17,10 +17,10 @@ from speq.generator import Generator, Token
 from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 from speq.options.declared import refuse_unknown
+from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of, error_of_fields
 from speq.server.defaults import sampling_defaults
 from speq.server.fields import ChatBody, CompletionBody, SampledBody
-from speq.server.forms import Form
 from speq.server.service import Service
 
 FIELDS = ("custom_id", "method", "url", "body")
@@ -42,7 +42,7 @@ class OpenAIRequest:
     number: int
     heading: dict[str, Any]
     request: Request
-    form: Form
+    form: AnswerFormat
 
     def add_tokens(self, tokens: list[Token]) -> None:
         for token in tokens:
@@ -61,7 +61,7 @@ class OpenAIRequest:
         end = End(self.request.finish_reason or "", figures)
         for _ in self.form.closing(end):
             continue
-        content = responded(self.heading, 200, self.form.whole(end, usage))
+        content = wrap_response(self.heading, 200, self.form.whole(end, usage))
         return AnswerLine(self.number, content, None, prompt_tokens, new_tokens)
 
 
@@ -94,7 +94,7 @@ class OpenAIFormat:
             raise Refused(error) from error
         return OpenAIRequest(line.number, heading(line, given), request, form)
 
-    def _read_body(self, url: str, fields: Any) -> tuple[Request, Form]:
+    def _read_body(self, url: str, fields: Any) -> tuple[Request, AnswerFormat]:
         """Raises ApiError and SpeqError as the server does."""
         wanted: type[SampledBody] = ChatBody if url == CHAT else CompletionBody
         try:
@@ -111,7 +111,7 @@ class OpenAIFormat:
 
     def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> AnswerLine:
         told = error.told if isinstance(error, Refused) else error_of(error)
-        content = responded(heading(request, given), told.status, told.content)
+        content = wrap_response(heading(request, given), told.status, told.content)
         return AnswerLine(request.number, content, told.message)
 
 
@@ -119,6 +119,6 @@ def heading(request: RequestLine, given: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"batch_req_{request.line}", "custom_id": given.get("custom_id")}
 
 
-def responded(heading: dict[str, Any], status: int, body: dict[str, Any]) -> dict[str, Any]:
+def wrap_response(heading: dict[str, Any], status: int, body: dict[str, Any]) -> dict[str, Any]:
     response = {"status_code": status, "request_id": heading["id"], "body": body}
     return heading | {"response": response, "error": None}

@@ -41,7 +41,7 @@ class BatchFileSettings(Options):
 
     @property
     def failed(self) -> Path:
-        """Where requests that failed go."""
+        """The file of requests that failed."""
         return self.answers.with_name(f"{self.answers.stem}.failed{self.answers.suffix}")
 
     @property

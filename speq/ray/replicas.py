@@ -18,7 +18,7 @@ from speq.generator import Generator
 from speq.ray.settings import RayServeSettings, RaySettings
 from speq.server.access import Access, Keys
 from speq.server.server import EXTRA_REQUESTS, listen, serve_model
-from speq.server.settings import ServeSettings
+from speq.server.settings import ServerSettings
 
 APP_NAME, ROUTE = "speq", "/"
 # Requests with the same `x-session-id` go to the same replica, which has what they began with.
@@ -36,7 +36,7 @@ class ReplicaSpec:
     model: str
     name: str
     run: RunConfig
-    settings: ServeSettings
+    settings: ServerSettings
 
 
 class Replica:
@@ -83,7 +83,7 @@ def replica_options(settings: RaySettings) -> dict[str, Any]:
 
 
 def deployment_options(
-    run: RunConfig, settings: ServeSettings, replicas: RayServeSettings
+    run: RunConfig, settings: ServerSettings, replicas: RayServeSettings
 ) -> dict[str, Any]:
     """How Ray Serve holds replicas of a server."""
     options = replica_options(replicas) | {
@@ -109,7 +109,7 @@ def replicas_on_ray(
     model: str,
     name: str,
     run: RunConfig,
-    settings: ServeSettings,
+    settings: ServerSettings,
     replicas: RayServeSettings,
     keys: Keys | None,
 ) -> Iterator[str]:

@@ -46,7 +46,7 @@ class StageActor:
 
 @dataclass(frozen=True, slots=True)
 class PlacementGroup:
-    """Where Ray puts stages.
+    """The places where Ray puts stages.
 
     address  of this machine in the cluster
     group    a placement group, with this machine's place first and that of stage N at N - 1
@@ -57,8 +57,8 @@ class PlacementGroup:
 
     @classmethod
     def of(cls, count: int, cpus: int, wait_s: float) -> "PlacementGroup":
-        """Of so many stages, the first one among them, on a cluster that this process is connected
-        to; each on a machine of its own where there are as many.
+        """Reserve so many stages, the first one among them, on a cluster that this process is
+        connected to; each on a machine of its own where there are as many.
 
         cpus  cores of each. Raises SpeqError where there is no room within `wait_s`
         """
@@ -129,7 +129,7 @@ def ray_stages(
         what = f"{room.address}, this machine's address in the Ray cluster,"
         remedy = "start Ray on it with an address of its own (--node-ip-address)"
         with closing(listening_on(room.address, 0, what, remedy)) as listening:
-            rendezvous = f"{bracketed(room.address)}:{listening.getsockname()[1]}"
+            rendezvous = f"{url_host(room.address)}:{listening.getsockname()[1]}"
             actors, running = [], []
             for number in range(2, count + 1):
                 place = PlacementGroupSchedulingStrategy(
@@ -144,7 +144,9 @@ def ray_stages(
                 ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
                 for ref in ended:
                     number = running.index(ref) + 2
-                    raise SpeqError(f"stage {number} of {count} has ended on Ray: {why(ref)}")
+                    raise SpeqError(
+                        f"stage {number} of {count} has ended on Ray: {end_reason(ref)}"
+                    )
 
             try:
                 yield Rendezvous(rendezvous, listening, look)
@@ -154,7 +156,7 @@ def ray_stages(
                     ray.kill(actor)
 
 
-def why(ended: Any) -> str:
+def end_reason(ended: Any) -> str:
     """What a stage that has ended says of it, or Ray."""
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -173,5 +175,5 @@ def same_path(model: str) -> str:
     return str(path.resolve()) if path.exists() else model
 
 
-def bracketed(address: str) -> str:
+def url_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address

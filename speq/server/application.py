@@ -11,17 +11,17 @@ from speq.engine.engine_thread import EngineThread
 from speq.engine.request import Request as EngineRequest
 from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
+from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
-from speq.server.forms import Form
 from speq.server.gate import OWNER_KEY
 from speq.server.metrics import Metrics
 from speq.server.service import Service
 from speq.version import __version__
 
 OWNER = "speq"
-# For the page that describes the routes; answers are written by `speq.server.forms`.
+# For the page that describes the routes; answers are written by `speq.server.answer_formats`.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer: one object, or chunks of it where `stream` is true.",
@@ -49,12 +49,14 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         "max_model_len": service.max_context,
     }
 
-    def answer(body: SampledBody, asked: Request, request: EngineRequest, form: Form) -> Answer:
+    def answer(
+        body: SampledBody, asked: Request, request: EngineRequest, format: AnswerFormat
+    ) -> Answer:
         request.owner = asked.scope.get(OWNER_KEY, "")
         stream = thread.submit(request)
         if body.stream:
-            return StreamedAnswer(thread, stream, form, body.includes_usage)
-        return WholeAnswer(thread, stream, form)
+            return StreamedAnswer(thread, stream, format, body.includes_usage)
+        return WholeAnswer(thread, stream, format)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
     async def chat_completions(body: ChatBody, request: Request) -> Response:

@@ -27,7 +27,7 @@ PAGE_HEADERS = (
 )
 
 
-class Gate:
+class AccessGate:
     """An ASGI application behind `Access`. It sees bodies that are whole, and no others.
 
     max_requests  are looked at or answered at a time, which bounds the memory that bodies take

@@ -21,11 +21,11 @@ from speq.server.access import Access, Keys, digest
 from speq.server.application import make_app
 from speq.server.connection import Connection
 from speq.server.defaults import sampling_defaults
-from speq.server.gate import Gate
+from speq.server.gate import AccessGate
 from speq.server.live_page import add_live_page
 from speq.server.metrics import Metrics
 from speq.server.service import Service
-from speq.server.settings import ServeSettings
+from speq.server.settings import ServerSettings
 
 # Requests that are looked at or refused beside those that run and wait.
 EXTRA_REQUESTS = 64
@@ -40,20 +40,20 @@ class ServedModel:
     service: Service
     thread: EngineThread
     metrics: Metrics
-    settings: ServeSettings
+    settings: ServerSettings
     view: LiveView | None = None
 
-    def gated_app(self, access: Access, token: str | None = None) -> Gate:
+    def gated_app(self, access: Access, token: str | None = None) -> AccessGate:
         """The application behind its gate. token: of the live page, which is there as well"""
         app = make_app(self.service, self.thread, self.metrics)
         if self.view is not None and token is not None:
             add_live_page(app, self.view, token)
-        return Gate(app, access, self.thread.capacity + EXTRA_REQUESTS)
+        return AccessGate(app, access, self.thread.capacity + EXTRA_REQUESTS)
 
 
 @contextmanager
 def serve_model(
-    generator: Generator, name: str, settings: ServeSettings, watched: bool = False
+    generator: Generator, name: str, settings: ServerSettings, watched: bool = False
 ) -> Iterator[ServedModel]:
     """Have an engine thread run a generator within the block. name: clients call the model so"""
     metrics = Metrics(name)
@@ -123,7 +123,7 @@ class ApiServer:
         self._server.should_exit = True
 
 
-def by_port(gates: dict[int, Gate]) -> ASGIApp:
+def by_port(gates: dict[int, AccessGate]) -> ASGIApp:
     """An application for each port that is listened on."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

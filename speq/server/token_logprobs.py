@@ -11,15 +11,15 @@ from speq.text.vocabulary import Vocabulary
 def chat_entry(vocabulary: Vocabulary, token: Token) -> dict[str, Any]:
     """One of `logprobs.content`."""
     logprobs = _odds(token)
-    top = [_named(vocabulary, token_id, logprob) for token_id, logprob in logprobs.top]
-    return _named(vocabulary, token.id, logprobs.logprob) | {"top_logprobs": top}
+    top = [_token_entry(vocabulary, token_id, logprob) for token_id, logprob in logprobs.top]
+    return _token_entry(vocabulary, token.id, logprobs.logprob) | {"top_logprobs": top}
 
 
 def _odds(token: Token) -> TokenLogprobs:
     return present(token.logprobs, "a token of an answer with log-probabilities has none")
 
 
-def _named(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+def _token_entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
     data = [*vocabulary.data(token_id)]
     return {"token": vocabulary.name(token_id), "logprob": finite(logprob), "bytes": data}
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from speq.dashboard.live.live_view import LiveView
-from speq.engine.engine_thread import Engine, EngineThread
+from speq.engine.engine_thread import BatchEngine, EngineThread
 from speq.server.access import Access, Keys
 from speq.server.metrics import Metrics
 from speq.server.server import ApiServer, ServedModel, listen
 from speq.server.service import Model, Service
-from speq.server.settings import ServeSettings
+from speq.server.settings import ServerSettings
 from tests.helpers.command import PATIENCE_S
 
 NAME = "tiny"
@@ -124,7 +124,7 @@ JSON = "application/json"
 
 @contextmanager
 def api_server(
-    engine: Engine,
+    engine: BatchEngine,
     model: Model,
     keys: Keys | None = None,
     metrics: Metrics | None = None,
@@ -136,7 +136,7 @@ def api_server(
 
     engine, model  a generator, or what does as it does
     """
-    chosen = ServeSettings(**{"port": 0, "shutdown_seconds": 0} | settings)
+    chosen = ServerSettings(**{"port": 0, "shutdown_seconds": 0} | settings)
     counted = metrics or Metrics(NAME)
     service = Service(model, NAME, chosen.default_max_tokens, defaults or {})
     with contextlib.ExitStack() as stack:

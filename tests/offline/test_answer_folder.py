@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speq.errors import SpeqError
-from speq.offline.answer_folder import ANSWERS, JOURNAL, AnswerFolder, taken_up
+from speq.offline.answer_folder import ANSWERS, JOURNAL, AnswerFolder, open_answers
 from speq.offline.batch_run import BatchSummary, answer_all
 from speq.offline.request_file import RequestFile
 from speq.offline.settings import BatchFileSettings
@@ -29,7 +29,7 @@ def settings_in(folder: Path) -> BatchFileSettings:
 
 def run(settings: BatchFileSettings, answerer: ScriptedAnswerer) -> BatchSummary:
     requests = RequestFile.of(settings.requests)
-    with taken_up(settings.unfinished, HEADER) as folder:
+    with open_answers(settings.unfinished, HEADER) as folder:
         summary = answer_all(requests, folder, answerer, clock=iter(range(9)).__next__)
         folder.write(requests, settings.answers, settings.failed)
     return summary
@@ -90,7 +90,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(tmp_path: Path) -> None:
             if settings.answers.exists() and not (settings.unfinished / JOURNAL).exists():
                 shutil.rmtree(settings.unfinished)  # all was done
             else:
-                with taken_up(settings.unfinished, HEADER) as left:
+                with open_answers(settings.unfinished, HEADER) as left:
                     known = set(left.kept)
                 again = ScriptedAnswerer()
                 run(settings, again)
@@ -104,7 +104,7 @@ def test_a_damaged_answer_is_made_again_with_those_behind_it(
 ) -> None:
     settings = settings_in(tmp_path)
     requests = RequestFile.of(settings.requests)
-    with taken_up(settings.unfinished, HEADER) as folder:
+    with open_answers(settings.unfinished, HEADER) as folder:
         answers = ScriptedAnswerer().answers(requests.read(range(6)))
         for group in answers:  # numbers 2, 1, 0 and 5, 4, 3
             folder.add(group)
@@ -123,7 +123,7 @@ def test_a_damaged_answer_is_made_again_with_those_behind_it(
 def test_lines_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     requests = RequestFile.of(settings.requests)
-    with taken_up(settings.unfinished, HEADER) as folder:
+    with open_answers(settings.unfinished, HEADER) as folder:
         for group in ScriptedAnswerer(2).answers(requests.read(range(4))):
             folder.add(group)
     journal = settings.unfinished / JOURNAL
@@ -146,15 +146,15 @@ def test_lines_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
 def test_other_requests_or_options_are_refused(
     change: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    with taken_up(tmp_path / "left", HEADER):
+    with open_answers(tmp_path / "left", HEADER):
         pass
-    with pytest.raises(SpeqError, match=sentence), taken_up(tmp_path / "left", HEADER | change):
+    with pytest.raises(SpeqError, match=sentence), open_answers(tmp_path / "left", HEADER | change):
         pass
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     refused = pytest.raises(SpeqError, match="another process writes answers to")
-    with taken_up(tmp_path / "left", HEADER), refused, taken_up(tmp_path / "left", HEADER):
+    with open_answers(tmp_path / "left", HEADER), refused, open_answers(tmp_path / "left", HEADER):
         pass
 
 

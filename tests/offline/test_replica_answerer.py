@@ -16,7 +16,7 @@ from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 from speq.ray.batch import MOST_LOSSES, BatchReplica, ReplicaAnswerer
 from speq.ray.replicas import ReplicaSpec
-from speq.server.settings import ServeSettings
+from speq.server.settings import ServerSettings
 
 
 class RayError(Exception):
@@ -84,9 +84,7 @@ def test_what_a_lost_replica_had_goes_to_another() -> None:
 
 def test_a_request_that_takes_its_replicas_along_ends_the_job() -> None:
     handle = Handle(Counter({3: 9}))
-    with pytest.raises(
-        SpeqError, match=r"3 replicas were lost .* in line 4 \(its machine is"
-    ):
+    with pytest.raises(SpeqError, match=r"3 replicas were lost .* in line 4 \(its machine is"):
         numbers(handle, 9)
     assert handle.lost[3] == 9 - MOST_LOSSES
 
@@ -98,7 +96,7 @@ def test_a_machine_that_fails_ends_the_job() -> None:
 
 def test_a_replica_answers_lines(bundled: Path) -> None:
     run = RunConfig.of("64MiB", context_length=64, reader_threads=2)
-    spec = ReplicaSpec(str(bundled), "tiny", run, ServeSettings())
+    spec = ReplicaSpec(str(bundled), "tiny", run, ServerSettings())
     replica = BatchReplica(spec, SamplingParams(max_new_tokens=3, ignore_eos=True))
     try:
 

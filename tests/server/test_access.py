@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from speq.server.access import Access, Keys, digest
-from speq.server.gate import PAGE_HEADERS, Gate
+from speq.server.gate import PAGE_HEADERS, AccessGate
 
 TOKEN = "s3cret-Token_0"
 MOST_BYTES = 1000
@@ -180,7 +180,7 @@ def answered(scope: Scope) -> tuple[list[Message], list[Scope]]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(Gate(app, PAGE, 9)(scope, receive, send))
+    asyncio.run(AccessGate(app, PAGE, 9)(scope, receive, send))
     return sent, reached
 
 

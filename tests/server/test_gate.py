@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speq import SpeqError
 from speq.server.access import Access, Keys
-from speq.server.settings import ServeSettings
+from speq.server.settings import ServerSettings
 from tests.helpers.api_server import JSON, NAME, Reply, Rig, api_server
 from tests.helpers.command import PATIENCE_S
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, no_room, pieces
@@ -148,7 +148,7 @@ def test_so_many_requests_are_looked_at() -> None:
     """Those over the bound are sent away before their bodies are read."""
     import asyncio
 
-    from speq.server.gate import Gate
+    from speq.server.gate import AccessGate
 
     told: list[dict[str, Any]] = []
 
@@ -164,7 +164,7 @@ def test_so_many_requests_are_looked_at() -> None:
         async def receive() -> Any:
             raise AssertionError("a body was read")
 
-        gate = Gate(app, Access("here", 1, None, 100), 2)
+        gate = AccessGate(app, Access("here", 1, None, 100), 2)
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"here:1")]}
         tasks = [asyncio.ensure_future(gate(scope, receive, send)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -298,11 +298,11 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         ({"max_waiting": -1}, "max_waiting is -1"),
     ):
         with pytest.raises(SpeqError, match=sentence):
-            build(ServeSettings, given)
+            build(ServerSettings, given)
     keys = tmp_path / "keys"
     keys.write_text(FIRST)
-    assert not build(ServeSettings, {"host": "0.0.0.0", "api_key_file": keys}).loopback
-    assert build(ServeSettings, {"host": "::1"}).loopback
+    assert not build(ServerSettings, {"host": "0.0.0.0", "api_key_file": keys}).loopback
+    assert build(ServerSettings, {"host": "::1"}).loopback
 
 
 def test_over_ipv6(model: ScriptedModel) -> None:

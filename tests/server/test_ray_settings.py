@@ -15,7 +15,7 @@ from speq.ray.cluster import check_ray
 from speq.ray.replicas import ReplicaSpec, ServerReplica, deployment_options
 from speq.ray.settings import RayServeSettings, RaySettings
 from speq.server.access import Access
-from speq.server.settings import ServeSettings
+from speq.server.settings import ServerSettings
 from tests.helpers.command import Command
 
 
@@ -65,7 +65,7 @@ def test_cores_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_ray_serve_is_told() -> None:
-    run, serve = RunConfig.of("1GiB", max_batch=4), ServeSettings(shutdown_seconds=7)
+    run, serve = RunConfig.of("1GiB", max_batch=4), ServerSettings(shutdown_seconds=7)
     fixed = deployment_options(run, serve, RayServeSettings(True, replicas=3, replica_cpus=2))
     assert fixed["num_replicas"] == 3
     assert "autoscaling_config" not in fixed
@@ -84,7 +84,7 @@ def test_what_ray_serve_is_told() -> None:
 
 def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
     run = RunConfig.of("64MiB", dtype="float32", context_length=128, reader_threads=2)
-    settings = ServeSettings()
+    settings = ServerSettings()
     address = "127.0.0.1:8000"
     spec = ReplicaSpec(str(bundled), "tiny", run, settings)
     replica = ServerReplica(spec, Access("127.0.0.1", 8000, None, settings.max_body))

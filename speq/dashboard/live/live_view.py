@@ -65,7 +65,7 @@ class LiveView(Observer):
         if stream is not self._shown:
             return
         for token, origin in zip(tokens, origins, strict=True):
-            self.bus.add_token(asdict(self._recording.placed(token, origin)))
+            self.bus.add_token(asdict(self._recording.place_token(token, origin)))
         if self.bus.has_subscribers and self._clock() >= self._pictures_due_s:
             self._draw(self._recording.record())
 
