@@ -1,8 +1,10 @@
 # make demo       set up, build, and generate text from the bundled model under a small budget
 # make test       set up, lint, and run the tests
 # make host       the CUDA kernels for the processor, which `make test` needs
-# make wide       what CI runs besides: the kernels under sanitizers, and wider products
+# make wide       what CI runs besides: wider products
 # make test-full  all of that, and the long products as well
+# make clients    programs that others wrote, against the server
+# make soak       long runs of faults, cancellations and hostile files
 # make newest     a short keystone on the newest transformers of the package index
 # make releases   the whole keystone on the oldest supported transformers, and on the newest
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
@@ -26,7 +28,7 @@ READY := $(VENV)/.ready
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo host test wide test-full newest releases sanitize lint format gpu rehearse clean
+.PHONY: setup demo host test wide test-full clients soak newest releases sanitize lint format gpu rehearse clean
 
 setup: $(READY)
 
@@ -71,12 +73,19 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(addprefix --need ,$(
 test: lint host
 	$(PYTEST) -m "not wide and not full and not gpu"
 
-wide: sanitize host rehearse
+wide: host
 	$(PYTEST) --need torch-headers --need sass -m "wide and not full and not gpu"
 
-test-full: lint sanitize host
+test-full: lint sanitize rehearse host
 	$(PYTEST) -m "not gpu"
 	$(MAKE) releases
+
+clients: host
+	$(PYTEST) -m "not gpu" tests/server/test_openai_clients.py tests/server/test_schemathesis.py
+
+soak: host
+	$(PYTEST) -m "not gpu" tests/fuzz tests/server/test_random_cancellations.py \
+	  tests/product/test_faults.py tests/product/test_random_batches.py
 
 # Environments of their own beside $(VENV), such as $(VENV)-newest, which share its large packages.
 newest: host

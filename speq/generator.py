@@ -262,10 +262,11 @@ class Generator:
             if progress is not None:
                 progress("running the prompt", done, total)
 
-        for output in batch.run(lambda: self._draft_length, told):
-            if output.error is not None:
-                raise output.error
-            yield output
+        while not batch.idle:
+            for output in batch.step(self._draft_length, told):
+                if output.error is not None:
+                    raise output.error
+                yield output
 
     @contextmanager
     def batch(self, context: int = 1) -> Iterator[Batch]:

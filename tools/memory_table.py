@@ -1,6 +1,5 @@
 """Writes the table of docs/models.md of what fits which memory: `python -m tools.memory_table`."""
 
-from functools import partial
 from pathlib import Path
 
 from speq.files.published_format import WORDS
@@ -21,56 +20,53 @@ GIB = 1 << 30
 ACCEPTANCE = 0.9
 
 
-def subjects() -> list[ModelSpec]:
-    """Of every config.json, the smallest experts first."""
+def model_specs() -> list[ModelSpec]:
+    """Read every config.json; the smallest experts come first."""
     configs = [path for folder in FOLDERS for path in folder.glob("*/config.json")]
     found = [ModelSpec.of_config(each.parent.name, each.parent, "auto") for each in sorted(configs)]
     return sorted(found, key=experts_bytes)
 
 
-def experts_bytes(of: ModelSpec) -> int:
-    return of.count * of.codec.record_range[1]
+def experts_bytes(spec: ModelSpec) -> int:
+    return spec.count * spec.codec.record_range[1]
 
 
-def slots(of: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
-    """By codec, and whether an INT4 draft lies beside, what fits."""
-    experts = of.shape.experts
-    locality = Locality(experts.num_experts, of.shape.top_k)
+def slots(spec: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
+    """Expert slots that fit, by codec and whether there is an INT4 draft."""
+    locality = Locality(spec.shape.experts.num_experts, spec.shape.top_k)
     given = Assumptions(preset("rtx-4090"), locality, acceptance=ACCEPTANCE)
     try:
-        made = plan(of, Budget.of(budget_gib * GIB, CONTEXT, True, of.shape), given)
+        made = plan(spec, Budget.of(budget_gib * GIB, CONTEXT, True, spec.shape), given)
     except BudgetTooSmall:
         return {}
     return {(each.codec, each.drafts): each.slots for each in made.candidates}
 
 
-def share(of: ModelSpec, found: dict[tuple[str, bool], int], way: tuple[str, bool]) -> str:
-    count = found.get(way)
+def share(spec: ModelSpec, count: int | None) -> str:
     if count is None:
         return "-"
     # Nearly all is not 100%.
-    return "all" if count == of.count else f"{min(0.99, count / of.count):.0%}"
+    return "all" if count == spec.count else f"{min(0.99, count / spec.count):.0%}"
 
 
-def cells(of: ModelSpec, budget_gib: int) -> str:
-    """Without a draft and beside one, in the codecs that take least."""
-    found, published = slots(of, budget_gib), of.codec.shape.published
-    plain, beside = ("lossless", "residual") if published == WORDS else (published, published)
-    shown = partial(share, of, found)
-    return f"{shown((plain, False))}, {shown((beside, True))}"
+def cell(spec: ModelSpec, budget_gib: int) -> str:
+    """Shares without a draft and with one, in the codecs that take least."""
+    found, published = slots(spec, budget_gib), spec.codec.shape.published
+    plain, drafted = ("lossless", "residual") if published == WORDS else (published, published)
+    return f"{share(spec, found.get((plain, False)))}, {share(spec, found.get((drafted, True)))}"
 
 
 def main() -> None:
     heads = ["model", "experts", "experts, GiB", "rest, GiB", *(f"{g} GiB" for g in BUDGETS_GIB)]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for of in subjects():
-        published = of.codec.shape.published
+    for spec in model_specs():
+        published = spec.codec.shape.published
         line = [
-            of.name,
+            spec.name,
             "BF16" if published == WORDS else published.upper(),
-            f"{experts_bytes(of) / GIB:.1f}",
-            f"{of.shape.resident_bytes(of.dtype) / GIB:.1f}",
-            *(cells(of, budget) for budget in BUDGETS_GIB),
+            f"{experts_bytes(spec) / GIB:.1f}",
+            f"{spec.shape.resident_bytes(spec.dtype) / GIB:.1f}",
+            *(cell(spec, budget) for budget in BUDGETS_GIB),
         ]
         print(f"| {' | '.join(line)} |")
 

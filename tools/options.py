@@ -50,12 +50,12 @@ SHARED: dict[type, tuple[str, str]] = {
     StagesSettings: (
         "Options of stages",
         "Whether a model's layers run on several machines, of which this is the first "
-        "([stages](stages.md)).",
+        "([pipeline](pipeline.md)).",
     ),
     RaySettings: (
         "Options of a cluster",
         "Whether replicas of a model run on a Ray cluster ([server](server.md#replicas)), or "
-        "stages of it ([stages](stages.md#placed-by-ray)).",
+        "stages of it ([pipeline](pipeline.md#placed-by-ray)).",
     ),
     Output: ("Options of output", "Where a command's result goes, beside what it shows."),
 }

@@ -4,8 +4,6 @@
 """
 
 import argparse
-import ast
-import re
 import sys
 from pathlib import Path
 
@@ -13,20 +11,6 @@ from speq.stats import BUDGET_FIGURES, FIGURES, LAYER_FIGURES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-# Rooms in the order in which they build on each other.
-ROOMS = (
-    *("speq", "speq/engine", "speq/planning", "speq/models", "speq/layers", "speq/experts"),
-    *("speq/drafts", "speq/kernels", "speq/files", "speq/quantizing", "speq/measure"),
-    *("speq/dashboard", "speq/server", "speq/offline", "speq/options", "speq/text", "speq/cli"),
-    *("scheduler", "governor", "bench", "tools"),
-)
-FILES = """# Files: one line each
-
-<!-- Made from the first sentence of each module by tools/pages.py: change the sentences there. -->
-
-[architecture.md](architecture.md) says how the rooms belong together. Kernels in `csrc/` say in
-their first lines what they are.
-"""
 STATISTICS = """# Statistics: the figures of a run
 
 <!-- Made from speq/stats.py by tools/pages.py: change the sentences there. -->
@@ -46,7 +30,7 @@ end in their unit: `_ms`, `_s`, `_bytes`.
 
 ## Expert budgets
 
-`budget` is there for runs with `--expert-budget` or `--expert-floor`, which are not exact.
+`budget` is there for runs within an [expert budget](budgets.md), which are not exact.
 
 {budget}
 
@@ -65,45 +49,9 @@ def table(meanings: dict[str, str], head: str = "name") -> str:
     return "\n".join([f"| {head} | meaning |", "|---|---|", *rows])
 
 
-def purpose(module: Path) -> str:
-    """The first sentence of a module's docstring."""
-    docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8")))
-    if docstring is None:
-        raise ValueError(f"{module} has no docstring")
-    paragraph = " ".join(docstring.partition("\n\n")[0].split())
-    return re.split(r"\.(?= [A-Z])", paragraph)[0].rstrip(".")
-
-
-def room_of(module: Path) -> str:
-    """The innermost room that a module lies in."""
-    relative = module.relative_to(ROOT).as_posix()
-    return max((room for room in ROOMS if relative.startswith(f"{room}/")), key=len)
-
-
-def files() -> str:
-    """A table of the modules of each room."""
-    parts = [FILES]
-    for room in ROOMS:
-        folder = ROOT / room
-        modules = [path for path in sorted(folder.rglob("*.py")) if room_of(path) == room]
-        if not modules:
-            continue
-        rows = {
-            path.relative_to(folder).as_posix(): purpose(path)
-            for path in modules
-            if path.name != "__init__.py"
-        }
-        parts.append(f"\n## {room}/\n")
-        if folder / "__init__.py" in modules:
-            parts.append(f"\n{purpose(folder / '__init__.py')}.\n")
-        parts.append(f"\n{table(rows, 'file')}\n")
-    return "".join(parts)
-
-
 def pages() -> dict[str, str]:
     """Text of every generated page, by file name."""
     return {
-        "files.md": files(),
         "statistics.md": STATISTICS.format(
             figures=table(FIGURES), layers=table(LAYER_FIGURES), budget=table(BUDGET_FIGURES)
         ),

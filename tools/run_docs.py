@@ -20,23 +20,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-SPEQ = ".venv/bin/speq"
+SPEQ = ".venv/bin/speq "
+PYTHON = ".venv/bin/python -m "
+LAB = "bench.lab."
 MODEL = "models/tiny-moe"
 PROMPTS = "speq/measure/prompts/mixed.jsonl"
-# What a reader would bring, and what stands in for it here. The scratch folder has no speq/ of its
-# own, which `python -m speq` would take for the package.
+# What a reader would bring, and what stands in for it here.
 STAND_INS = {
-    "bench/results": str(ROOT / "bench/results"),
     PROMPTS: str(ROOT / PROMPTS),
     "MODEL": MODEL,
+    "FOLDER/lossless": MODEL,
+    "FOLDER/model": MODEL,
     "FOLDER_OR_HUB_ID": MODEL,
+    "WIDENED-PACK": MODEL,
     "Qwen/Qwen1.5-MoE-A2.7B": MODEL,
 }
-TEXTS = ("humaneval.jsonl", "text.jsonl")
+RESULTS = "bench/results"
+PROMPT_FILES = ("humaneval.jsonl", "text.jsonl")
+TEXTS = "TEXTS"
 REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
-QUICK_BENCHES = ("widen", "paper-systems", "step")
-SLOW = ("bench", "quantize", "tune", "check")
+QUICK_BENCHES = ("widen", "bench.lab.memory", "bench.lab.step")
+SLOW = ("bench", "quantize", "train-head", "tune", "check")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")
 ASKING = ("bench", "serve")
@@ -48,18 +53,21 @@ WITH_OTHERS = "--rendezvous"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `speq` as a page prints it; words: the arguments behind `speq`."""
+    """A command as a page prints it.
+
+    words  the arguments of `speq`; of a bench of the lab those of `python -m`
+    """
 
     page: Path
     line: int
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}: speq {shlex.join(self.words)}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}: {shlex.join(self.words)}"
 
     @property
-    def text(self) -> str:
-        return " ".join(self.words)
+    def in_lab(self) -> bool:
+        return self.words[0].startswith(LAB)
 
 
 def code_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -81,12 +89,13 @@ def code_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """The commands of `speq` in a page's code blocks."""
+    """The commands of `speq`, and of benches of the lab, in a page's code blocks."""
     found = []
     for number, line in code_lines(page.read_text(encoding="utf-8")):
-        if line.startswith(f"{SPEQ} "):
-            words = shlex.split(line, comments=True)
-            found.append(Command(page, number, tuple(words[1:])))
+        for program in (SPEQ, PYTHON + LAB):
+            if line.startswith(program):
+                words = line.removeprefix(SPEQ).removeprefix(PYTHON)
+                found.append(Command(page, number, tuple(shlex.split(words, comments=True))))
     return found
 
 
@@ -96,9 +105,10 @@ def programs_of(page: Path) -> list[str]:
 
 
 def slow(command: Command) -> bool:
-    """Whether a command measures for minutes."""
+    """Tell whether a command measures for minutes."""
     name, *rest = command.words
-    return name in SLOW and not (name == "bench" and rest[0] in QUICK_BENCHES)
+    bench = rest[0] if name == "bench" else name
+    return (name in SLOW or command.in_lab) and bench not in QUICK_BENCHES
 
 
 def here(command: Command, scratch: Path, wide: bool) -> list[str]:
@@ -106,6 +116,7 @@ def here(command: Command, scratch: Path, wide: bool) -> list[str]:
     words: list[str] = []
     for word in command.words:
         moved = STAND_INS.get(word, word).replace("/tmp/", f"{scratch}/tmp/")
+        moved = moved.replace(RESULTS, str(ROOT / RESULTS))
         if "*" in moved:
             words += sorted(path.relative_to(scratch).as_posix() for path in scratch.glob(moved))
         else:
@@ -120,15 +131,18 @@ def prepare(scratch: Path) -> None:
     (scratch / "tmp").mkdir()
     shutil.copytree(ROOT / MODEL, scratch / MODEL, ignore=shutil.ignore_patterns(".speq"))
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")
-    for name in TEXTS:
+    for name in PROMPT_FILES:
         shutil.copy(ROOT / PROMPTS, scratch / name)
+    (scratch / TEXTS).mkdir()
+    shutil.copy(ROOT / "CONTRIBUTING.md", scratch / TEXTS / "contributing.txt")
     (scratch / REQUESTS).write_text('{"prompt": "The sea", "max_new_tokens": 8}\n' * 3)
 
 
 def run(arguments: list[str], scratch: Path, timeout_s: float) -> str | None:
     """What went wrong with a command, if anything did."""
-    # Profiles and drafts are kept in the scratch folder too.
+    # Profiles and drafts are kept in the scratch folder too. The lab is not installed.
     home = {"HOME": str(scratch), "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    home["PYTHONPATH"] = str(ROOT)
     try:
         done = subprocess.run(
             arguments,
@@ -173,11 +187,13 @@ def main() -> None:
                 if slow(command) and not options.slow:
                     print(f"left out, measures for minutes: {command}")
                     continue
+                program = (sys.executable, "-m") if command.in_lab else (str(programs / "speq"),)
                 words = here(command, scratch, options.wide)
-                tasks.setdefault((str(programs / "speq"), *words), str(command))
-            for program in programs_of(page):
-                tasks[(sys.executable, "-I", "-c", program)] = f"{page.name}: Python"
-        for arguments, name in tasks.items():
+                tasks.setdefault((*program, *words), str(command))
+            for text in programs_of(page):
+                tasks[(sys.executable, "-I", "-c", text)] = f"{page.name}: Python"
+        # Several pages use what widening writes.
+        for arguments, name in sorted(tasks.items(), key=lambda task: "widen" not in task[0]):
             start_s = time.perf_counter()
             fault = run(list(arguments), scratch, options.timeout)
             verdict = "ran" if fault is None else "FAILED"

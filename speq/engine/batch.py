@@ -6,7 +6,7 @@ Then its prompt is run chunk by chunk, between decode steps of those that run.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,10 +76,15 @@ class Batch:
         return used / sum(cache.capacity for cache in caches)
 
     def has_room(self, context: int) -> bool:
-        """Whether a request of so many tokens, added now, would have a KV slot in the next step."""
+        """True if a request of so many tokens, added now, would have a KV slot in the next step,
+        or be refused.
+        """
         if self.prefilling or self.waiting or len(self.running) == self.runtime.config.max_batch:
             return False
-        return not self.running or self.runtime.has_room(context)
+        try:
+            return not self.running or self.runtime.has_room(context)
+        except SpeqError:  # no memory could be laid out for it, which `add` says
+            return True
 
     def add(self, request: Request, arrival_s: float | None = None) -> Request:
         """Have a request join as soon as there is room. Raises SpeqError where there never will be.
@@ -130,13 +135,6 @@ class Batch:
         except BaseException:
             self.clear()
             raise
-
-    def run(
-        self, draft_length: Callable[[], int | None], progress: PrefillProgress | None = None
-    ) -> Iterator[StepOutput]:
-        """Step until no request is left; what each step brings. draft_length: asked before each"""
-        while not self.idle:
-            yield from self.step(draft_length(), progress)
 
     def _renew_record(self) -> None:
         run = self.runtime.recorder.run

@@ -268,17 +268,19 @@ class Engine:
         pruner, prices = self.offload.rows, self.prices
         self.lookahead.scored(packed.node_counts)
         values = packed.row_values(self.confidence.probability, prices.expert_s, prices.token_s)
+        batch = [each.tokens for each in steps]
 
-        def score() -> list[Scored]:
+        def score_again() -> Scored:
             pruner.begin(values)
-            return self.verification.score([each.tokens for each in steps])
+            return self.verification.score(batch)[0]
 
         try:
             with self.invalidate_on_error():
                 if self.approximation is None:
-                    scored = score()
+                    pruner.begin(values)
+                    scored = self.verification.score(batch)
                 else:
-                    scored = [self.approximation.score(lambda: score()[0], values.accept_prob)]
+                    scored = [self.approximation.score(score_again, values.accept_prob)]
         finally:
             rows = pruner.end()
         for at, each in enumerate(steps):

@@ -133,10 +133,7 @@ class FusedDecoder:
         if not isinstance(attention_mask, AttentionWindows):
             return self._forward(*args, attention_mask=attention_mask, **others)
         refuse_unknown(type(self).__name__, others, ("input_ids",))
-        return self._run_layers(attention_mask, others["input_ids"])
-
-    def _run_layers(self, windows: AttentionWindows, input_ids: Tensor) -> DecoderOutput:
-        hidden = self._embed(input_ids[0])
+        windows, hidden = attention_mask, self._embed(others["input_ids"][0])
         sequences = [self._span(span, hidden) for span in windows.spans]
         chains = {kind: DecodeBatch(sequences, window) for kind, window in windows.of.items()}
         normed = self._first_norm(hidden)

@@ -230,7 +230,11 @@ class MoEModel:
             self.remote_stages.begin(spans, prefill)
         packed = torch.tensor([[token_id for each in batch for token_id in each.token_ids]])
         if self._fused and packed.shape[1] <= MAX_LINEAR_ROWS:
-            return self._run(backend, None, packed, None, AttentionWindows(spans, self._windows))
+            windows = AttentionWindows(spans, self._windows)
+            with self.using(backend):
+                return self._hf_model.model(
+                    input_ids=packed, attention_mask=windows
+                ).last_hidden_state
         seen = [self._seen(span) for span in spans]
         for span in spans:
             span.cache.begin_pass(span.tree, prefill)
@@ -302,20 +306,10 @@ class MoEModel:
         return values if self._uploads is None else self._uploads.send(values)
 
     def _run(
-        self,
-        backend: ExpertBackend,
-        cache: Cache | None,
-        token_ids: Tensor,
-        positions: Tensor | None,
-        masks: Any,
+        self, backend: ExpertBackend, cache: Cache, token_ids: Tensor, positions: Tensor, masks: Any
     ) -> Tensor:
-        """masks: as the model takes them, or `AttentionWindows`, without positions."""
-        self._switch.use(backend)
-        try:
-            if isinstance(masks, AttentionWindows):
-                return self._hf_model.model(
-                    input_ids=token_ids, attention_mask=masks
-                ).last_hidden_state
+        """masks: as the model takes them"""
+        with self.using(backend):
             output = self._hf_model.model(
                 input_ids=token_ids,
                 attention_mask=masks,
@@ -323,8 +317,6 @@ class MoEModel:
                 use_cache=True,
                 **{self._cache_name: cache},
             )
-        finally:
-            self._switch.use(None)
         return output.last_hidden_state
 
     def head_words(self) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from speq.bench.paper import coverage, expert_shares
+from speq.bench.paper import coverage, expert_shares, route_sample
 from speq.bench.paper.coverage import Settings
 from speq.bench.paper.route_sample import RouteSample, TextSample, TreePlan, TreeSample, recorded
 from speq.dashboard.bench_panels import coverage as bench_panels
@@ -25,6 +25,7 @@ from speq.engine.request_step import RequestStep
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.layers.expert_counts import ExpertCounts
+from speq.measure import probe
 from speq.routing import Route
 from tests.helpers.tiny_models import load_plain, write_model
 
@@ -247,14 +248,14 @@ def test_routes_are_those_of_transformers(
 ) -> None:
     """Of the text, and of each node of a tree, as if its path were a text of its own."""
     drafts: list[Draft] = []
-    attempt = Engine.attempt
+    attempt = probe.attempt
 
-    def heard(engine: Engine, request: Request, bounds: DraftLimits) -> RequestStep:
-        turn = attempt(engine, request, bounds)
+    def heard(engine: Engine, request: Request, limits: DraftLimits) -> RequestStep:
+        turn = attempt(engine, request, limits)
         drafts.append(turn.draft)
         return turn
 
-    monkeypatch.setattr(Engine, "attempt", heard)
+    monkeypatch.setattr(route_sample, "attempt", heard)
     prompts, new = ["Once upon", "two plus 2 ="], 14
     generator = small(tiny(family), draft=str(poor_draft(family)))
     try:

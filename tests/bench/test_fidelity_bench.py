@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.bench.runs import fidelity
+from speq.bench.runs import fidelity, fidelity_counts
 from speq.bench.runs.fidelity import Settings
 from speq.bench.runs.fidelity_counts import SEEDS, Fidelity, NextTokens, Position
 from speq.bench.runs.route_match import RouteMatch, entropy_bits, ranked, total
@@ -26,6 +26,7 @@ from speq.engine.request_step import RequestStep
 from speq.engine.sampler import HostSampler
 from speq.errors import SpeqError
 from speq.generator import Generator
+from speq.measure import probe
 from speq.routing import Route
 from speq.runtime import Runtime
 from tests.helpers.tiny_models import BY_FAMILY, load_plain, write_model
@@ -258,14 +259,14 @@ def test_free_drafts_are_the_engines_own_steps(
     tiny: Folder, poor_draft: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[list[int], RequestStep, tuple[int, int]]] = []
-    attempt = Engine.attempt
+    attempt = probe.attempt
 
-    def recorded(engine: Engine, request: Request, bounds: DraftLimits) -> RequestStep:
-        turn = attempt(engine, request, bounds)
-        seen.append((request.prompt_token_ids, turn, engine.lookahead.recall(turn.kept)))
+    def recorded(engine: Engine, request: Request, limits: DraftLimits) -> RequestStep:
+        turn = attempt(engine, request, limits)
+        seen.append((request.prompt_token_ids, turn, engine.lookahead.recall(turn.outcome.path)))
         return turn
 
-    monkeypatch.setattr(Engine, "attempt", recorded)
+    monkeypatch.setattr(fidelity_counts, "attempt", recorded)
     generator = small(tiny("qwen3_moe"), draft=str(poor_draft("qwen3_moe")))
     try:
         found = fidelity.compare(generator, TEXTS, DRAFT_LENGTH)

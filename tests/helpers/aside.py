@@ -40,10 +40,10 @@ class Told:
     def propose(
         self,
         request: Request,
-        bounds: DraftLimits,
+        limits: DraftLimits,
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
         at = len(request.output_token_ids)
-        following = self.token_ids[at : at + bounds.length]
+        following = self.token_ids[at : at + limits.length]
         return Draft.chain([*following[:-1], *(token_id ^ 1 for token_id in following[-1:])])

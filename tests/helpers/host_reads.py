@@ -22,7 +22,7 @@ from tests.helpers.host_tensors import HostTensor, caller
 # Each part of a step: where its function is, and what it is called there.
 PARTS = {
     "propose": (Engine, "propose"),
-    "verify": (Engine, "_score_turns"),
+    "verify": (Engine, "verify"),
     "accept": (engine_module, "accept"),
 }
 
@@ -104,7 +104,7 @@ def steps_of(device: HostDevice, engine: Engine) -> Iterator[list[Step]]:
 
     step = Engine.step
 
-    def whole(self: Engine, *args: Any) -> list[int]:
+    def whole(self: Engine, *args: Any) -> list[list[int]]:
         waited.clear()
         before = Counter(seen())
         with Sending() as sending:

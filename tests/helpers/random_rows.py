@@ -15,7 +15,7 @@ class RandomRows:
         self._chance = chance
         self.died = 0
 
-    def live(
+    def active_rows(
         self,
         row_values: RowValues,
         rows: list[int],

@@ -299,7 +299,7 @@ def test_memory_is_what_is_planned(
     hidden_states, topk_ids = routed.on(device)
     slots = {expert: slot_of(expert) for expert in (3, 5)}
     table, out = table_of(slots, device), hidden_states.new_empty(rows, 2, H)
-    with LiveBytes() as active_rows:
+    with LiveBytes() as live:
         grouping = Grouping.of(topk_ids, ids)
         experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
     check_close(out.cpu(), routed.wanted())
@@ -311,7 +311,7 @@ def test_memory_is_what_is_planned(
     # What `activation_bytes` has of the experts' rows.
     planned += 4 * F * rows * dtype.itemsize
     # On the host nothing is copied: the index is numpy's.
-    peak = active_rows.peak + (2 * 8 * rows * 2 if device.type == "cpu" else 0)
+    peak = live.peak + (2 * 8 * rows * 2 if device.type == "cpu" else 0)
     assert 0.75 * planned < peak <= planned
 
 

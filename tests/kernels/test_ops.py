@@ -224,7 +224,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
             "topk_weights": torch.zeros(3, 2),
             "base_slots": torch.arange(5),
-            "bank": bank_of(BANK),
+            "backend": bank_of(BANK),
             "activation": "silu",
         },
     ),

@@ -156,7 +156,7 @@ def test_a_failure_of_ours_is_told_and_ends_all(
     monkeypatch.setattr(generator.runtime.engine.verification, "score", fail)
     try:
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(SpeqError, match=r"engine died .ZeroDivisionError"):
                 asyncio.run(together.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True))
         assert not together.alive
     finally:

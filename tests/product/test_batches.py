@@ -71,7 +71,7 @@ def run(batch: Batch, plans: list[Plan], draft_length: int | None = None) -> int
         for emitted in batch.step(draft_length):
             assert emitted.error is None
             plan = requests[emitted.request]
-            plan.made += emitted.token_ids
+            plan.made += [token.id for token in emitted.tokens]
         at += 1
     for request, plan in requests.items():
         assert plan.made == request.output_token_ids
@@ -174,13 +174,13 @@ def test_drafts_of_texts_share_their_passes(tiny: Callable[[str], Path]) -> None
     )
     passes: list[int] = []
     model = generator.runtime.model
-    own = model.forward_batch
+    own = model.forward
 
-    def counted(backend: Any, texts: Any) -> Any:
+    def counted(backend: Any, texts: Any, prefill: bool = False) -> Any:
         passes.append(sum(len(text.token_ids) for text in texts))
-        return own(backend, texts)
+        return own(backend, texts, prefill)
 
-    model.forward_batch = counted  # type: ignore[method-assign]
+    model.forward = counted  # type: ignore[method-assign]
     try:
         generator.generate_batch(["ab", "cd", "ef", "gh"], max_new_tokens=60, ignore_eos=True)
         assert generator.last_run is not None
@@ -312,7 +312,7 @@ def test_a_lost_pass_ends_all_and_no_more(
                 def fail(*args: Any) -> Any:
                     raise lost
 
-                broken.setattr(generator.runtime.engine.verification, "score_batch", fail)
+                broken.setattr(generator.runtime.engine.verification, "score", fail)
                 ended = batch.step()
             assert {each.request for each in ended if each.error is lost} == {*requests[:2]}
             while not batch.idle:
@@ -348,11 +348,11 @@ def test_first_tokens_do_not_wait_for_a_round(tiny: Callable[[str], Path]) -> No
             first, second = (batch.add(Request([at + 1] * 5, sampling)) for at in range(2))
             assert not batch.has_room(5)  # one waits for its cache already
             (told,) = batch.step()
-            assert (told.request, told.origins, len(told.token_ids)) == (first, ["prompt"], 1)
+            assert (told.request, told.origins, len(told.tokens)) == (first, ["prompt"], 1)
             (told,) = batch.step()
             assert told.request is first and told.origins[-1] == "exact"
             assert set(told.origins[:-1]) <= {"accepted"}
-            assert len(told.origins) == len(told.token_ids)
+            assert len(told.origins) == len(told.tokens)
             (told,) = batch.step()
             assert (told.request, told.origins) == (second, ["prompt"])
             assert {each.request for each in batch.step()} == {first, second}

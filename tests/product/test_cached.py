@@ -73,10 +73,10 @@ def restricted(plain: Any, residents: list[list[int]], divided: bool) -> Iterato
             hook.remove()
 
 
-def drafted(engine: Engine, request: Request, bounds: DraftLimits) -> Draft:
+def drafted(engine: Engine, request: Request, limits: DraftLimits) -> Draft:
     engine.recorder.begin("by hand")
-    turn = RequestStep(request, engine.caches[0], engine.drafters[0], bounds)
-    engine.propose([turn], FixedDraftLength(bounds.length, nodes=bounds.nodes))
+    turn = RequestStep(request, engine.caches[0], engine.drafters[0], limits)
+    engine.propose([turn], FixedDraftLength(limits.length, nodes=limits.nodes))
     return turn.draft
 
 

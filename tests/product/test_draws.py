@@ -226,7 +226,7 @@ def texts_of(generator: Generator, count: int, length: int, **sampling: Any) -> 
             for emitted in batch.step(None):
                 assert emitted.error is None
                 seed = emitted.request.seed
-                made.setdefault(seed, []).extend(emitted.token_ids)
+                made.setdefault(seed, []).extend(token.id for token in emitted.tokens)
     return [made[seed] for seed in range(count)]
 
 

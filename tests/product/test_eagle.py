@@ -332,7 +332,7 @@ def test_a_head_takes_its_share_of_the_budget(tiny: Callable[[str], Path], head:
     words = sum(each.numel() for name, each in load_file(head / FILE).items() if "." in name)
     assert held.nbytes == 4 * words + 8 * 200
     caches = [*generator.runtime.engine.caches]
-    caches += [drafter._text.cache for drafter in generator.runtime.engine.drafters]  # type: ignore[attr-defined]
+    caches += [drafter._context.cache for drafter in generator.runtime.engine.drafters]  # type: ignore[attr-defined]
     assert plan.items["kv_cache"] == sum(cache.nbytes for cache in caches)
     generator.close()
 

@@ -312,7 +312,7 @@ def test_heads_go_on_from_tokens_that_stand(trees: str, head: str, folders: Fold
     draws = random.Random(5)
     stands = [draws.random() < 0.6 for _ in range(NEW_TOKENS)]
     known = {tuple(prompt): KnownText(expected, stands)}
-    drafter.next_token = SetAcceptance(drafter.next_token, known, VOCAB)
+    drafter.next_tokens = SetAcceptance(drafter.next_tokens, known, VOCAB)
     result = generator.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     assert result.token_ids == expected
     assert outcomes(generator.last_run.decode) >= {"partial", "rejected"}

@@ -17,13 +17,17 @@ from speq.cli import app
 from speq.config import RunConfig, SamplingParams
 from speq.engine.approximation import Approximation
 from speq.engine.draft import Draft, Outcome
+from speq.engine.drafter import DraftLimits, PlainDecoding
 from speq.engine.request import Request
+from speq.engine.request_step import RequestStep
 from speq.engine.sampler import HostSampler
 from speq.layers.expert_budget import BudgetRules, ExpertBudget, PredictedBudget, rules_of
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
 from speq.measure.probe import verify
+from speq.models.kv_cache import KVCache
 from speq.models.moe_model import Scored
+from speq.models.packed_batch import SequenceTokens
 from speq.routing import Route, RoutePrediction
 from speq.scheduler.expert_key import ExpertKey
 from speq.stats import Recorder
@@ -167,6 +171,13 @@ def test_what_a_draft_names_is_brought_within_the_budget() -> None:
 # Audits
 
 
+def step_of(request: Request, draft: Draft, outcome: Outcome) -> RequestStep:
+    cache = KVCache(1, ((1, 2), (1, 2)), 2, torch.float32, torch.device("cpu"))
+    return RequestStep(
+        request, cache, PlainDecoding(), DraftLimits(len(draft.token_ids)), draft, outcome=outcome
+    )
+
+
 def logits_of(*probabilities: list[float]) -> Tensor:
     return torch.tensor(probabilities).log()
 
@@ -182,9 +193,8 @@ def test_an_audit_by_hand() -> None:
     draft = Draft.chain([1, 2])
     scored = approximation.score(lambda: Scored(next(passes), torch.empty(0)), [1.0, 0.5, 0.2])
     assert torch.equal(scored.logits, exact)
-    text = Request([0], SamplingParams())
-    outcome = Outcome([0, 1], [1, 1])
-    stats = approximation.report(draft, scored, outcome, text, HostSampler())
+    step = step_of(Request([0], SamplingParams()), draft, Outcome([0, 1], [1, 1]))
+    stats = approximation.report(step, scored, HostSampler())
     assert stats is not None
     assert (stats.verifications, stats.audited, stats.differing) == (1, 2, 1)
     nats = [np.log(0.8 / 0.4), np.log(0.6 / 0.3)]
@@ -207,9 +217,9 @@ def test_a_share_of_verifications_is_audited() -> None:
     # Plain decoding has no budget, and nothing to audit.
     approximation.score(score, [1.0])
     assert passes == 11
-    text = Request([0], SamplingParams())
+    step = step_of(Request([0], SamplingParams()), Draft(), Outcome([0], [0]))
     plain = Scored(torch.zeros(1, 3), torch.empty(0))
-    assert approximation.report(Draft(), plain, Outcome([0], [0]), text, HostSampler()) is None
+    assert approximation.report(step, plain, HostSampler()) is None
 
 
 # Beside plain transformers
@@ -312,8 +322,8 @@ def test_logits_are_those_of_transformers_with_patched_routers(
         expected = plain(torch.tensor([PROMPT + ROWS])).logits[0, -len(ROWS) :]
         assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3)
         every = Outcome([*range(len(ROWS))], [0] * len(ROWS))
-        text = Request(PROMPT, SamplingParams())
-        stats = approximation.report(draft, Scored(logits, logits), every, text, HostSampler())
+        step = step_of(Request(PROMPT, SamplingParams()), draft, every)
+        stats = approximation.report(step, Scored(logits, logits), HostSampler())
         assert stats is not None
         assert stats.wanted == pytest.approx(patched.wanted.sum(), rel=1e-4)
         assert stats.kept == pytest.approx(patched.kept.sum(), rel=1e-4)
@@ -412,10 +422,10 @@ def test_a_head_goes_on_from_what_a_budget_made_of_the_text(trees: str, folders:
         observe_verified = drafter.observe_verified  # type: ignore[attr-defined]
         made: list[Tensor] = []
 
-        def score(pending_id: int, draft: Draft) -> Scored:
-            scored = verify(pending_id, draft)
+        def score(batch: Sequence[SequenceTokens]) -> list[Scored]:
+            (scored,) = verify(batch)
             made.append(scored.features.clone())
-            return scored
+            return [scored]
 
         def listen(token_ids: list[int], hidden_states: Tensor) -> None:
             if made:  # otherwise a prompt

@@ -27,6 +27,7 @@ from speq.models.families import (
 )
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
+from speq.models.packed_batch import SequenceTokens
 from speq.models.resident import mapped_regions
 from speq.routing import Route
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
@@ -167,7 +168,7 @@ def test_what_the_next_router_would_say(family: str, tiny: Callable[[str], Path]
     weights = [stored[name] for name in sorted(stored) if opened.family.names.router.search(name)]
     heard = Foreseen()
     cache = KVCache(3, opened.shape.attention.kv_shapes, 8, torch.float32, torch.device("cpu"))
-    model.forward(heard, cache, torch.tensor([[5, 6, 7]]))
+    model.forward(heard, [SequenceTokens(cache, [5, 6, 7])])
     opened.close()
     assert len(heard.inputs) == len(weights) == model.num_moe_layers
     assert heard.said[-1] is None

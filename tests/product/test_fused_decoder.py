@@ -18,6 +18,7 @@ from speq.models.fused_decoder import POSITIONS, FusedDecoder, RotaryTable
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
+from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
 from speq.routing import Route
 from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, WITH_STATES, write_model
@@ -59,15 +60,15 @@ def passes(
 
     parents  of a tree's nodes behind the root; None: a chain
     """
-    tokens = torch.arange(PROMPT + count)[None] * 7 % 256
-    model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
+    tokens = [at * 7 % 256 for at in range(PROMPT + count)]
+    model.forward(SomeExperts(), [SequenceTokens(cache, tokens[:PROMPT])])
     cache.advance(PROMPT)
     tree = None if parents is None else Tree.of(parents)
-    more = tokens[:, PROMPT:]
+    more = [SequenceTokens(cache, tokens[PROMPT:], tree)]
     walks, model._fused = model._fused, False
-    masked = model.forward(SomeExperts(), cache, more, tree)
+    masked = model.forward(SomeExperts(), more)
     model._fused = walks
-    return model.forward(SomeExperts(), cache, more, tree), masked
+    return model.forward(SomeExperts(), more), masked
 
 
 @pytest.mark.parametrize("count", [1, MORE])
@@ -94,17 +95,18 @@ def test_a_branch_is_walked_as_its_chain(window: int | None, tmp_path: Path) -> 
     sliding = {"use_sliding_window": window is not None, "sliding_window": window}
     path = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16, **sliding)
     model, cache = loaded(path, torch.bfloat16)
-    tokens = torch.arange(PROMPT + 33)[None] * 7 % 256
-    model.forward(SomeExperts(), cache, tokens[:, :PROMPT])
+    tokens = [at * 7 % 256 for at in range(PROMPT + 33)]
+    model.forward(SomeExperts(), [SequenceTokens(cache, tokens[:PROMPT])])
     cache.advance(PROMPT)
     parents = [at * at % (at + 1) for at in range(32)]
-    branches = model.forward(SomeExperts(), cache, tokens[:, PROMPT:], Tree.of(parents))[0]
+    tree = SequenceTokens(cache, tokens[PROMPT:], Tree.of(parents))
+    branches = model.forward(SomeExperts(), [tree])[0]
     for node in (0, 1, 7, 20, 32):
         above = [node]
         while above[0]:
             above.insert(0, parents[above[0] - 1])
-        chain = torch.tensor([[int(tokens[0, PROMPT + at]) for at in above]])
-        alone = model.forward(SomeExperts(), cache, chain)[0]
+        chain = SequenceTokens(cache, [tokens[PROMPT + at] for at in above])
+        alone = model.forward(SomeExperts(), [chain])[0]
         assert torch.equal(branches[above], alone)
 
 

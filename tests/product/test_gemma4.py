@@ -19,6 +19,7 @@ from speq.devices.device import Processor
 from speq.experts.expert_store import expert_slot
 from speq.models import moe_model
 from speq.models.opened import open_model
+from speq.models.packed_batch import SequenceTokens
 from speq.quantizing.models import quantize
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folders, loaded
@@ -133,7 +134,8 @@ def test_routers_look_at_what_experts_are_given_through_a_norm(tiny: Folder) -> 
     for layer in made.body.layers:  # type: ignore[union-attr]
         layer.router.register_forward_pre_hook(lambda _, args: given.append(args[0].clone()))
     heard = Heard()
-    made.forward(heard, opened.shape.cache(8, torch.float32, CPU), torch.tensor([[5, 6, 7]]))
+    cache = opened.shape.cache(8, torch.float32, CPU)
+    made.forward(heard, [SequenceTokens(cache, [5, 6, 7])])
     opened.close()
 
     def log_softmax(rows: Tensor, layer: int) -> Tensor:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +33,7 @@ from speq.experts.slots import SlotExperts
 from speq.layers.draft_experts import DraftExperts
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
+from speq.models.packed_batch import SequenceTokens
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.read_queue import ReaderThreads
 from speq.stats import RunStats
@@ -408,7 +409,7 @@ def test_steps_return_the_tokens_they_emitted(trained: ModelSpec) -> None:
     run = engine.recorder.begin_run(RunStats(0.0, {}))
     emitted = [engine.prefill(request)]
     while request.finish_reason is None:
-        emitted.append(engine.step([request]))
+        emitted += engine.step([request])
     tokens = [token for each in emitted for token in each]
     assert tokens == request.output_token_ids == trained.wanted(ids, 20)
     assert [len(each) for each in emitted] == [step.emitted for step in run.steps]
@@ -535,7 +536,7 @@ class Interrupt:
         self.after = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        phase = self._phase(*args)
+        phase = self._phase(*args, **kwargs)
         fires = (phase, self.calls[phase]) == self.at
         self.calls[phase] += 1
         result = self._original(*args, **kwargs) if self.after or not fires else None
@@ -544,10 +545,12 @@ class Interrupt:
         return result
 
 
-def phase_of_pass(model: MoEModel, backend: object, cache: KVCache, *args: object) -> str:
+def phase_of_pass(
+    model: MoEModel, backend: object, batch: Sequence[SequenceTokens], prefill: bool = False
+) -> str:
     if isinstance(backend, DraftExperts):
         return "draft"
-    return "verify" if cache.length else "prefill"
+    return "prefill" if prefill else "verify"
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -572,7 +575,7 @@ def test_an_interrupt_leaves_it_ready(
     phases: set[str],
     after: bool,
 ) -> None:
-    def phase_of_step(*args: object) -> str:
+    def phase_of_step(*args: object, **kwargs: object) -> str:
         return small.generator.runtime.recorder.step.phase
 
     function = Interrupt(

@@ -17,6 +17,7 @@ from speq.files.range_file import ENDS_BYTES
 from speq.models import moe_model
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
+from speq.models.packed_batch import SequenceTokens
 from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.tiny_models import experts_alone, greedy_tokens, load_plain
 
@@ -96,11 +97,11 @@ def test_hidden_states_are_those_of_transformers(tiny: Folder) -> None:
     model, backend = generator.runtime.model, generator.runtime.engine.offload.reader
     shapes, device = opened.shape.attention.kv_shapes, torch.device("cpu")
     cache = KVCache(3, shapes, 128, torch.float64, device)
-    tokens = torch.arange(90)[None] * 7 % 256
-    found = [model.forward(backend, cache, tokens[:, :50])]
+    tokens = [at * 7 % 256 for at in range(90)]
+    found = [model.forward(backend, [SequenceTokens(cache, tokens[:50])])]
     cache.advance(50)
-    found.append(model.forward(backend, cache, tokens[:, 50:]))
-    wanted = plain.model(tokens).last_hidden_state
+    found.append(model.forward(backend, [SequenceTokens(cache, tokens[50:])]))
+    wanted = plain.model(torch.tensor([tokens])).last_hidden_state
     torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-9, atol=1e-9)
     generator.close()
     opened.close()

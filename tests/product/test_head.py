@@ -32,6 +32,7 @@ from speq.measure.probe import attempt
 from speq.measure.teacher_forced import forced_passes
 from speq.models.kv_cache import causal_mask
 from speq.models.opened import open_model
+from speq.models.packed_batch import SequenceTokens
 from tests.helpers.heads import head_in_numpy, random_head, write_random_head
 from tests.helpers.tiny_models import write_model
 
@@ -367,7 +368,7 @@ def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) ->
     drafter: Any = engine.drafters[0]
     text = [(7 * i * i + 3 * i) % 256 for i in range(30)]
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    bounds = DraftLimits(3, nodes)
+    limits = DraftLimits(3, nodes)
 
     def behind(end: int) -> Request:
         return Request(text[: end + 1], sampling)
@@ -377,7 +378,7 @@ def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) ->
     for forced in forced_passes(runtime, text, 4):
         end = forced.start + forced.tokens
         if end < len(text):
-            turns = [attempt(engine, behind(end), bounds) for _ in range(2)]
+            turns = [attempt(engine, behind(end), limits) for _ in range(2)]
             # A pass of one row rounds otherwise than one of several.
             first, again = (turn.draft for turn in turns)
             assert (first.token_ids, first.parents) == (again.token_ids, again.parents)
@@ -386,11 +387,10 @@ def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) ->
             counts.run_freely(runtime, text[: end + 1])
     assert [position.proposed for position in counts.positions] == [len(found)] * 3
     for end, draft in found.items():
-        engine.begin(behind(end))
-        runtime.model.read(
-            engine.offload.reader, engine.caches[0], text[:end], drafter.observe_verified
-        )
-        wanted = drafter.propose(behind(end), bounds, lambda *_: None, lambda *_: True)
+        engine.begin_prefill(behind(end))
+        tokens = SequenceTokens(engine.caches[0], text[:end])
+        runtime.model.prefill(engine.offload.reader, tokens, drafter.observe_verified)
+        wanted = drafter.propose(behind(end), limits, lambda *_: None, lambda *_: True)
         assert draft.token_ids == wanted.token_ids
     generator.close()
 
@@ -401,7 +401,7 @@ def test_each_text_of_a_batch_has_entries_of_the_head(model: Path) -> None:
     )
     engine = generator.runtime.engine
     drafters: list[Any] = engine.drafters
-    heads = [drafter._text.cache for drafter in drafters]
+    heads = [drafter._context.cache for drafter in drafters]
     assert len({entries.layers[0].keys.data_ptr() for entries in heads}) == 3
     held = sum(cache.nbytes for cache in (*engine.caches, *heads))
     assert generator.runtime.plan.items["kv_cache"] == held

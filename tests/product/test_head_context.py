@@ -183,7 +183,7 @@ def drafter(head: MoEHead, model: Model) -> HeadDrafter:
 
 
 def told(text: Request, features: Tensor, of: HeadDrafter) -> None:
-    of.begin(0, of)
+    of.reset(0, of)
     of.observe_verified(text.prompt_token_ids, features)
 
 

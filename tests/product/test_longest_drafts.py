@@ -43,14 +43,14 @@ class Told:
     texts: dict[int, list[int]]
     drafts: list[Draft] = field(default_factory=list)
 
-    def propose(self, request: Request, bounds: DraftLimits, *_: Any) -> Draft:
+    def propose(self, request: Request, limits: DraftLimits, *_: Any) -> Draft:
         right = self.texts[request.prompt_token_ids[0]][len(request.output_token_ids) :]
         stands = STANDS[len(self.drafts) % len(STANDS)]
-        right = [*right, *[0] * bounds.length][: bounds.length]
+        right = [*right, *[0] * limits.length][: limits.length]
         drafted = [token if at < stands else (token + 1) % VOCAB for at, token in enumerate(right)]
         draft = Draft.chain(drafted)
-        if bounds.nodes is not None:
-            draft = branching(drafted, bounds.nodes)
+        if limits.nodes is not None:
+            draft = branching(drafted, limits.nodes)
         self.drafts.append(draft)
         return draft
 

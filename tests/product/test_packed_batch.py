@@ -50,7 +50,7 @@ def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, list[KVCache]]:
     for number, length in enumerate(LENGTHS):
         cache = shape.cache(160, dtype, cpu, number)
         tokens = [(7 * at * at + 31 * number) % 250 for at in range(length)]
-        model.read(SomeExperts(), cache, tokens)
+        model.prefill(SomeExperts(), SequenceTokens(cache, tokens))
         caches.append(cache)
     opened.close()
     return model, caches
@@ -73,8 +73,7 @@ def texts_of(caches: list[KVCache], trees: bool) -> list[SequenceTokens]:
 
 
 def alone(model: MoEModel, text: SequenceTokens) -> torch.Tensor:
-    tokens = torch.tensor([text.token_ids])
-    return model.forward(SomeExperts(), text.cache, tokens, text.tree)
+    return model.forward(SomeExperts(), [text])
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
@@ -91,7 +90,7 @@ def test_rows_are_those_of_their_text(
         for tensor in entries_of(cache):
             tensor[:, :, cache.length :] = float("nan")
     experts = SomeExperts()
-    found = model.forward_batch(experts, texts)
+    found = model.forward(experts, texts)
     assert experts.rows == [wanted.shape[1]] * model.num_moe_layers
     if family in WALKED_WHOLE:
         assert torch.equal(found, wanted)
@@ -115,7 +114,7 @@ def test_many_rows_see_their_own_text(family: str, tiny: Callable[[str], Path]) 
     walks, model._fused = model._fused, False
     wanted = torch.cat([alone(model, text) for text in texts], 1)
     model._fused = walks
-    found = model.forward_batch(SomeExperts(), texts)
+    found = model.forward(SomeExperts(), texts)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -125,9 +124,9 @@ def test_rows_in_16_bits_are_the_same_bits(tmp_path: Path) -> None:
     rng = random.Random(7)
     for turn in range(6):
         texts = rng.sample(texts_of(caches, trees=turn % 2 == 1), rng.randint(2, len(caches)))
-        scored = model.score_batch(SomeExperts(), texts)
+        scored = model.score(SomeExperts(), texts)
         for text, each in zip(texts, scored, strict=True):
-            by_itself = model.score(SomeExperts(), text.cache, text.token_ids, text.tree)
+            (by_itself,) = model.score(SomeExperts(), [text])
             assert torch.equal(each.logits, by_itself.logits)
             assert torch.equal(each.features, by_itself.features)
         for text in texts:  # which grow, each by its own count

@@ -20,6 +20,7 @@ from speq.engine.prefixes import Prefixes, chunk_end
 from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache, common_prefix
+from speq.models.packed_batch import SequenceTokens
 from tests.helpers.heads import write_random_head
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -51,13 +52,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generator], list[int]]:
     def of(generator: Generator) -> list[int]:
         counts: list[int] = []
         model = generator.runtime.model
-        own = model.read
+        own = model.prefill
 
-        def counted(backend: Any, cache: Any, token_ids: list[int], *others: Any) -> Any:
-            counts.append(len(token_ids))
-            return own(backend, cache, token_ids, *others)
+        def counted(backend: Any, tokens: SequenceTokens, *others: Any) -> Any:
+            counts.append(len(tokens.token_ids))
+            return own(backend, tokens, *others)
 
-        monkeypatch.setattr(model, "read", counted)
+        monkeypatch.setattr(model, "prefill", counted)
         return counts
 
     return of

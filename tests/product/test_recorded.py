@@ -26,6 +26,7 @@ from speq.models import recorded as graphs
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
+from speq.models.packed_batch import BatchSpan, SequenceTokens
 from speq.models.recorded import recording_device
 from speq.routing import Route
 from tests.helpers.host_device import host_device
@@ -82,7 +83,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def passes_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is launched here stands for what a device launches, which is transformers' own pass."""
-    monkeypatch.setattr("speq.models.moe_model.walk_chains", lambda *_, **__: None)
+    monkeypatch.setattr("speq.models.moe_model.install_fused_decoder", lambda *_, **__: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,6 @@ class Ready:
     @property
     def model(self) -> MoEModel:
         return self.loaded.model
-
-    def eager(self) -> EagerPass:
-        return EagerPass(self.model, self.plain, self.backend)
 
     def graphs(self, device: Recorder) -> RecordedPass:
         return RecordedPass(self.model, self.recorded, self.backend, device)  # type: ignore[arg-type]
@@ -133,11 +131,17 @@ class Told:
         self.routes.append((layer, route.topk_ids.tolist(), route.topk_weights.clone()))
 
 
-def compare(eager: EagerPass, recorded: RecordedPass, token_id: int) -> None:
+def behind(cache: KVCache, pending_id: int, draft: Draft) -> list[SequenceTokens]:
+    return [SequenceTokens(cache, [pending_id, *draft.token_ids], draft.tree)]
+
+
+def compare(made: Ready, recorded: RecordedPass, token_id: int) -> None:
     """One token by both: logits, and routes of all layers in their order."""
     wanted, got = Told(), Told()
-    logits = eager.run(token_id, wanted)
-    torch.testing.assert_close(recorded.run(token_id, got), logits, **CLOSE)
+    eager = EagerPass(made.model, made.backend)
+    logits = eager.run(behind(made.plain, token_id, Draft()), wanted)
+    found = recorded.run(behind(made.recorded, token_id, Draft()), got)
+    torch.testing.assert_close(found, logits, **CLOSE)
     assert [route[:2] for route in got.routes] == [route[:2] for route in wanted.routes]
     for (_, _, weights), (_, _, expected) in zip(got.routes, wanted.routes, strict=True):
         torch.testing.assert_close(weights, expected, **CLOSE)
@@ -159,9 +163,9 @@ def test_graphs_give_what_launched_passes_give(family: str, tiny: Callable[[str]
     """Token by token over three buckets, the last one no longer than the cache."""
     device = Recorder()
     with ready(tiny(family)) as made:
-        eager, recorded = made.eager(), made.graphs(device)
+        recorded = made.graphs(device)
         for at in range(18):
-            compare(eager, recorded, TEXT[at % len(TEXT)])
+            compare(made, recorded, TEXT[at % len(TEXT)])
             made.plain.advance(1)
             made.recorded.advance(1)
             compare_caches(made, at + 1)
@@ -177,9 +181,9 @@ def test_graphs_of_drafts_with_some_experts(
     device = Recorder()
     with ready(tiny(family), draft_experts=count) as made:
         assert not made.backend.whole
-        eager, recorded = made.eager(), made.graphs(device)
+        recorded = made.graphs(device)
         for token_id in TEXT[:6]:
-            compare(eager, recorded, token_id)
+            compare(made, recorded, token_id)
             made.plain.advance(1)
             made.recorded.advance(1)
         assert len(device.captured) == 1
@@ -202,9 +206,9 @@ def test_graphs_of_drafts_with_some_experts(
 )
 def test_windows_of_graphs_move_on(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     with ready(write_model(tmp_path / family, family, **overrides)) as made:
-        eager, recorded = made.eager(), made.graphs(Recorder())
+        recorded = made.graphs(Recorder())
         for token_id in TEXT:
-            compare(eager, recorded, token_id)
+            compare(made, recorded, token_id)
             made.plain.advance(1)
             made.recorded.advance(1)
         compare_caches(made, len(TEXT))
@@ -214,15 +218,15 @@ def test_drafts_are_rewound_and_run_again(tiny: Callable[[str], Path]) -> None:
     """Forgotten entries lie behind the position and are not seen, across a bucket's end as well."""
     device = Recorder()
     with ready(tiny("mixtral")) as made:
-        eager, recorded = made.eager(), made.graphs(device)
+        recorded = made.graphs(device)
         caches = (made.plain, made.recorded)
         for token_id in TEXT[:6]:
-            compare(eager, recorded, token_id)
+            compare(made, recorded, token_id)
             for cache in caches:
                 cache.advance(1)
         for other in (50, 60, 70):
             for token_id in (other, other + 1, other + 2, other + 3):
-                compare(eager, recorded, token_id)
+                compare(made, recorded, token_id)
                 for cache in caches:
                     cache.advance(1)
             for cache in caches:
@@ -255,13 +259,13 @@ def test_verifications_are_recorded_between_their_experts(
     device = Recorder()
     with ready(tiny(family)) as made:
         told, wanted = Counted(), Counted()
-        eager = EagerVerification(made.model, made.plain, wanted)
+        eager = EagerVerification(made.model, wanted)
         recorded = RecordedVerification(made.model, made.recorded, told, device)  # type: ignore[arg-type]
         length = 0
         for drafted, kept in ((3, 2), (0, 1), (3, 4), (3, 1), (1, 2), (3, 4), (3, 2), (3, 4)):
             draft = Draft.chain([(7 * length + 31 * at) % 250 for at in range(drafted)])
-            scores = eager.score(TEXT[length % 12], draft)
-            got = recorded.score(TEXT[length % 12], draft)
+            (scores,) = eager.score(behind(made.plain, TEXT[length % 12], draft))
+            (got,) = recorded.score(behind(made.recorded, TEXT[length % 12], draft))
             torch.testing.assert_close(got.logits, scores.logits, **CLOSE)
             torch.testing.assert_close(got.features, scores.features, **CLOSE)
             assert told.routes == wanted.routes
@@ -319,11 +323,12 @@ def test_memory_of_graphs_is_given_back_at_once(
     with ready(tiny("olmoe")) as made:
         draft = made.graphs(device)
         verification = RecordedVerification(made.model, made.recorded, made.backend, device)  # type: ignore[arg-type]
+        pending = behind(made.recorded, 3, Draft())
         gc.disable()
         try:
             kept = [
-                weakref.ref(draft.run(3, lambda layer, route: None)),
-                weakref.ref(verification.score(3, Draft()).logits),
+                weakref.ref(draft.run(pending, lambda layer, route: None)),
+                weakref.ref(verification.score(pending)[0].logits),
                 *(weakref.ref(each.passes) for each in (draft, verification)),
             ]
             assert all(ref() is not None for ref in kept)
@@ -336,10 +341,12 @@ def test_memory_of_graphs_is_given_back_at_once(
 def test_trees_are_launched(tiny: Callable[[str], Path]) -> None:
     device = Recorder()
     with ready(tiny("olmoe")) as made:
-        eager = EagerVerification(made.model, made.plain, made.backend)
+        eager = EagerVerification(made.model, made.backend)
         recorded = RecordedVerification(made.model, made.recorded, made.backend, device)  # type: ignore[arg-type]
         tree = Draft([5, 6, 7], [0, 0, 1])
-        assert torch.equal(recorded.score(3, tree).logits, eager.score(3, tree).logits)
+        (got,) = recorded.score(behind(made.recorded, 3, tree))
+        (wanted,) = eager.score(behind(made.plain, 3, tree))
+        assert torch.equal(got.logits, wanted.logits)
         assert device.captured == []
 
 
@@ -350,11 +357,11 @@ def test_the_graphs_used_last_are_kept(
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     device = Recorder()
     with ready(tiny("olmoe")) as made:
-        eager, recorded = made.eager(), made.graphs(device)
+        recorded = made.graphs(device)
         kept = []
         for length in (0, 9, 1, 17, 2, 10):
             made.plain.length = made.recorded.length = length
-            compare(eager, recorded, 33)
+            compare(made, recorded, 33)
             kept.append([seen for _, seen in recorded.passes.shapes])
         assert kept == [[8], [8, 16], [16, 8], [8, 24], [24, 8], [8, 16]]
         assert len(device.captured) == 4
@@ -367,16 +374,17 @@ def test_a_length_that_python_knows_is_caught(
     """A graph of the usual pass goes on writing where it was recorded."""
 
     def usual(self: MoEModel, backend: Any, cache: KVCache, token: Tensor, *_: Any) -> Tensor:
-        return self.forward(backend, cache, token)
+        positions, mask = self._seen(BatchSpan(cache, 0, 1, None))
+        return self._run(backend, cache, token, positions, self._masks(mask))
 
     monkeypatch.setattr(MoEModel, "forward_at", usual)
     with ready(tiny("qwen3_moe")) as made:
-        eager, recorded = made.eager(), made.graphs(Recorder())
-        compare(eager, recorded, TEXT[0])
+        recorded = made.graphs(Recorder())
+        compare(made, recorded, TEXT[0])
         for cache in (made.plain, made.recorded):
             cache.advance(1)
         with pytest.raises(AssertionError):
-            compare(eager, recorded, TEXT[1])
+            compare(made, recorded, TEXT[1])
 
 
 @pytest.mark.parametrize(
@@ -405,10 +413,10 @@ def test_a_read_in_the_pass_cannot_be_recorded(
 
         monkeypatch.setattr(made.backend, "kernel", reading)
         device = Recorder()
-        eager, recorded = made.eager(), made.graphs(device)
+        recorded = made.graphs(device)
         with caplog.at_level(logging.WARNING, "speq"):
             for token_id in TEXT[:3]:
-                compare(eager, recorded, token_id)
+                compare(made, recorded, token_id)
                 for cache in (made.plain, made.recorded):
                     cache.advance(1)
         [message] = caplog.messages

@@ -26,7 +26,7 @@ def keys(*experts: int, layer: int = 0) -> set[ExpertKey]:
 
 
 @pytest.mark.parametrize(
-    ("worth_s", "wanted", "later_s", "live"),
+    ("worth_s", "wanted", "later_s", "active_rows"),
     [
         # Nothing is missing.
         ([1, 0.5, 0.1, 0.4, 0.0], [(), (), (), (), ()], [0] * 5, [0, 1, 2, 3, 4]),

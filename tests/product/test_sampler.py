@@ -11,7 +11,7 @@ from speq.config import SamplingParams
 from speq.engine import sampler as sampler_module
 from speq.engine.accept import accept
 from speq.engine.draft import Draft
-from speq.engine.drafters.next_token import Chosen, NextToken, next_token_on
+from speq.engine.drafters.next_token import Chosen, NextTokens, SamplePosition, next_tokens_on
 from speq.engine.request import Request
 from speq.engine.sampler import DeviceSampler, HostSampler
 from speq.engine.sampling import noise
@@ -116,7 +116,7 @@ IDS, WEIGHTS = [[4, 0], [2, 3], [1, 5]], [[0.75, 0.25], [0.5, 0.25], [1.0, 0.125
 
 
 def next_token(
-    next_of: NextToken, logits: Tensor, sampling: dict[str, Any], told: Told
+    next_of: NextTokens, logits: Tensor, sampling: dict[str, Any], told: Told
 ) -> Chosen | None:
     """What is drafted behind one token; routes are of three layers."""
     device = logits.device
@@ -132,7 +132,8 @@ def next_token(
     def on_layer(layer: int, route: Route) -> None:
         told.append((layer, route.ids, route.weights))
 
-    return next_of(run, text(sampling), [7], on_layer)
+    (chosen,) = next_of(run, [SamplePosition(text(sampling), [7], on_layer)])
+    return chosen
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -140,9 +141,9 @@ def test_a_drafted_token_and_its_routes_are_read_together(sampling: dict[str, An
     expected = [(at, [IDS[at]], [WEIGHTS[at]]) for at in range(3)]
     on_host: Told = []
     told: Told = []
-    wanted = next_token(next_token_on(HostSampler()), logits_of(1, 8), sampling, on_host)
+    wanted = next_token(next_tokens_on(HostSampler()), logits_of(1, 8), sampling, on_host)
     with host_device() as device:
-        next_of = next_token_on(DeviceSampler(device))
+        next_of = next_tokens_on(DeviceSampler(device))
         logits = logits_of(1, 8).to(device.torch)
         found = next_token(next_of, logits, sampling, told)
         assert found is not None and wanted is not None
@@ -157,8 +158,8 @@ def test_a_drafted_token_and_its_routes_are_read_together(sampling: dict[str, An
 def test_a_damaged_draft_ends_and_says_nothing(bad: float) -> None:
     logits = logits_of(1, 9)
     logits[0, 30] = bad
-    assert next_token(next_token_on(HostSampler()), logits, {}, []) is None
+    assert next_token(next_tokens_on(HostSampler()), logits, {}, []) is None
     device: HostDevice
     with host_device() as device:
-        next_of = next_token_on(DeviceSampler(device))
+        next_of = next_tokens_on(DeviceSampler(device))
         assert next_token(next_of, logits.to(device.torch), {}, []) is None

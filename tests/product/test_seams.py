@@ -51,11 +51,11 @@ class Parrot:
     def propose(
         self,
         request: Request,
-        bounds: DraftLimits,
+        limits: DraftLimits,
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
-        return Draft.chain([request.pending_id] * bounds.length)
+        return Draft.chain([request.pending_id] * limits.length)
 
 
 def test_a_drafter_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:

@@ -24,7 +24,7 @@ from speq.models import delta_net, self_test, short_conv
 from speq.models.attention import attend_beside_sinks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
-from speq.models.layer_range import MissingLayer
+from speq.models.layer_range import LayerRange, MissingLayer
 from speq.models.opened import open_model
 from speq.models.packed_batch import BatchSpan, cache_of
 from speq.models.self_test import check_transformers, fill
@@ -157,8 +157,8 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
     call, rows = stand_in(mixer), torch.zeros(1, 1, 2)
     with pytest.raises(SpeqError, match="is given the KV cache by no name"):
         call(rows, attention_mask=None)
-    with pytest.raises(SpeqError, match=r"is given state_of_sequence by transformers .* not know"):
-        call(rows, cache=None, state_of_sequence=object())
+    with pytest.raises(SpeqError, match=r"is given state_of_text by transformers .* not know"):
+        call(rows, cache=None, state_of_text=object())
     with pytest.raises(SpeqError, match="by cache and past_key_values"):
         call(rows, cache=None, past_key_values=None)
     with pytest.raises(SpeqError, match="is given seq_idx"):
@@ -168,7 +168,7 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
 def test_other_modules_refuse_what_they_do_not_know() -> None:
     rows = torch.zeros(1, 2, 4)
     assert MissingLayer()(rows, cache=None, attention_mask=None, position_ids=None) is rows
-    with pytest.raises(SpeqError, match="Elsewhere is given second_stream"):
+    with pytest.raises(SpeqError, match="MissingLayer is given second_stream"):
         MissingLayer()(rows, second_stream=rows)
     with pytest.raises(TypeError):
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
@@ -195,7 +195,7 @@ def test_caches_are_told_what_attention_is_given() -> None:
         ):
             assert torch.equal(got, given)
         with pytest.raises(TypeError):
-            held.update(*entries, 0, state_of_sequence=1)
+            held.update(*entries, 0, state_of_text=1)
 
 
 def test_prompts_give_the_rule_as_many_keys_as_values(tiny: Folder) -> None:

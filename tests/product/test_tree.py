@@ -82,7 +82,7 @@ class BranchingDrafter:
     def propose(
         self,
         request: Request,
-        bounds: DraftLimits,
+        limits: DraftLimits,
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
@@ -90,7 +90,7 @@ class BranchingDrafter:
         token_ids: list[int] = []
         parents: list[int] = []
         trunk = 0
-        for depth, right in enumerate(self.answer[at : at + bounds.length]):
+        for depth, right in enumerate(self.answer[at : at + limits.length]):
             # Wrong siblings, right ones, and from time to time none that is right.
             wrong = (right + 1) % 256
             pair = [wrong, right] if (at + depth) % 3 else [right, wrong]
@@ -149,15 +149,15 @@ class ShapedDrafter:
     def propose(
         self,
         request: Request,
-        bounds: DraftLimits,
+        limits: DraftLimits,
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
-        assert bounds.nodes is not None
+        assert limits.nodes is not None
         shape = [*SHAPES.values()][self._turn % len(SHAPES)]
         self._turn += 1
         # Up to what there is room for, and beyond what is still to be generated.
-        parents = shape(self._rng, self._rng.randint(1, bounds.nodes))
+        parents = shape(self._rng, self._rng.randint(1, limits.nodes))
         draft = Draft([0] * len(parents), parents)
         at, depths = len(request.output_token_ids), draft.tree.depths()
         right = {0}
