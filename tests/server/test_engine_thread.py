@@ -244,21 +244,6 @@ def test_faults_of_a_request_and_of_the_engine() -> None:
     assert run(engine, ask).reasons == ["failed"] * 3
 
 
-def test_a_lost_device_is_the_end() -> None:
-    """Whoever asks afterwards would fail as well."""
-    lost = SpeqError("the GPU failed")
-    lost.__cause__ = RuntimeError("CUDA error: unspecified launch failure")
-    engine = ScriptedEngine(pieces(*TEXTS), fault=lost)
-
-    async def ask(worker: EngineThread) -> None:
-        with pytest.raises(EngineFailed, match="the GPU failed"):
-            await texts_of(worker.submit(request_of()))
-        with pytest.raises(Unavailable, match="the GPU failed"):
-            await texts_of(worker.submit(request_of()))
-
-    run(engine, ask)
-
-
 def test_an_engine_that_is_lost_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to ask for that to be known; what is lost in a text is the end too."""
     monkeypatch.setattr(engine_thread, "CHECK_S", 0.01)
@@ -458,44 +443,6 @@ def test_a_fault_of_one_leaves_the_others_and_a_lost_device_none() -> None:
             worker.submit(request_of())
 
     assert sorted(run(engine, ask).reasons) == ["eos", "failed", "failed"]
-
-
-def test_an_engine_that_dies_takes_all() -> None:
-    rounds = Rounds(2)
-    engine = rounds.engine
-
-    async def ask(worker: EngineThread) -> None:
-        streams = [worker.submit(request_of())]
-        await rounds.reach(1)
-        streams += [worker.submit(request_of()) for _ in range(2)]
-        rounds.allow(1)
-        await rounds.reach(2)
-        engine.fault, engine.fault_at = ZeroDivisionError(), 1
-        rounds.allow(99)
-        for stream in streams:
-            with pytest.raises(Unavailable, match="the engine died"):
-                await texts_of(stream)
-        assert worker.queue_lengths.running == worker.queue_lengths.waiting == 0
-
-    assert run(engine, ask).reasons == ["failed", "failed"]
-
-
-def test_aborting_ends_a_batch() -> None:
-    rounds = Rounds(2)
-
-    async def ask(worker: EngineThread) -> None:
-        streams = [worker.submit(request_of())]
-        await rounds.reach(1)
-        streams += [worker.submit(request_of()) for _ in range(2)]
-        rounds.allow(1)
-        await rounds.reach(2)
-        worker.abort()
-        rounds.allow(99)
-        for stream in streams:
-            with pytest.raises(Unavailable, match="the server is ending"):
-                await texts_of(stream)
-
-    assert run(rounds.engine, ask).reasons == ["stopped", "stopped"]
 
 
 def test_when_to_ask_again() -> None:
